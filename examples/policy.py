@@ -1,8 +1,8 @@
-"""A user's own eviction policy, compared with LRU, which evicts the least recently used expert.
+"""A custom eviction policy, compared with LRU, which evicts the least recently used expert.
 
-Prints the name, hit rate and evictions of both policies, then whether the two answers are equal. A policy that is late,
-wrong or raises an exception changes the speed but never a token. The command line accepts this policy, too: `moegguf
-run demo --policy examples/policy.py:MostUsed`.
+Prints each policy's name, hit rate and number of evictions, then whether the two answers are equal. A policy that is
+late or wrong, or that raises an exception, changes the speed but never a token. The command line accepts this policy,
+too: `moegguf run demo --policy examples/policy.py:MostUsed`.
 """
 
 from moegguf import Llama

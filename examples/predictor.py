@@ -1,4 +1,4 @@
-"""A user's own predictor. The store prefetches the experts that it predicts.
+"""A custom predictor. The store prefetches the experts that the predictor expects.
 
 Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching that
 saves no time, is off here, so that experts are always prefetched. `moegguf trace simulate` accepts the class, too.
@@ -22,8 +22,8 @@ class Followers(Predictor):
         self._before = np.zeros((1, shape.n_expert_used), np.int32)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Counts which experts followed the experts of the layer before. The last layer of a prompt is computed for
-        fewer tokens. Only the last tokens that both layers have are therefore compared."""
+        """Counts which experts of this layer follow which experts of the previous layer. The last layer of a prompt is
+        computed for fewer tokens, so only the last tokens that both layers computed are compared."""
         n = min(len(event.expert_ids), len(self._before))
         now = event.expert_ids.copy()
         np.add.at(self._counts[event.il], (self._before[-n:, :, np.newaxis], now[-n:, np.newaxis]), 1)

@@ -1,6 +1,7 @@
 """Two answers that are printed while the model computes them.
 
-Prints the parts of both answers as they arrive, each after the number of its question. Then prints both whole answers.
+Prints the parts of both answers as they arrive, each preceded by the number of its question. Then prints both complete
+answers.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Records the routing of a model, replays it with two policies, and plots it.
 
 Writes routing.npz, routing.png and routing.svg into the folder that the first argument names (default: the current
-folder). Prints the number of recorded passes and tokens. Also prints the hit rates of two policies and of Belady's
-optimal policy, which knows the future, when a quarter of the experts have slots.
+folder). Prints the number of recorded passes and tokens. With slots for a quarter of the experts, also prints the hit
+rates of two policies and of Belady's optimal policy, which knows the future.
 """
 
 import sys

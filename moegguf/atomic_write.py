@@ -1,4 +1,4 @@
-"""Replaces files atomically: a reader sees either the old contents or the new contents, never a part of them.
+"""Replaces files atomically: a reader sees either the old contents or the new ones, never partial contents.
 
 A temporary file is locked while it is written. A temporary file without a lock was left by a killed process, and
 `remove_abandoned` removes it.
@@ -26,8 +26,8 @@ DESCRIPTOR = re.compile(r"/dev/(stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Returns True if a new file can replace `path`: `path` is a regular file or does not exist. Pipes, devices,
-    folders and paths that match DESCRIPTOR cannot be replaced."""
+    """Returns True if a new file can replace `path`, that is, if `path` is a regular file or does not exist. Pipes,
+    devices, folders and paths that match DESCRIPTOR cannot be replaced."""
     return (path.is_file() or not path.exists()) and not DESCRIPTOR.fullmatch(os.path.abspath(path))
 
 
@@ -40,7 +40,7 @@ def make_private(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE) -> None:
-    """Writes `data`, which is one bytes object or several in order, to a temporary file, flushes this file to disk, and
+    """Writes `data` (one bytes object, or several that are joined) to a temporary file, flushes this file to disk, and
     replaces `path` with it. Also removes temporary files that killed processes left for the same path.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
@@ -72,7 +72,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes the temporary files in `paths` that no process has locked. Such files come from killed processes."""
+    """Removes the temporary files in `paths` that no process has locked. Such files were left by killed processes."""
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -17,8 +17,8 @@ log.setLevel(logging.WARNING)  # does not inherit the level of another logger
 
 
 def start_log(handler: logging.Handler | None = None) -> None:
-    """Turns the log on if MOEGGUF_LOG is "debug". Decisions then go to `handler`, or without `handler` to the handler
-    that is already set, or else to stderr. Raises OptionError if the variable has an unknown value."""
+    """Turns the log on if MOEGGUF_LOG is "debug". Decisions then go to `handler` if it is given, otherwise to the
+    handler that is already set, or else to stderr. Raises OptionError if the variable has an unknown value."""
     if not logs_decisions():
         return
     log.setLevel(logging.DEBUG)
@@ -33,7 +33,7 @@ def is_logged() -> bool:
 
 
 def log_decision(event: str, **fields: object) -> None:
-    """Logs a decision if the log is on. The values of `fields` must have types that JSON has."""
+    """Logs a decision if the log is on. The values of `fields` must be valid in JSON."""
     if log.isEnabledFor(logging.DEBUG):
         text = " ".join(f"{name}={value}" for name, value in fields.items())
         log.debug("%s %s", event, text, extra={"decision": {"event": event, **fields}})

@@ -62,7 +62,7 @@ class ExpertIOError(MoeggufError, OSError):
 
 
 class AllocationError(MoeggufError, MemoryError):
-    """Memory is not sufficient, a compute thread could not be created, or a process that measures speeds failed."""
+    """There is not enough memory, a compute thread could not be created, or a process that measures speeds failed."""
 
 
 class ClosedError(MoeggufError, ValueError):

@@ -17,7 +17,7 @@ GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """Types of a KV cache, by the names that llama.cpp's tools accept."""
 MAX_CONTEXT_TOKENS = 1 << 24
-MAX_KV_TOKENS = 1 << 28  # limit of tokens in a context, for all its sequences together
+MAX_KV_TOKENS = 1 << 28  # limit on the total tokens in a context, over all its sequences
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
@@ -281,7 +281,7 @@ def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {load option: value} for the parameters of a Modelfile or a request that set one. None, 0 and "" set
-    none. Of num_gpu, only None and -1 set none, since 0 means that no layer is on a GPU."""
+    none. For num_gpu, only None and -1 set none, since 0 means that no layer is on a GPU."""
 
     def is_set(name: str) -> bool:
         value = parameters.get(name)

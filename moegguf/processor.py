@@ -10,7 +10,7 @@ NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # instruction sets that the kernels of `
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor's name, and its instruction sets by Linux's names. `flags` is empty if the instruction sets are
+    """A processor's name, and its instruction sets, named as in Linux. `flags` is empty if the instruction sets are
     unknown."""
 
     model: str
@@ -18,8 +18,8 @@ class Processor:
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """Returns the first processor in /proc/cpuinfo. If it has no name, it gets the machine's name, which some ARM
-    machines put last; "unknown CPU" if there is neither."""
+    """Returns the first processor in /proc/cpuinfo. If it has no name, uses the machine's name, which some ARM systems
+    list last, or else "unknown CPU"."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:

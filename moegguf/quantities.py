@@ -147,7 +147,7 @@ class Link:
     """A link between two memories, such as RAM and VRAM."""
 
     bytes_per_s: float  # bandwidth
-    latency_s: float = 0.0  # seconds that each copy takes in addition
+    latency_s: float = 0.0  # additional seconds that each copy takes
 
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
@@ -177,8 +177,9 @@ def parse_link(text: str) -> Link:
 
 
 def parse_duration(value: str | int | float) -> float:
-    """Parses a number of seconds (also as text), or a Go duration such as "1h30m" or "300ms". Returns seconds, and
-    `math.inf` for negative values and for more than Go's maximum. Raises OptionError for anything else and for NaN."""
+    """Parses a number of seconds (a number or its text), or a Go duration such as "1h30m" or "300ms". Returns seconds,
+    and `math.inf` for negative values and for more than Go's maximum. Raises OptionError for anything else and for
+    NaN."""
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(min(max(value, -1), _LONGEST_S + 1)) if value == value else math.nan
@@ -209,8 +210,8 @@ _LONG_H = ((24 * 365, "year"), (24 * 30, "month"), (24 * 7, "week"), (24, "day")
 
 
 def human_bytes(n_bytes: float) -> str:
-    """Formats a number of bytes with a decimal unit: "4.7 GB", "17 GB", "274 MB", "12 B". Numbers from ten on lose
-    their decimal places."""
+    """Formats a number of bytes with a decimal unit: "4.7 GB", "17 GB", "274 MB", "12 B". Numbers of ten or more have
+    no decimal places."""
     for unit, name in _SIZES:
         if n_bytes >= unit:
             value = n_bytes / unit

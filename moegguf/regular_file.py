@@ -1,5 +1,5 @@
-"""Opens files that must be regular files. Opening a named pipe could wait for ever until another process opens the
-pipe."""
+"""Opens files that must be regular files. Opening a named pipe could block forever, waiting for another process to open
+it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def without_surrogates(text: str) -> str:
 
 
 def without_password(address: str) -> str:
-    """Hides user and password in an address, for messages and logs: "http://***@host" for "http://user:pw@host"."""
+    """Hides the user and password in an address, for messages and logs: "http://***@host" for "http://user:pw@host"."""
     return _CREDENTIALS.sub("***@", address)
 
 

@@ -25,7 +25,7 @@ from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
 N_REQUESTS, N_HELDOUT = 50, 10  # numbers of texts of each kind for requests and for held-out text
-# pip options with which every machine downloads the same wheel
+# pip options that make every machine download the same wheel
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 
 
@@ -50,14 +50,14 @@ class Texts:
 
 
 def cache_folder() -> Path:
-    """Returns the folder that keeps the fetched packages. Creates it if it does not exist."""
+    """Returns the folder for fetched packages. Creates the folder if it does not exist."""
     folder = platformdirs.user_cache_path("moegguf") / "lab"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def digest(text: str) -> str:
-    """Returns the hash of a text, by which texts are identified and sorted."""
+    """Returns the hash that identifies a text and determines its order."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -98,8 +98,8 @@ def _texts(wheel: Path, source: Source) -> Texts:
 
 
 def _joined(parts: Iterator[str], between: str) -> Iterator[str]:
-    """Yields texts of at least SHORTEST_CHARS characters, each joined from successive parts. A shorter rest at the end
-    is dropped."""
+    """Yields texts of at least SHORTEST_CHARS characters, each joined from successive parts. A shorter remainder at the
+    end is dropped."""
     text = ""
     for part in parts:
         text = f"{text}{between}{part}" if text else part
@@ -129,7 +129,7 @@ def _talk(archive: ZipFile) -> Iterator[str]:
 
 def _exchange(conversation: str) -> str:
     """Returns the first question and answer of a conversation in the model's chat template. Returns "" if there is no
-    answer or the conversation contains a "|". These YAML files have such a simple form that no parser is needed."""
+    answer or the conversation contains a "|". These YAML files are simple enough to read without a parser."""
     said = [" ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")]
     if len(said) < 2 or "|" in conversation:
         return ""

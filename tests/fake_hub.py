@@ -1,9 +1,9 @@
 """A Hugging Face hub on loopback: repositories in memory, the endpoints that huggingface_hub calls, and faults on
-request. Point HF_ENDPOINT at `FakeHub.url`.
+request.
 
-The answers are like the real hub's. The list of a repository has sizes and digests. HEAD of a file has its commit and
-linked ETag. GET redirects to a storage address that supports ranges. Most errors about repositories and files have an
-X-Error-Code.
+Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a repository's files has their
+sizes and digests. The reply to HEAD has the file's commit and linked ETag. GET redirects to a storage address that
+supports ranges. Most errors about repositories and files have an X-Error-Code.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class FakeRepo:
     large: bool = True
     # Files that the hub lists, but reports as missing when a client requests them.
     hidden: set[str] = field(default_factory=set)
-    # {path: {"size" or "sha256": a wrong value that the hub states}}.
+    # {path: {"size" or "sha256": a wrong value that the hub reports}}.
     stated: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -109,7 +109,8 @@ class FakeHub:
         return repo
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Returns variables with which a process uses this hub and keeps its models and caches below `home`."""
+        """Returns environment variables that make a process use this hub, and keep its models and caches below
+        `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home / "hf"),
@@ -147,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        """Replies with the access token that may read, as if it were exchanged for the refresh token in the request."""
+        """Replies with an access token that may read, as if in exchange for the refresh token in the request."""
         self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
         self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
@@ -168,8 +169,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Returns True if the caller may not see the repository or its token is wrong. The error response has then been
-        sent."""
+        """Returns True if the caller may not see the repository or its token is wrong. Then the error response has
+        already been sent."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:
@@ -206,8 +207,10 @@ class Handler(BaseHTTPRequestHandler):
         self.say(302, headers)
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends all of `data`, or the range that the request names. Sends status 416 if the range begins after the end
-        of `data`."""
+        """Sends all of `data`, or the range that the request names.
+
+        Sends status 416 if the range begins after the end of `data`.
+        """
         span = self.headers.get("Range", "")
         if not span:
             return self.say(200, {"Accept-Ranges": "bytes"}, data)
@@ -255,7 +258,7 @@ def other_bytes(data: bytes) -> Fault:
 
 
 def without_ranges(handler: Handler, data: bytes) -> None:
-    """Sends all of the file, and ignores the range of the request."""
+    """Sends the whole file, and ignores the range of the request."""
     handler.say(200, {}, data)
 
 
@@ -275,8 +278,10 @@ def redirect_loop(handler: Handler, _: bytes) -> None:
 
 @dataclass
 class Gate:
-    """A fault that sends `n_bytes` bytes, sets `reached`, and waits until `open` is set before it sends the rest. It
-    waits at most 60 seconds."""
+    """A fault that sends `n_bytes` bytes, sets `reached`, and waits for `open` before it sends the rest.
+
+    It waits at most 60 seconds.
+    """
 
     n_bytes: int
     reached: threading.Event = field(default_factory=threading.Event)

@@ -1,5 +1,5 @@
-"""A scripted replacement of `moegguf.serving.worker`: `python fake_worker.py FD`. Imports the standard library only, so
-that it starts fast. `python fake_worker.py COMMAND ...` runs `moegguf COMMAND ...` with this worker.
+"""A scripted replacement for `moegguf.serving.worker`: `python fake_worker.py FD`. Imports only the standard library,
+so that it starts fast. `python fake_worker.py COMMAND ...` runs `moegguf COMMAND ...` with this worker.
 
 The path of the model to load may be a JSON object. Its fields control the load:
 
@@ -9,14 +9,14 @@ The path of the model to load may be a JSON object. Its fields control the load:
 - "die": a file with the number of loads that still crash
 - "fail": the class of an error
 - "stall": the load never finishes
-- "n_parallel": the number of requests that the worker claims to answer at once
+- "n_parallel": the number of requests that the worker claims to answer at a time
 
 The prompt, or the last message, selects the answer. Any other message is echoed.
 
 - "say WORD ..."
 - "count N"
 - "hold FILE": one delta, then waits for FILE or a cancel
-- "hang": one delta, then waits for ever and ignores a cancel
+- "hang": one delta, then waits forever and ignores a cancel
 - "die": one delta, then SIGKILL
 - "die-silently FILE": SIGKILL while the number in FILE is above 0. Each time, the number decreases by 1.
 - "fail CLASS [TEXT]": an error, after TEXT

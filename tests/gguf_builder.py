@@ -1,8 +1,8 @@
 """Writes GGUF files for tests: valid files, and files whose header breaks a rule.
 
 `Gguf` collects key-values and tensors, and `build()` returns the bytes of the file. A test can set counts, offsets and
-encoded key-values itself, so that a file breaks exactly one rule. The gguf package is not used, because it is made for
-valid files.
+encoded key-values itself, so that a file breaks exactly one rule. The gguf package is not used, because it can only
+write valid files.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
 
 
 class Oracle(Predictor):
-    """Predicts the experts of each pass's first token from the trace, but the last `n_wrong` experts are wrong.
+    """Predicts the experts of each pass's first token from the trace, but replaces the last `n_wrong` of them with
+    wrong ones.
 
     Predicts nothing beyond `reach`, and nothing for the first layer if `first_layer` is False.
     """
@@ -103,7 +104,7 @@ def counted(name: str, trace: Trace) -> Predictor:
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
     """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers before.
 
-    Counts only layers with a prediction. Returns 0 if there is none.
+    Counts only layers with a prediction. Returns 0 if no layer has one.
     """
     right = total = 0
     predicted: dict[int, set[int]] = {}

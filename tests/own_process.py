@@ -1,4 +1,5 @@
-"""Calls functions in other processes, because a device that is registered with ggml stays and is used by later loads.
+"""Calls functions in other processes, because a device that is registered with ggml stays registered, and later loads
+use it.
 
 Most of these processes are forked from a process that has already imported the modules they need. Imports would take
 most of a small test's time.

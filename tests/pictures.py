@@ -1,6 +1,6 @@
 """Makes small image files.
 
-PNGs and the beginning of a JPEG are made without a library. Pillow makes whole JPEGs and GIFs.
+PNGs and the beginning of a JPEG are made without a library. Whole JPEGs and GIFs are made with Pillow.
 """
 
 import base64

@@ -1,6 +1,6 @@
 """Compares texts with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes these files anew.
 
-Review the changes of the files afterwards.
+Review how the files have changed afterwards.
 """
 
 import os
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).with_name("recorded")
 
 
 def check_recorded(name: str, text: str) -> None:
-    """Asserts that the text is equal to the recorded file. With MOEGGUF_RECORD, writes the file first."""
+    """Asserts that the text equals the recorded file. With MOEGGUF_RECORD, writes the file first."""
     file = FOLDER / f"{name}.txt"
     if os.environ.get("MOEGGUF_RECORD"):
         file.write_text(text, encoding="utf-8")
@@ -21,7 +21,7 @@ def check_recorded(name: str, text: str) -> None:
 def recorded_lines(name: str, begin: str) -> Iterator[str]:
     """Yields the lines of the file that start with `begin`.
 
-    A test uses these lines as inputs. In the file, each input stands before its recorded outcome.
+    A test uses these lines as inputs. In the file, each input precedes its recorded outcome.
     """
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return (line for line in lines if line.startswith(begin))

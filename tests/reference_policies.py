@@ -7,7 +7,7 @@ import numpy as np
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Int32s
 
-LEAST = 1e-4  # the smallest rate: the least probability with which a token uses an expert
+LEAST = 1e-4  # the smallest rate; a rate is the probability that a token uses an expert
 
 
 def logits(p: Float32s) -> Float32s:

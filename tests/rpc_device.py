@@ -109,10 +109,8 @@ def server() -> Iterator[tuple[Path, int]]:
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
-    """Runs call(*arguments) in a process of its own.
-
-    The process has the devices RPC0, RPC1, ... of n_servers new servers.
-    """
+    """Runs call(*arguments) in another process. The process has the devices RPC0, RPC1, ... of n_servers new
+    servers."""
     with ExitStack() as stack:
         servers = [stack.enter_context(server()) for _ in range(n_servers)]
         return in_own_process(_registered, servers, call, arguments)
@@ -125,7 +123,7 @@ def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], argum
 
 
 def on_servers(n_servers: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that runs a test in a process of its own.
+    """Returns a decorator that runs a test in another process.
 
     The process has the devices of n_servers RPC servers, and devices that the test adds itself. The test's fixtures
     must be picklable.

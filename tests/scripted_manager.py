@@ -77,14 +77,15 @@ class FakeCatalog:
         return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
-        """Returns what the worker has logged about each load of a model: the fields of its `LoadConfig`, in order."""
+        """Returns what the worker has logged about each load of a model: the fields of its `LoadConfig`, in load
+        order."""
         log = self.folder / f"{name}.log"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 @asynccontextmanager
 async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
-    """Yields a manager. Asserts afterwards that no process and no open file has been added."""
+    """Yields a manager. Asserts afterwards that no additional process or open file is left."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
     workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))

@@ -110,7 +110,7 @@ class Terminal:
         raise AssertionError(f"{text!r} is not on the screen:\n{self.text}")
 
     def prompt(self) -> None:
-        """Waits until the cursor's line shows the chat's prompt without a message."""
+        """Waits until the cursor's line shows the chat's empty prompt."""
         self.wait(lambda: self.line.startswith(PROMPT), "the prompt")
 
     def expect(self, text: str) -> None:

@@ -41,11 +41,12 @@ def random_trace(
     with_weights: bool = True,
     n_labels: int = 2,
 ) -> Trace:
-    """Returns a trace of sequences one after another. Each has a prefill pass and then n_decode passes of one token.
+    """Returns a trace of sequences one after another.
 
-    The last layer of a prefill pass has only the last token. With n_prefill=0 there is no prefill pass. A `structure`
-    of 0 is only noise, 1 is without noise. The routing is exactly the top-k of `hidden_routers @ inputs`, also if the
-    trace leaves out the inputs. Sequence i has label "kind<i % n_labels>".
+    Each has a prefill pass and then n_decode passes of one token. The last layer of a prefill pass has only the last
+    token. With n_prefill=0 there is no prefill pass. With a `structure` of 0 the states are only noise, and with 1 they
+    have no noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the trace leaves out the
+    inputs. Sequence i has label "kind<i % n_labels>".
     """
     shape = shape or SMALL
     rng = np.random.default_rng([seed, 0])

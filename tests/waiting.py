@@ -1,4 +1,4 @@
-"""Functions that check again and again whether another thread or process has acted, instead of waiting a fixed time."""
+"""Functions that poll until another thread or process has acted, instead of waiting a fixed time."""
 
 import os
 import signal

@@ -1,2 +1,2 @@
-"""Tools for the development of moegguf, such as vendoring, patches and model makers. The installed package does not
-contain these tools."""
+"""Tools for developing moegguf, such as programs for vendoring, patches and test models. The installed package does not
+contain them."""

@@ -1,5 +1,6 @@
-# `make wheel ARCH=aarch64` on another machine. GCC before 14 does not know every variant of ggml's CPU backend, hence
-# clang; libraries and headers are those of g++-aarch64-linux-gnu. On Debian and Ubuntu: clang-19 and that package.
+# The toolchain of `make wheel ARCH=aarch64` on another machine. GCC before 14 does not support every variant of ggml's
+# CPU backend, so clang compiles, with the libraries and headers of g++-aarch64-linux-gnu. On Debian and Ubuntu, install
+# clang-19 and g++-aarch64-linux-gnu.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 find_program(CLANG NAMES clang-21 clang-20 clang-19 clang REQUIRED)

@@ -3,7 +3,7 @@
 Usage: python tools/check_machine.py            prints a sentence for each missing thing; exit status 1 if any
        python tools/check_machine.py --requirements X  prints the requirements of the build ("build") or of an extra
        python tools/check_machine.py --chromium        installs Chromium from Debian's packages if root runs this
-Runs without options on any Python 3, so that an old Python prints a helpful error, too.
+Without options, this runs on any Python 3, so that even an old Python prints a helpful error.
 """
 
 import os
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named like their commands, smaller one first
+CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named like their commands, the smaller one first
 
 
 def missing():
@@ -19,8 +19,8 @@ def missing():
     if sys.version_info < (3, 11):
         yield "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2]
     try:
-        import ensurepip  # noqa: F401 (whether it is there)
-        import venv  # noqa: F401 (whether it is there)
+        import ensurepip  # noqa: F401 (only checks that it exists)
+        import venv  # noqa: F401 (only checks that it exists)
     except ImportError:
         yield "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"
     if not shutil.which("git"):

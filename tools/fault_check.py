@@ -1,15 +1,15 @@
-"""Puts faults into moegguf's code, one at a time, and runs the tests that have to catch each fault.
+"""Injects faults into moegguf's code, one at a time, and runs the tests that must catch each fault.
 
     python tools/fault_check.py                 # all of tools/faults.toml; minutes, as each C++ fault is a build
     python tools/fault_check.py pin engine/     # faults whose name or file has one of these words
     python tools/fault_check.py --anchors       # only checks that each fault's old text still occurs once
 
 A fault names a file, an old text that occurs once in this file, a new text that replaces it, and tests. One of the
-tests must fail. If a change of the code moved or removed an old text, find the line that the fault's name is about, and
-write a part of this line into tools/faults.toml. Old texts are short, so that they survive changes around them. A fault
-whose line no longer exists is removed, and the commit says why.
+tests must fail. If a code change moved or removed an old text, find the line that the fault's name describes, and copy
+part of it into tools/faults.toml. Old texts are short, so that they survive changes around them. Remove a fault whose
+line no longer exists, and say why in the commit.
 
-Files are changed in place, and restored also after Ctrl-C. The C++ is built into build/native (run `make` once before),
+Files are changed in place, and restored even after Ctrl-C. The C++ is built into build/native (run `make` once before),
 and the tests use the library from there. The exit status is 1 if a fault was not caught, or if its text was not found.
 """
 
@@ -33,8 +33,8 @@ LONGEST_RUN_S = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old` by `new` in `file`. `tests` are arguments of pytest; at least one of these tests must
-    fail."""
+    """A fault that replaces `old` with `new` in `file`. `tests` are arguments of pytest; at least one of these tests
+    must fail."""
 
     name: str
     file: str
@@ -60,7 +60,7 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    """Returns the faults of tools/faults.toml, in order. A fault without `file` or `tests` has the value of its
+    """Returns the faults of tools/faults.toml, in order. A fault without `file` or `tests` inherits the value of its
     group."""
     groups = tomllib.loads((ROOT / "tools/faults.toml").read_text(encoding="utf-8"))["group"]
     rows = [{"file": group["file"], "tests": group["tests"], **fault} for group in groups for fault in group["fault"]]
@@ -86,7 +86,8 @@ def build() -> str:
 
 
 def failing(tests: Sequence[str], is_native: bool) -> str:
-    """Runs pytest until the first failure. Returns the failed test or another reason, and "" if all tests pass.
+    """Runs pytest until the first failure. Returns the failed test or another reason for the failure, or "" if all
+    tests pass.
 
     For a native fault, the tests use the library of `build`, and Hypothesis does not shrink failing examples of tests
     in tests/native. Raises RuntimeError if pytest itself fails.

@@ -3,8 +3,9 @@
 
 The trial builds the library for the card, and tests there that logits are identical. It writes models of real shapes
 with published locality. Then it measures moegguf and llama.cpp: everything on the card, several values of -ncmoe, and
--cmoe. Memory limits imitate cards of 8 and 16 GB. All steps but the build take 25 minutes together. Outcomes are saved,
-and each call continues where the last one stopped. A step that fails ends the call, and the next call runs it again.
+-cmoe. Memory limits imitate cards of 8 and 16 GB. Without the build, all steps take 25 minutes in total. Outcomes are
+saved, and each call continues where the last one stopped. A step that fails ends the call, and the next call runs it
+again.
 
 python tools/gpu_trial.py --pack FOLDER    # for a machine without a network: copy FOLDER there, and
 python3 FOLDER/gpu_trial.py --work trial   # repeat this call there until it prints that everything is done
@@ -65,7 +66,7 @@ class Trial:
     library: Path | None  # folder of an existing build; None: the trial builds one
 
     def steps(self) -> Iterator[Step]:
-        """Yields the steps of the trial, in order. A given `library` is not built."""
+        """Yields the steps of the trial, in order. The build is left out if `library` is given."""
         yield Step("facts", self._facts, SHORT_S)
         if self.library is None:
             yield Step("build", self._build, SHORT_S)

@@ -1,11 +1,11 @@
-"""Load test of a running server: checks every answer of many concurrent clients, and measures latencies.
+"""Load test of a running server: checks every answer to many concurrent clients, and measures latencies.
 
     python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
 
 A single client sends every question first. Then N clients send the questions repeatedly and read streamed answers. Each
 answer must equal the single client's answer for the same seed. If the model is not batch-invariant, one answer in
-thousands may differ on a server with --parallel: it is printed. --dialects sends the questions in the forms of several
-APIs. `make soak` runs this test together with kills, disconnects and changes of the budget.
+thousands may differ on a server with --parallel. The differing answer is printed. --dialects sends the questions in the
+forms of several APIs. `make soak` runs this test together with kills, disconnects and changes of the budget.
 
 The exit status is 1 if an answer differs, a connection breaks, or memory of the server and its workers grows by more
 than --most-growth MB in the second half. Memory should stay constant over 2,000 requests:
@@ -132,13 +132,14 @@ class Answer:
 
     @property
     def content(self) -> tuple[str, str, int]:
-        """Returns text, finish reason and number of tokens, which must not depend on timing."""
+        """Returns the text, finish reason and number of tokens, which must not depend on timing."""
         return self.text, self.finish_reason, self.n_tokens
 
 
 @dataclass
 class Outcome:
-    """The counts and measurements of a run. Each memory sample has two sizes: the server's, and its workers' sum."""
+    """The counts and measurements of a run. Each memory sample has two sizes: the server's, and the total of its
+    workers."""
 
     clients: int
     seconds: float = 0.0
@@ -269,7 +270,8 @@ class Run:
             self.expected[question] = first
 
     async def run_clients(self, seconds: float, requests: int | None = None) -> Outcome:
-        """Runs all clients at once. None sends a new request after `seconds`, or after `requests` requests in all."""
+        """Runs all clients at once. No new request is sent after `seconds` seconds, or after `requests` requests in
+        total."""
         start = time.perf_counter()
         self._end_s = start + seconds
         self._n_left = requests
@@ -344,7 +346,8 @@ async def watch_memory(run: Run, port: int, every_s: float) -> None:
 
 
 def questions_of(dialects: Sequence[str], first_seed: int, max_tokens: int) -> list[Question]:
-    """Returns each of QUESTIONS in each dialect. The first has seed `first_seed`, each further one a seed 1 higher."""
+    """Returns each of QUESTIONS in each dialect. The questions have the seeds `first_seed`, `first_seed` + 1 and so
+    on."""
     numbered = list(enumerate(QUESTIONS, first_seed))
     return [Question(text, seed, max_tokens, dialect) for seed, text in numbered for dialect in dialects]
 

@@ -6,7 +6,7 @@
 Every mutant is loaded, tokenizes, reads a prompt and generates some tokens. The trial load (a first load in a child
 process) is off, so that only the checks of the header protect the program. A mutant of a projector reads images
 together with the good --text-model. A mutant that ends badly is run again with the trial load on, as users run it.
-The exit status is 1 if a mutant also ends badly then: by a signal, after --limit seconds, or with an error that is not
+The exit status is 1 if a mutant ends badly again: by a signal, after --limit seconds, or with an error that is not
 moegguf's own.
 """
 
@@ -61,7 +61,7 @@ def use_projector(path: Path, text_model: Path) -> None:
 
 
 def png(width: int, height: int) -> bytes:
-    """Returns the bytes of a greyscale PNG file whose image has this size in pixels."""
+    """Returns the bytes of a greyscale PNG image of this size in pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = b"".join(b"\0" + bytes((x * y) % 256 for x in range(width)) for y in range(height))
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import vendor
 
 HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
-MAX_ADDED_LINES = 195  # limit for all patches together, so that a new llama.cpp version needs little work
+MAX_ADDED_LINES = 195  # limit for all patches together, so that an update of llama.cpp needs little work
 
 
 def header_of(patch: Path) -> str:
@@ -39,7 +39,7 @@ def added_lines(patch: Path) -> int:
 def problems_of_headers() -> Iterator[str]:
     """Yields an error text for each fault in patches/series, in a patch's header or in patches/README.md.
 
-    One more error text is yielded if the patches add too many lines.
+    Yields one more error text if the patches add too many lines.
     """
     listed = vendor.series()
     present = sorted(vendor.PATCHES.glob("*.patch"))
@@ -78,7 +78,7 @@ def problems_of_application() -> Iterator[str]:
 
 
 def refresh() -> None:
-    """Rewrites each patch from the edited tree. An edit belongs to the last patch that touches its file."""
+    """Rewrites each patch from the edited tree. An edit is assigned to the last patch that touches its file."""
     last = {file: patch for patch in vendor.series() for file in touched_by(patch)}
     with tempfile.TemporaryDirectory() as folder:
         before = Path(folder) / "a"

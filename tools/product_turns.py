@@ -1,14 +1,14 @@
-"""Compares moegguf's kernels with llama.cpp's by the processor time of one product of experts, in turns.
+"""Compares the processor time of one product of experts between moegguf's kernels and llama.cpp's.
 
-Three processes with one thread each stay loaded and compute in turns. The first one uses llama.cpp's kernels of the
-same build (MOEGGUF_KERNELS=upstream), the second one moegguf's fastest kernels for this processor, and the third one
-moegguf's kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A
-prompt has 512 tokens. Each token of decoding uses other random experts, so that most weights come from memory, not from
-a cache.
+Three processes with one thread each stay loaded and take turns computing. The first uses llama.cpp's kernels from the
+same build (MOEGGUF_KERNELS=upstream), the second moegguf's fastest kernels for this processor, and the third moegguf's
+kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
+512 tokens. Each decoded token uses different random experts, so that most weights come from memory, not from a cache.
 
 Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
-Prints for each type the ratio of times of prompts and of decoding: the median, and in brackets the least and the
-greatest. TYPE is ggml's name of a type. Without TYPE, the program measures every type that ggml can make quickly.
+Prints each type's speed relative to llama.cpp for prompts and decoding: the median over rounds, with the minimum and
+maximum in brackets. TYPE is ggml's name for a type. Without TYPE, the program measures every type that ggml can make
+quickly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K",
 
 
 def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
-    """Yields the mean processor seconds of a pass in a turn of `n_passes` passes, once for each turn without end.
+    """Runs turns of `n_passes` passes endlessly. Yields the mean processor seconds per pass of each turn.
 
     Weights are plain if the kernels cannot multiply interleaved weights of this type.
     """
@@ -62,7 +62,8 @@ def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_pas
 
 
 def work(name: str, is_interleaved: bool) -> None:
-    """Runs one turn for each line of stdin, a key of PASSES. Prints the turn's mean processor seconds per pass."""
+    """Reads keys of PASSES from stdin, one per line. Runs a turn for each key, and prints the turn's mean processor
+    seconds per pass."""
     silence()
     ggml = Ggml(1)
     started = {

@@ -1,12 +1,13 @@
-"""Fails where a docstring or a comment breaks a rule of plain English: `make lint` runs this.
+"""Fails if a docstring or comment breaks a rule of plain English. `make lint` runs this.
 
 python -m tools.prose                 # the packages that are in order, as `make lint` does
 python -m tools.prose PATH ...        # other files and folders
 python -m tools.prose --counts .      # only the number of findings of each package
 
-CONTRIBUTING.md, "Plain English", has the rules and examples. This program finds breaches that can be found without
-understanding a sentence. It finds openings without a subject and phrases that make a reader search. It finds sentences
-of more than MOST_WORDS words, and class docstrings that describe more than MOST_FIELDS fields in one paragraph.
+CONTRIBUTING.md, "Plain English", has the rules and examples. This program finds only breaches that can be detected
+without understanding a sentence: openings without a subject, and phrases that make a reader search. It also finds
+sentences of more than MOST_WORDS words, and class docstrings that describe more than MOST_FIELDS fields in one
+paragraph.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _DIRECTIVE = re.compile(r"^(?:type:|noqa|mypy:|ruff:|pragma|!|clang-format|NOLIN
 
 @dataclass(frozen=True)
 class Text:
-    """A docstring or comment, and the place where it stands."""
+    """A docstring or comment, and its location."""
 
     path: str
     line: int
@@ -94,7 +95,7 @@ class Finding:
 def python_texts(path: str, source: str) -> Iterator[Text]:
     """Yields the docstrings and comments of a Python file.
 
-    Comments on successive lines are one text if no code stands before them.
+    Comments on successive lines form one text if no code precedes them.
     """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -129,7 +130,7 @@ def _python_comments(path: str, source: str) -> Iterator[Text]:
 def native_texts(path: str, source: str) -> Iterator[Text]:
     """Yields the comments of a C++ or JavaScript file.
 
-    Comments on successive lines are one text if no code stands before them.
+    Comments on successive lines form one text if no code precedes them.
     """
     code = _NATIVE_STRING.sub(lambda match: '"' + "_" * (len(match[0]) - 2) + '"', source)
     for match in _NATIVE_COMMENT.finditer(code):
@@ -184,7 +185,8 @@ def files_in(place: Path) -> Iterator[Path]:
 
 
 def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
-    """Yields a finding for each text that breaks a rule, in these files and folders. They are relative to `root`."""
+    """Yields a finding for each text in these files and folders that breaks a rule. The paths are relative to
+    `root`."""
     for place in places:
         for path in files_in(root / place):
             name = path.relative_to(root).as_posix()
@@ -197,13 +199,13 @@ def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
 
 
 def package_of(path: str) -> str:
-    """Returns the folder that a file is counted in: its folder within moegguf/, else its topmost folder."""
+    """Returns the folder that a file is counted in: its folder within moegguf/, else its top-level folder."""
     folders = path.split("/")[:-1]
     return "/".join(folders[: 2 if folders[:1] == ["moegguf"] else 1])
 
 
 def main() -> int:
-    """Prints the findings. Returns 1 where there are any."""
+    """Prints the findings. Returns 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", default=IN_ORDER)
     parser.add_argument("--counts", action="store_true", help="print the number of findings of each package")

@@ -1,10 +1,11 @@
-"""Checks what would be published: the files of a release, which are installed and run as a user does.
+"""Checks the files of a release before they are published. Installs and runs them as a user would.
 
 python -m tools.release_check dist/*                 # wheels, plug-in wheels and source distributions
 python -m tools.release_check --from-source dist/*   # builds the source distribution, too, which takes minutes
 python -m tools.release_check --sums dist/*          # writes their SHA256SUMS beside them
 
-A wheel for this machine is installed into an empty environment, and has FIRST_TOKEN_S from there to its first token.
+A wheel for this machine is installed into an empty environment, and must then print its first token within
+FIRST_TOKEN_S.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 
 class ReleaseError(Exception):
-    """A file of a release must not be published. The error's message is the reason."""
+    """A file is not fit to be released. The error's message is the reason."""
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
@@ -86,7 +87,7 @@ def check_size(path: Path, kind: str) -> None:
 
 
 def check_version(path: Path, version: str) -> None:
-    """Raises ReleaseError unless the file's name has the form of a release file's name with this version."""
+    """Raises ReleaseError unless the file name follows the pattern of release files and has this version."""
     if re.match(rf"moegguf(?:_[a-z0-9]+)?-{re.escape(version)}(?:-py3-|\.tar\.gz$)", path.name) is None:
         raise ReleaseError(f"its version must be {version}")
 
@@ -176,7 +177,7 @@ def sums_of(paths: Iterable[Path]) -> str:
 
 
 def check(path: Path, version: str, from_source: bool) -> str:
-    """Checks one file of a release. Returns words for the report: "built" or the time to the first token, for example.
+    """Checks one file of a release. Returns text for the report, such as "built" or the time to the first token.
 
     Raises ReleaseError, subprocess.CalledProcessError.
     """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build ggml and the store with a sanitizer, and run tests/native over them.
+"""Build ggml and the store with a sanitizer, and run tests/native with them.
 
 Reports are printed at the end and stay in build/{tsan,asan,ubsan}/reports.
 

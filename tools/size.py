@@ -3,9 +3,8 @@
 Python is counted in code tokens, without comments, docstrings and imports. C++, CUDA and JavaScript are counted in
 lines of code, without comments and blank lines. Comments and white space are free, so a sentence that explains
 something costs nothing. The folder recipes/ is not counted, because each of its programs made one model, and no other
-package imports them. A limit is set 5 % above the package's size when the limit is set. The commit that raises a
-limit says why. A package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often holds two
-thoughts.
+package imports them. A new limit is set 5 % above the package's current size. The commit that raises a limit says why.
+A package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often holds two thoughts.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def native_size(source: str) -> Size:
 
 
 def package_of(path: str) -> str:
-    """Returns the package of a file: its folder within moegguf/, else its topmost folder."""
+    """Returns the package of a file: its folder within moegguf/, else its top-level folder."""
     folders = path.split("/")[:-1]
     return "/".join(folders[: 2 if folders[0] == "moegguf" else 1])
 

@@ -1,4 +1,4 @@
-"""Records a session in a terminal as an SVG picture. Needs the packages of the extra "test".
+"""Records a terminal session as an SVG image. Needs the packages of the extra "test".
 
     python -m tools.terminal_session docs/session.svg
 
@@ -34,7 +34,7 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # makes the last answer again, whose experts are still in memory
+    (CHAT, "/regen"),  # generates the last answer again, whose experts are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
@@ -75,7 +75,7 @@ def record() -> pyte.Screen:
 
 
 def drawn(screen: pyte.Screen) -> str:
-    """Returns the screen as SVG, without the lines at its end that are empty or hold only the shell's prompt."""
+    """Returns the screen as SVG, without trailing lines that are empty or hold only the shell's prompt."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
     last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
     for row in range(last + 1):

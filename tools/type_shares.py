@@ -1,9 +1,9 @@
-"""Prints which share of the bytes of widely used Mixture-of-Experts GGUFs each type of tensors has.
+"""Prints each tensor type's share of the bytes of widely used Mixture-of-Experts GGUFs.
 
 Usage: python -m tools.type_shares [--files]
 The types of a file's experts come from a published header or log, or from the quantiser of the pinned llama.cpp. The
 quantiser computes them for the published shape of the model, and replaces a type whose blocks do not divide a row.
-`--files` prints a line for each file with its source in place of the table of types.
+`--files` prints a line for each file, with its source, instead of the table of types.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ SHAPES = {
     ),
 }
 
-# A published header: {type: number of tensors} for the experts' gate, up and down matrices, and one type that stands
-# for all other tensors.
+# A published header: {type: number of tensors} for the experts' gate, up and down matrices, and one type for all other
+# tensors.
 Header = tuple[dict[str, int], dict[str, int], dict[str, int], str]
 
 
@@ -235,8 +235,8 @@ def count(quantiser: Quantiser, file: File) -> Counter[str]:
 def listed(shape: Shape, header: Header) -> Iterator[str]:
     """Yields the name of a type for each tensor, in the order of `shape.tensors`.
 
-    A published header only counts the types of the experts' matrices, so the layers that get them are arbitrary. All
-    other tensors get the header's last type.
+    A published header only counts the types of the experts' matrices, so the assignment of types to layers is
+    arbitrary. All other tensors have the header's last type.
     """
     *of_experts, rest = header
     left = {

@@ -1,9 +1,9 @@
 """Fetches the pinned llama.cpp and its Python bindings, unpacks them, and applies `patches/series`.
 
-Both lie in the llama-cpp-python source distribution named in `patches/UPSTREAM`. pip fetches it into the user's cache,
-from the index that pip or uv is set to, without building it; `MOEGGUF_LLAMA_SDIST` names a file for machines without
-one. Its sha256 is checked before anything is unpacked, and a stamp file lets later calls return at once. The result is
-in `build/vendor/`: `llama.cpp/`, patched, and `bindings/llama_cpp/`, as published.
+Both are in the llama-cpp-python source distribution named in `patches/UPSTREAM`. pip fetches it into the user's cache,
+from the index configured for pip or uv, without building it. On machines without an index, set `MOEGGUF_LLAMA_SDIST` to
+a copy of the file. The sha256 is checked before anything is unpacked, and a stamp file lets later calls return at once.
+The result is in `build/vendor/`: `llama.cpp/`, patched, and `bindings/llama_cpp/`, as published.
 
 Usage: python tools/vendor.py [--print-llama-dir]
 """
@@ -28,7 +28,7 @@ VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
 # The build reads these files; the rest of the distribution (its tests, media and web page) is not unpacked.
 BUILT = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
-# Our tests read these files.
+# Tests read these files.
 TESTED = (
     "grammars/", "models/templates/", "models/ggml-vocab-bert-bge.gguf", "models/ggml-vocab-llama-bpe.gguf",
     "models/ggml-vocab-llama-spm.gguf", "models/ggml-vocab-qwen35.gguf",
@@ -68,7 +68,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch(pin: dict[str, str]) -> Path:
-    """Returns the checked source distribution, downloaded when it is missing. Raises VendorError."""
+    """Returns the checked source distribution, and downloads it if it is missing. Raises VendorError."""
     given = os.environ.get("MOEGGUF_LLAMA_SDIST")
     path = Path(given) if given else cache_path(pin)
     if not given and not path.exists():
@@ -90,7 +90,7 @@ def cache_path(pin: dict[str, str]) -> Path:
 def download(pin: dict[str, str], path: Path) -> None:
     """Downloads the source distribution with pip, which reads its metadata and builds nothing. Raises VendorError."""
     print(f"fetching {pin['package']} {pin['version']} (77 MB)", file=sys.stderr)
-    # "--no-build-isolation" reads the metadata with the backend of this very build, and installs nothing else.
+    # "--no-build-isolation" makes pip read the metadata with the build backend installed here, and install nothing.
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
         "--disable-pip-version-check", "--dest", str(path.parent), f"{pin['package']}=={pin['version']}",
@@ -104,7 +104,8 @@ def download(pin: dict[str, str], path: Path) -> None:
 
 
 def pip_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns pip's variables for package indexes with uv's values. Omits variables of pip that are already set."""
+    """Returns pip's variables for package indexes, with the values of uv's variables. Omits variables of pip that are
+    already set."""
     found = {}
     for name, others in UV_VARIABLES.items():
         value = next((environment[other] for other in others if environment.get(other)), "")
@@ -136,7 +137,8 @@ def extract(sdist: Path, folder: str, wanted: tuple[str, ...], target: Path) -> 
 
 
 def apply(patch: Path, tree: Path) -> None:
-    """Applies one patch to `tree` without fuzz, and without git using the repository around it. Raises VendorError."""
+    """Applies one patch to `tree` without fuzz, and without letting git use the surrounding repository. Raises
+    VendorError."""
     if not shutil.which("git"):
         raise VendorError("git is missing; it applies the patches: apt install git")
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
@@ -152,7 +154,7 @@ def wanted_state(pin: dict[str, str]) -> str:
 
 
 def prepare() -> Path:
-    """Returns the folder of the patched llama.cpp, made again when the pin or a patch has changed."""
+    """Returns the folder of the patched llama.cpp. Makes it again if the pin or a patch has changed."""
     pin = read_pin()
     tree = VENDOR / "llama.cpp"
     stamp = VENDOR / "llama.cpp.stamp"
@@ -173,7 +175,7 @@ def prepare() -> Path:
 
 
 def replace(tree: Path, fresh: Path) -> None:
-    """Replaces `tree` by `fresh`. Unchanged files keep their modification times."""
+    """Replaces `tree` with `fresh`. Unchanged files keep their modification times."""
     keep_unchanged(tree, fresh)
     shutil.rmtree(tree, ignore_errors=True)
     fresh.rename(tree)

@@ -1,7 +1,7 @@
 """Prints, checks or sets the version, which is written in several files.
 
 python -m tools.version               # prints the version; fails if two files differ
-python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md a section of it
+python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md describes it
 python -m tools.version --set v0.2.0  # writes the tag's version into the files: the first step of a release
 """
 
@@ -31,7 +31,8 @@ def version_of(tag: str) -> str:
 
 
 def read_version(root: Path = ROOT) -> str:
-    """Returns the version in PLACES. Raises ValueError if two places have different versions, or none has one."""
+    """Returns the version in PLACES. Raises ValueError if two places have different versions, or if no place has
+    one."""
     found = {
         (name, version)
         for name, before in PLACES
@@ -52,7 +53,7 @@ def write_version(version: str, root: Path = ROOT) -> None:
 
 
 def check_tag(tag: str, root: Path = ROOT) -> str:
-    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md have it."""
+    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md contain it."""
     version = version_of(tag)
     if (written := read_version(root)) != version:
         raise ValueError(f"the tag is {tag}, but the files have version {written}; run tools.version --set {tag}")

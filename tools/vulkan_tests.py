@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Build the library with ggml's Vulkan backend in build/vulkan, and run tests/live/test_gpu.py on a software Vulkan.
+"""Build the library with ggml's Vulkan backend in build/vulkan, and run tests/live/test_gpu.py on a software driver.
 
 It needs Mesa's software driver and the tools that build the backend. If something is missing, the program names it and
-runs nothing. The first build takes long, because there are hundreds of shaders. The first run takes long, too: the
-driver compiles each kernel at its first use. That takes 15 to 35 processor seconds for each new number of tokens in a
+runs nothing. The first build is slow, because it compiles hundreds of shaders. The first run is slow, too, because the
+driver compiles each kernel at its first use. This takes 15 to 35 processor seconds for each new number of tokens in a
 pass and each quantisation. Kernels are kept in build/vulkan/shaders, and later runs need half a second.
 
 python tools/vulkan_tests.py

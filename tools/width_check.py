@@ -1,4 +1,4 @@
-"""Lists the operations whose results change their bits with the number of rows that the CPU computes together.
+"""Lists the operations whose results, compared bit by bit, depend on the number of rows that the CPU computes together.
 
 ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
@@ -12,7 +12,7 @@ compares every token's output, and every returned state, with the results for th
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
 The program lists each operation with a changed row: the widths, and the number of changed rows at each width. `--all`
 lists the other operations too. The exit status is 1 if a row changes. With a model, the program lists the operations of
-the model's graph, and the checked operations that stand for each. The exit status is then 1 if one is not checked.
+the model's graph, and the checked operation that covers each. The exit status is then 1 if one is not checked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOVES = {
     "ARANGE", "CONCAT", "CONT", "CPY", "FILL", "GET_ROWS", "NONE", "PAD", "PERMUTE", "REPEAT", "RESHAPE", "SET_ROWS",
     "TRANSPOSE", "VIEW",
 }  # fmt: skip
-# {ggml's name of an operation: name of a case that checks the operation}
+# {ggml's name for an operation: name of a case that checks the operation}
 CHECKED_BY = {
     "ABS": "abs", "ADD": "add", "ADD_ID": "add", "ARGSORT": "argsort", "CLAMP": "clamp",
     "DIV": "div", "DSV4_HC_COMB": "mix of streams", "DSV4_HC_POST": "streams from one",
@@ -79,7 +79,7 @@ class InitParams(c.Structure):
 class Case:
     """A named operation. compute(rows) computes it for these rows only.
 
-    A row computed alone can thus be compared with the row computed among others.
+    A row computed alone can thus be compared with the same row computed among others.
     """
 
     name: str
@@ -188,14 +188,14 @@ class Ggml:
         return None
 
     def type_name(self, ggml_type: int) -> str:
-        """Returns ggml's name of a type, or "" if the number is not in use."""
+        """Returns ggml's name for a type, or "" if the number is not in use."""
         self._base.ggml_type_name.restype = c.c_char_p
         self._base.ggml_type_size.restype = c.c_size_t
         is_used = self._base.ggml_type_size(ggml_type) > 0
         return (self._base.ggml_type_name(ggml_type) or b"").decode() if is_used else ""
 
     def op_name(self, node: int) -> str:
-        """Returns ggml's name of the operation of a node at an address."""
+        """Returns ggml's name for the operation of the node at this address."""
         self._base.ggml_op_desc.restype = c.c_char_p
         return str(self._base.ggml_op_desc(c.c_void_p(node)).decode())
 
@@ -247,7 +247,7 @@ class Graph:
         return self.input(kinds[values.dtype], values.shape, np.ascontiguousarray(values).tobytes())
 
     def op(self, name: str, *arguments: Any) -> c.c_void_p:
-        """Returns the node that ggml_<name> makes. Numbers other than C ints must be ctypes values."""
+        """Returns the node that ggml_<name> creates. Numbers other than C ints must be passed as ctypes values."""
         return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
 
     def change(self, name: str, *arguments: Any) -> None:
@@ -617,7 +617,7 @@ def advance_convolution(
 ) -> tuple[Array, Array]:
     """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n].
 
-    The state has the last inputs of each sequence.
+    The state holds the last inputs of each sequence.
     """
     graph = ggml.graph()
     part = x[list(sequences), begin:end]
@@ -658,7 +658,7 @@ def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 
 
 def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
-    """Returns ggml's names of the operations that the CPU computes for a model, in passes of `n_tokens` tokens."""
+    """Returns ggml's names for the operations that the CPU computes for a model, in passes of `n_tokens` tokens."""
     llama = library.llama_cpp()
     ggml = Ggml()
     found = set()

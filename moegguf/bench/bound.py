@@ -1,9 +1,9 @@
 """Computes the bound of a measurement: the maximum number of tokens per second that its file, slots and link allow.
 
 There are three kinds of work: reading experts from the file, copying experts to a device, and computing. The bound
-assumes that they overlap completely, so that the slowest kind determines the bound. `least_misses` computes which
-experts must at least be read, from the routing of the measured tokens and the content of the slots at the beginning. To
-record this routing, the same tokens are evaluated once more, without timing.
+assumes that they overlap completely, so that the slowest kind determines the bound. `least_misses` computes the
+smallest possible set of reads from the routing of the measured tokens and the contents of the slots at the beginning.
+To record this routing, the same tokens are evaluated once more, without timing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Held:
-    """The experts that are complete in slots at the beginning of a repetition. Each expert is a key as in `Lookups`:
-    (index of its layer among the layers with experts) * n_expert + expert."""
+    """The experts that are completely loaded into slots when a repetition begins. Each expert is identified by its key
+    in `Lookups`: (index of its layer among the layers with experts) * n_expert + expert."""
 
     everywhere: Ints  # experts in a slot of any tier
     computing: Ints  # experts in a slot of the first tier, from which layers compute
@@ -52,17 +52,17 @@ class Held:
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """The smallest numbers of bytes with which the tokens of a repetition can be computed."""
+    """Lower bounds on the bytes that must be moved to compute the tokens of a repetition."""
 
     read: int  # fewest bytes that must be read from the file
     copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the speed of copies is unknown
-    # Bytes of weights that computing reads from memory: in each pass the used experts and all other weights, once each
+    # Bytes of weights that computing reads from memory: in each pass, the used experts and all other weights, once each
     weights: int = 0
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Speeds in bytes per second. A speed of 0 is unknown, and the times computed from it are 0."""
+    """Speeds in bytes per second. A speed of 0 means unknown, and times computed from it are 0."""
 
     disk: float  # reads from the file
     copies: float = 0.0  # copies from RAM to a device
@@ -107,7 +107,7 @@ class Bounds:
     def __init__(self, llama: Llama, session: Session, simulate_link: str | None = None) -> None:
         self._llama = llama
         self._session = session
-        self._copies = 0.0  # speed in bytes per second, like `_memory`; 0: unknown, or there are no such copies
+        self._copies = 0.0  # bytes per second, like `_memory`; 0: unknown, or no experts are copied to a device
         self._memory = 0.0
         devices = {device.name or CPU for device in session.store.devices}
         if not llama.plan.on_device and devices == {CPU}:
@@ -144,8 +144,8 @@ class Bounds:
             return read(path)
 
     def least_bytes(self, routing: Trace, held: Held) -> LeastBytes:
-        """Returns the smallest numbers of bytes that this routing needs, if only the experts in `held` are in slots at
-        the beginning."""
+        """Returns lower bounds on the bytes that this routing needs if only the experts in `held` are in slots at the
+        beginning."""
         store = self._session.store
         lookups = Lookups.of(routing)
         sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers])

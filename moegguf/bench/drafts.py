@@ -23,7 +23,7 @@ LONGEST = 160  # maximum number of tokens in an answer
 
 @contextmanager
 def undrafted(engine: Engine) -> Iterator[None]:
-    """Makes the engine generate without drafts inside the `with`."""
+    """Makes the engine generate without drafts inside the `with` block."""
     loop = engine._loop
     drafter = loop._drafter
     loop._drafter = None
@@ -35,8 +35,8 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def forced(tokens: Sequence[int]) -> Iterator[None]:
-    """Makes each call of `Sampler.sample` inside the `with` return the next one of `tokens`. The sampler still samples
-    a token as usual, but that token is discarded."""
+    """Makes each call of `Sampler.sample` inside the `with` block return the next token from `tokens`. The sampler
+    still samples a token as usual, but that token is discarded."""
     left = iter(tokens)
     sample = Sampler.sample
 
@@ -64,8 +64,8 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
-    otherwise at least `n_prompts`, evenly spaced. Adds an item of the kind "other" for each. Its prompt is the item's,
-    and its answer is 90 different words, chosen at random from the file."""
+    otherwise at least `n_prompts`, evenly spaced. For each item, adds one of the kind "other" with the same prompt,
+    whose answer is 90 different words chosen at random from the file."""
     if not path:
         raise OptionError(
             "this preset needs texts; give --set texts=FILE, a JSON list of objects with kind, prompt and answer."
@@ -79,7 +79,7 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
     """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row has the
-    median ratio, the ratio of the total times, and counters of drafts.
+    median ratio, the ratio of the total times, and draft counters.
 
     The texts of the answers come from the file `texts`, so they do not depend on the model. The model still computes
     every token as if the answer were its own.

@@ -1,7 +1,7 @@
 """Measures one system in this process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
 
 Load, prompt and generation are timed separately. Tokenisation and sampling are not timed. After each timed step, the
-most probable next token of each sequence is recorded, so that the tokens of systems can be compared. With `draft`, a
+most probable next token of each sequence is recorded, so that the systems' tokens can be compared. With `draft`, a
 greedy answer is timed as a whole, including drafts and sampling. The module bench/series.py starts such a process for
 each system.
 """
@@ -146,8 +146,8 @@ class Feed:
                 )
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """Returns `n` tokens for the repetition with this number. The tokens are consecutive tokens of the text, which
-        repeats after its end, or random if there is no text. If the model adds a BOS token, this token replaces the
+        """Returns `n` tokens for the repetition with this number: consecutive tokens of the text, which starts over
+        after its end, or random tokens if there is no text. If the model adds a BOS token, this token replaces the
         first one."""
         if self._text:
             start = repetition * n % len(self._text)
@@ -194,8 +194,8 @@ class Sequences:
         return elapsed_ns
 
     def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
-        """Yields batches of at most `n_batch` tokens. A batch has the tokens of the first sequence, then of the next
-        one, and so on."""
+        """Yields batches of at most `n_batch` tokens. A batch contains the tokens of the first sequence, then of the
+        next one, and so on."""
         room = self.llama.n_batch
         batch: list[SequenceTokens] = []
         for sequence, own in enumerate(tokens):
@@ -241,8 +241,8 @@ def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequence
 def measure(
     sequences: Sequences, test: Test, tokens: Sequence[Sequence[int]], greedy: bool, engine: Engine | None = None
 ) -> Sample:
-    """Runs one repetition after `begin`. `tokens` has the tokens of each sequence. An `engine` generates the answer if
-    the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
+    """Runs one repetition after `begin`. `tokens` holds the tokens of each sequence. An `engine` generates the answer
+    if the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
     one, else the one in `tokens`."""
     llama = sequences.llama
     before = llama.stats()
@@ -361,7 +361,7 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            # llama.cpp's description has ?B instead of a model size that llama.cpp does not know
+            # llama.cpp's description contains "?B" if llama.cpp does not know the model's size
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),

@@ -1,7 +1,7 @@
 """Runs a child process under a memory limit, and drops files from the page cache.
 
-The limit is a new memory cgroup, v1 or v2, inside this process's cgroup or inside one of the cgroups above it. The new
-cgroup is removed afterwards. The limit counts anonymous memory and the page cache that the child fills.
+The limit is set on a new memory cgroup, v1 or v2, inside this process's cgroup or inside one of the cgroups above it.
+The new cgroup is removed afterwards. The limit counts anonymous memory and the page cache that the child fills.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 
 class LimitError(MoeggufError):
-    """Raised if no memory cgroup can be made on this machine. The message names another way to set a limit."""
+    """Raised if no memory cgroup can be created on this machine. The message names another way to set a limit."""
 
 
 def _write(path: Path, text: str) -> bool:
@@ -44,7 +44,7 @@ def _write(path: Path, text: str) -> bool:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """One memory cgroup with a limit. A command that `command` returns runs inside it."""
+    """One memory cgroup with a limit. The command that `command` returns runs inside it."""
 
     version: int  # version of the kernel's cgroups, 1 or 2
     folder: Path
@@ -79,7 +79,7 @@ class MemoryGroup:
 
 
 def _limits_memory(version: int, folder: Path) -> bool:
-    """Returns whether a new group in `folder` can limit memory. Turns the memory controller of cgroup v2 on for this if
+    """Returns whether a new group in `folder` can limit memory. Turns on the memory controller of cgroup v2 if
     necessary."""
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
@@ -91,7 +91,7 @@ def _limits_memory(version: int, folder: Path) -> bool:
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
-    """Sets the memory limit, and switches swap off as far as the kernel allows. Returns whether the limit was set."""
+    """Sets the memory limit, and turns off swap as far as the kernel allows. Returns whether the limit was set."""
     if not _write(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"), str(n_bytes)):
         return False
     if version == 2:
@@ -102,7 +102,7 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller has to call `remove` on
+    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller must call `remove` on
     the group. Also removes groups that moegguf made in processes that no longer exist. Raises LimitError if no group
     can be made."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
@@ -137,7 +137,7 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
-    """Provides a group with this limit inside the `with`, and removes the group at the end. Provides None if
+    """Provides a group with this limit inside the `with` block, and removes the group at the end. Provides None if
     `limit_bytes` is None or 0. Raises LimitError."""
     group = make_group(limit_bytes, root) if limit_bytes else None
     try:
@@ -148,7 +148,7 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Drops the pages of these files from the page cache. Returns the number of bytes that stayed, usually because a
+    """Drops the pages of these files from the page cache. Returns the number of bytes that remained, usually because a
     process maps them.
 
     On systems without posix_fadvise (macOS, Windows), no page is dropped. Returns 0 there, and also if the pages cannot

@@ -1,4 +1,4 @@
-"""Measures single parts of the store: the time of an eviction, and the time of copies over a simulated link."""
+"""Measures individual parts of the store: how long evictions, and copies over a simulated link, take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
 SCORES = "scores"  # not a native policy: `pass_us` sets new scores for the routed layer before each event
 ALL_SCORES = "scores, all"  # not a native policy: `pass_us` sets new scores for all layers before each event
 
-# A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes. The next size is the size of the expert's three matrices.
+# A matrix of a Qwen3-30B expert in Q4_0 occupies 884,736 bytes. The next size covers the expert's three matrices.
 COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
 GGML_TYPE_F32 = 0
 
@@ -43,11 +43,11 @@ class Evictions:
             self.store.set_policy(policy)
 
     def ids(self) -> np.ndarray:
-        """Returns random experts for a routing event, (n_expert_used,)."""
+        """Returns random experts for a routing event, shape (n_expert_used,)."""
         return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
 
     def fits(self) -> bool:
-        """Returns whether the free slots are enough for all misses of another pass."""
+        """Returns whether enough slots are free for all misses of another pass."""
         n_used = self.store.counters()["slots_used"]
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
@@ -78,9 +78,9 @@ class Evictions:
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row has the microseconds of a miss that gets a free slot and of a miss that evicts an expert (medians over
-    passes), and their difference. Except for the policy ALL_SCORES, a row also has the seconds of a million lookups in
-    one call.
+    A row has the microseconds that a miss takes if it gets a free slot, and if it evicts an expert (medians over
+    passes), and their difference. Except for the policy ALL_SCORES, a row also has the seconds that a million lookups
+    take in one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(
@@ -146,8 +146,8 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
 
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
-    """Calls all functions at the same time, the first one in this thread and each other one in its own thread. Returns
-    the seconds until all have ended."""
+    """Calls all functions at the same time, the first one in this thread and each of the others in its own thread.
+    Returns the seconds until all have ended."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:
@@ -160,8 +160,8 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
     """Measures copies over a simulated link. Yields a row for one copy of each size, then for two copies at the same
-    time. A row also has the time by the formula latency + bytes of all copies / bandwidth, and the GB/s at which one
-    thread copies within this machine's memory."""
+    time. A row also has the time predicted by the formula latency + bytes of all copies / bandwidth, and the GB/s at
+    which one thread copies within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9

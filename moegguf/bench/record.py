@@ -27,12 +27,12 @@ Progress = Callable[[str, float], object]
 class RecordOptions:
     """Options for recording a trace, in addition to the options of `Llama`.
 
-    If `Llama` has `draft`, the recorded passes also contain the drafted tokens. A simulation repeats these passes,
-    including the drafted tokens that the model rejected.
+    If the option `draft` of `Llama` is set, the recorded passes also contain the drafted tokens. A simulation repeats
+    these passes, including the drafted tokens that the model rejected.
     """
 
     n_predict: int = 128  # maximum number of tokens to generate, for prompts that do not set a number
-    inputs: bool = False  # records the routers' inputs, too
+    inputs: bool = False  # also records the routers' inputs
     temperature: float = 0.8
     seed: int = 0
     most_tokens: int = 0  # no further prompt is recorded once the run has evaluated this number of tokens; 0: no limit

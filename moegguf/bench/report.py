@@ -1,4 +1,4 @@
-"""Makes a short text about one measurement, for posts that compare machines: `moegguf bench --report`."""
+"""Formats one measurement as a short text for posts that compare machines: `moegguf bench --report`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # file with the text for the tokens of a report's tests, by default
-WITHOUT = "mmap"  # the system that is llama.cpp in moegguf's build, without the expert cache
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens in a report's tests
+WITHOUT = "mmap"  # llama.cpp in moegguf's build, without the expert cache
 DIGEST_DIGITS = 12
 
 
@@ -22,7 +22,7 @@ def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
     """Returns text in Markdown about one model: machine, drive, file and build, then a table with the figures of each
     system.
 
-    `rows` come from `make_rows`, with the same tests for each system. `doctor` has the sections that `diagnose`
+    `rows` come from `make_rows`, with the same tests for each system. `doctor` holds the sections that `diagnose`
     returns.
     """
     systems = list(dict.fromkeys(row["system"] for row in rows))

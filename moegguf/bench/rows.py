@@ -94,8 +94,8 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """Returns one row for each test and system of one group of settings. The field `against` of a row of moegguf has
-    the ratios to each system of `--against`. In the rows of these other systems `against` is empty."""
+    """Returns one row for each test and system of one group of settings. In moegguf's rows, the field `against` holds
+    the ratios to each system of `--against`. In the rows of these other systems it is empty."""
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(id(outcome.system), []).append(outcome)
@@ -373,7 +373,7 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
         ("same tokens", -11, _same_tokens),
     ]
-    # The column is left out without ratios of stalls, for example against plain llama.cpp
+    # The column is left out if there are no ratios of stalls, for example against plain llama.cpp
     if not any("stall_ratio" in pair for pair in pairs):
         del columns[5]
     return ["", *_table(columns, pairs)] if pairs else []
@@ -388,8 +388,8 @@ def _same_tokens(pair: Row) -> str:
 
 
 def _bound_table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table with speeds, their bounds, and the times from which the bounds follow, and lines that explain the
-    columns. The table is narrow, so that it fits a terminal."""
+    """Returns a table of speeds, their bounds and the times that determine the bounds, followed by lines that explain
+    the columns. The table is narrow enough for a terminal."""
     bounded = [row for row in rows if "bound_by" in row]
     if not bounded:
         return []
@@ -447,7 +447,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """Returns llama-bench's table with the store's figures, then load time and memory, ratios, bounds, notes and the
-    build. Returns "" without rows."""
+    build. Returns "" if there are no rows."""
     if not rows:
         return ""
     build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})

@@ -1,9 +1,9 @@
 """Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
 separate process, under the memory limit if there is one.
 
-Before a run, the model's pages are dropped from the page cache, unless the options keep them, so that no run profits
+Unless the options keep them, the model's pages are dropped from the page cache before each run, so that no run profits
 from pages that another run has read. After a run that fails, for example because the limit killed it, its system is not
-run again and its rows contain the error. The module bench/measure.py makes the measurement of one run.
+run again and its rows contain the error. The module bench/measure.py measures one run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # {option: value of llama.cpp's pa
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
-# leaves out moegguf's own strategy, whose name already names a system
+# leaves out moegguf's own strategy, whose name is already a system's name
 DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
     # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all
@@ -52,8 +52,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Variants of how a device computes prompts. With "no-staging", a pass has only as many tokens as the slots can
-    # serve. With "staging-N", prompts use N staging tensors instead of the planned number.
+    # Variants that change how a device computes prompts. With "no-staging", a pass has only as many tokens as the slots
+    # can serve. With "staging-N", prompts use N staging tensors instead of the planned number.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
     # Variants that change only --placement or only --draft.
@@ -66,11 +66,11 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """A test with `n_parallel` sequences that are evaluated together. Each of the three numbers of tokens may be 0."""
+    """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0."""
 
-    n_prompt: int  # timed tokens of a sequence's prompt, which are evaluated together
-    n_gen: int  # timed tokens of a sequence, which are evaluated one by one after the prompt
-    n_depth: int = 0  # tokens of a sequence before the timed ones
+    n_prompt: int  # number of timed prompt tokens per sequence, which are evaluated together
+    n_gen: int  # number of timed tokens per sequence that are evaluated one by one after the prompt
+    n_depth: int = 0  # number of tokens per sequence before the timed ones
     n_parallel: int = 1
 
     @property
@@ -92,7 +92,7 @@ class Spec:
     is moegguf's build without the expert cache, with the file mapped. "resident" is moegguf's build with every weight
     in memory.
 
-    strategy: a name of controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
+    strategy: a name in controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
     strategy.
 
     repack: weights are stored in the layout of the CPU's fastest kernels.
@@ -107,7 +107,7 @@ class Spec:
     draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
 
     simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
-    (0: as many as the CPU). Without vram_cache and placement, the device computes the layers and has the slots.
+    (0: as many as the CPU). Without vram_cache and placement, the device computes the layers and holds the slots.
     """
 
     model: str
@@ -227,8 +227,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     also with "-plain" or "-repacked", and the names in VARIANTS and DECIDING.
 
     Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
-    does not fit into memory, llama.cpp would be killed. These systems then do not repack, and the weights stay in the
-    file. Raises OptionError for an unknown name.
+    would not fit into memory, so that llama.cpp would be killed, these systems do not repack and the weights stay in
+    the file. Raises OptionError for an unknown name.
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}

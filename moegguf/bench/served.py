@@ -121,9 +121,9 @@ def overhead(model: str, *, rounds: int) -> Iterator[Row]:
     """Yields a row for each of three ways to get an answer: from an Engine, from `create_chat_completion`, and over
     HTTP.
 
-    A row has the medians of the time to the first text and of the total time. The overhead is the share by which the
-    server's total time exceeds the total time of this way. All answers have the same seed, so the number of different
-    texts should be 1. Each measured answer follows an answer of the same kind that is not measured.
+    A row has the medians of the time to the first text and of the total time. The server's overhead in a row is its
+    total time divided by the row's total time, minus 1. All answers have the same seed, so the number of different
+    texts should be 1. Each measured answer follows an unmeasured answer of the same kind.
     """
     plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
     with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
@@ -179,10 +179,10 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
 def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
     """Yields a row about the first token of an answer in each of five cases.
 
-    In the first case the prompt is computed. Then its context is reused from memory, after the model was unloaded, and
-    after server and worker were killed. The last case is another question with the same beginning. If `folder` has the
-    contexts of an earlier call, the prompt is not computed in the first case either. Raises MoeggufError if another
-    answer to this prompt has logprobs that differ from the first answer's.
+    In the first case the prompt is computed. In the next three its context is reused: from memory, after the model was
+    unloaded, and after the server and the worker were killed. The last case is another question with the same
+    beginning. If `folder` already holds the contexts of an earlier call, the prompt is not computed in the first case
+    either. Raises MoeggufError if another answer to this prompt has logprobs that differ from the first answer's.
     """
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()

@@ -1,5 +1,5 @@
-"""Builds llama.cpp without patches, in the same release as moegguf's. pip builds it once from the pinned source, and
-the result is kept.
+"""Builds llama.cpp without patches, in the same release that moegguf uses. pip builds it once from the pinned source,
+and the result is kept.
 
 libmoegguf is copied into the folder of these libraries, so that moegguf's own program can load and measure them. The
 program runs with MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.
@@ -22,7 +22,7 @@ from moegguf.native import library
 from moegguf.processor import read_processor
 from moegguf.settings import cache_folder
 
-# The pinned release ends with a segmentation fault in its first matrix product with AMX (llama.cpp pull request 26954).
+# The pinned release segfaults in its first matrix product with AMX (llama.cpp pull request 26954).
 FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 

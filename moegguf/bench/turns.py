@@ -108,7 +108,7 @@ class Side:
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
     """Computes a turn. Returns the seconds of the prompt, the seconds of decoding, and the number of decoded tokens.
-    For a turn with `seconds`, also returns the mean number of threads, otherwise 0."""
+    Also returns the mean number of threads for a turn with `seconds`, otherwise 0."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -134,8 +134,8 @@ def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
 
 
 def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
-    """Loads a model, and yields an empty result. Then runs the turn in each line of `lines` (a `Turn` as JSON), and
-    yields its figures."""
+    """Loads a model, and yields an empty result. Then runs the turn that each line of `lines` describes (a `Turn` as
+    JSON), and yields its figures."""
     with load(spec) as llama:
         if llama.session is not None:
             llama.session.store.drain()
@@ -146,7 +146,7 @@ def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
 
 
 def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
-    """Calls each function once per round; every second round has the opposite order. Returns {name: results of its
+    """Calls each function once per round; every second round uses the opposite order. Returns {name: results of its
     calls}."""
     results: dict[Key, list[Result]] = {name: [] for name in calls}
     for number in range(rounds):
@@ -159,8 +159,8 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
     """Yields a row for each system: its tokens per second, and its speed relative to stock in neighbouring turns
     (median and quartiles).
 
-    The speed is of prompts if `prompt` is above 0, otherwise of decoding. Every expert is in memory. `kernels` is a
-    list of values of MOEGGUF_KERNELS, separated by commas; moegguf also runs with each of them.
+    This is the speed of prompts if `prompt` is above 0, otherwise of decoding. Every expert is in memory. `kernels` is
+    a list of values of MOEGGUF_KERNELS, separated by commas; moegguf also runs with each of them.
     """
     test = Test(prompt, CONTEXT_TOKENS, depth)
     own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
@@ -192,7 +192,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
 
 @contextmanager
 def busy_processes(load_name: str) -> Iterator[None]:
-    """Runs the processes of the load `load_name` (a key of LOADS) in the background during the `with`."""
+    """Runs the processes of the load `load_name` (a key of LOADS) in the background while the `with` block runs."""
     last = str(max(os.sched_getaffinity(0)))
     commands = [[last if word == "LAST" else word for word in command] for command in LOADS[load_name]]
     processes = [subprocess.Popen(command) for command in commands]
@@ -209,8 +209,8 @@ def beside_load(
     model: str, *, expert_cache: str, seconds: float, rounds: int, loads: str, systems: str
 ) -> Iterator[Row]:
     """Yields a row for each system under each load, with median speeds. "share" is the decoding speed divided by the
-    decoding speed in the first row. `systems` is a list with commas: numbers of moegguf's threads, "auto" (the number
-    follows the load) and "llama.cpp" (one thread for each processor)."""
+    decoding speed in the first row. `systems` is a comma-separated list: numbers of moegguf's threads, "auto" (the
+    number follows the load) and "llama.cpp" (one thread for each processor)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moegguf.chat.model import ChatModel
 
 MAX_READ_BYTES = 4 << 20
-NAME = "<modelname>"  # a command's argument that must be one word
+NAME = "<modelname>"  # placeholder for an argument that must be a single word
 
 _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
@@ -76,7 +76,7 @@ class Chat:
             else:
                 self.conversation.add_user_message(*(extract_images(text) if reads_images else (text, [])))
                 self.answer(snapshot)
-        except KeyboardInterrupt:  # Ctrl-C while a command runs, while a model is loaded, or before an answer begins
+        except KeyboardInterrupt:  # Ctrl-C while a command runs, while a model loads, or before an answer begins
             self.conversation.restore(snapshot)
             print_message("")
         except (EOFError, BrokenPipeError):
@@ -126,12 +126,12 @@ class Row(NamedTuple):
     run: Command
     help: str = ""
     usage: str = ""  # shown in the help instead of the word
-    needs: str = ""  # name of the required argument, "" if there is none
+    needs: str = ""  # name of the required argument, or "" if there is none
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Runs a command line that begins with a slash. Raises MoeggufError, OSError, BadParameter, and EOFError to end the
-    chat."""
+    """Runs a command line that begins with a slash. Raises MoeggufError, OSError or BadParameter if the command fails,
+    and EOFError to end the chat."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
     if word not in COMMANDS:
         print_message(f"Unknown command '{word}'. Type /? for help")
@@ -144,8 +144,8 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
-    """Returns the help text for a command table. `width`: width of the left column in characters. `before`: text in
-    front of each word."""
+    """Returns the help text for a command table. `width`: width of the left column in characters. `before`: prefix of
+    each word."""
     lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
     return "\n".join(["Available Commands:", *lines, ""])
 
@@ -226,7 +226,7 @@ def _read(chat: Chat, name: str) -> None:
 
 
 def _strip_quotes(word: str) -> str:
-    """Returns `word` without the pair of quotes around it, if it has one."""
+    """Returns `word` without the pair of quotes around it, if any."""
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 
@@ -255,8 +255,8 @@ def _show(chat: Chat, part: str) -> None:
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
-    """Returns a command that prints the text that the function `text` returns. If the text is empty or None, the
-    command prints that the model has no `what`."""
+    """Returns a command that prints the result of `text`. If the result is empty or None, the command prints that the
+    model has no `what`."""
     return lambda chat, _: print_message(text(chat) or f"No {what} was specified for this model.")
 
 

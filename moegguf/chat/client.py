@@ -27,8 +27,8 @@ Json = dict[str, Any]
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # long, because the server may have to load a model first
 CONNECT_S = 0.5
-KNOWN_S = 10.0  # time limit for each request that finds out whether a server knows a model
-MAX_ASKED_MODELS = 32  # maximum number of models about which `running_server` queries the server
+KNOWN_S = 10.0  # time limit in seconds for each request that checks if a server knows a model
+MAX_ASKED_MODELS = 32  # maximum number of models that `running_server` looks up on the server
 MAX_ERROR_BYTES = 64 << 10
 WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # {address that a server binds to: address for clients}
 
@@ -43,7 +43,7 @@ class ServerError(MoeggufError):
 
 
 class NoServerError(MoeggufError, ConnectionError):
-    """There is no server at the address, it does not answer in time, or the connection was lost."""
+    """There is no server at the address, the server did not answer in time, or the connection was lost."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -54,7 +54,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Client:
-    """A client of the server in `settings`. If `settings` is None, reads the settings from the environment."""
+    """A client for the server in `settings`. If `settings` is None, reads the settings from the environment."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
@@ -122,8 +122,8 @@ class Client:
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """Returns a client of the server at MOEGGUF_HOST if it is a moegguf server that knows the first MAX_ASKED_MODELS of
-    these models.
+    """Returns a client for the server at MOEGGUF_HOST if this is a moegguf server that knows the first MAX_ASKED_MODELS
+    of these models.
 
     Returns None if there is no such server, or if one of the names is an existing path. If the server needs a key, also
     prints a note.

@@ -21,8 +21,8 @@ Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending t
 @dataclass
 class Conversation:
     """The messages and settings of a conversation. `parameters` (set in the chat) have priority over
-    `initial_parameters` (from the command line), which have priority over the model's own parameters. `pending_text`
-    goes before the text of the next user message."""
+    `initial_parameters` (from the command line), which have priority over the model's own parameters. `pending_text` is
+    prepended to the text of the next user message."""
 
     entry: NamedModel
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Conversation:
         self.switch_model(self.entry)
 
     def switch_model(self, entry: NamedModel) -> None:
-        """Replaces the model, and replaces the messages by those in its Modelfile. The settings stay."""
+        """Switches to another model, and replaces the messages with the ones in its Modelfile. Keeps the settings."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
 
@@ -55,28 +55,28 @@ class Conversation:
 
     def clear(self) -> None:
         """Removes the messages of the chat, and the pending text. As in Ollama, the system message and the messages of
-        the Modelfile stay."""
+        the Modelfile are kept."""
         self.messages = [dict(message) for message in self.entry.messages]
         self.pending_text = ""
 
     @property
     def system_text(self) -> str:
-        """The system message: the one set in the chat, otherwise the model's; "" if there is none."""
+        """The system message: the one set in the chat, otherwise the model's, or "" if there is none."""
         return self.system if self.system is not None else self.entry.system or ""
 
     def add_user_message(self, text: str, images: Sequence[bytes] = ()) -> None:
-        """Appends a user message with the images, the pending text and `text`, in this order. The pending text is then
-        empty. Raises OptionError for an image that cannot be used."""
+        """Appends a user message with the images, the pending text and `text`, in that order. Clears the pending text.
+        Raises OptionError for an image that cannot be used."""
         content = f"{self.pending_text}\n\n{text}" if self.pending_text else text
         self.messages.append({"role": "user", "content": with_images(content, images)})
         self.pending_text = ""
 
     def user_parameters(self) -> dict[str, Any]:
-        """Returns the parameters from the command line and the chat, by Ollama's names."""
+        """Returns the parameters from the command line and the chat, keyed by Ollama's names."""
         return {**self.initial_parameters, **self.parameters}
 
     def all_parameters(self) -> dict[str, Any]:
-        """Returns all parameters in effect, including the model's, by Ollama's names."""
+        """Returns all parameters in effect, including the model's, keyed by Ollama's names."""
         return parameters_of(self.entry) | self.user_parameters()
 
     def request(self) -> Request:
@@ -94,5 +94,5 @@ class Conversation:
 
 
 def of_loading(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that only take effect when a model is loaded."""
+    """Returns the parameters that take effect only when a model is loaded."""
     return {name: value for name, value in parameters.items() if name in LOAD_PARAMETERS}

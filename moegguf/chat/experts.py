@@ -20,13 +20,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def read_stats(found: dict[str, Any]) -> Stats:
-    """Returns the counters in a server's JSON. Raises WorkerError if the JSON does not fit."""
+    """Returns the counters in a server's JSON. Raises WorkerError if the JSON does not have the expected form."""
     return build(Stats, _fields_of(Stats, found))
 
 
 def read_snapshot(found: dict[str, Any]) -> Snapshot:
-    """Returns the snapshot of a model's experts in a response of `/live`. Raises WorkerError if the JSON does not
-    fit."""
+    """Returns the snapshot of a model's experts in a response of `/live`. Raises WorkerError if the JSON does not have
+    the expected form."""
     counters = {"stats": _fields_of(Stats, found["stats"])} if "stats" in found else {}
     return build(Snapshot, _fields_of(Snapshot, found | counters))
 

@@ -1,4 +1,4 @@
-"""A model of this machine's catalog. `run` and the chat load it with their own `ModelManager`, without a server."""
+"""A model in this machine's catalog. `run` and the chat load it with their own `ModelManager`, without a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalModel:
     url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker process, which gets ready while this program finds and describes the model."""
+        """Starts a worker process, which becomes ready while this program finds and describes the model."""
         self.spinner = spinner
         # There is only one user, who can end this program at any time. So loads and cancelled answers need no time
         # limit.
@@ -65,7 +65,7 @@ class LocalModel:
         return self._runner.run(coroutine)
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns facts from the headers of a model's files. Raises ModelFormatError, ExpertIOError."""
+        """Returns facts from the headers of a model's files. Raises ModelFormatError or ExpertIOError."""
         from moegguf.models.details import details
 
         return details(_here(entry))
@@ -78,12 +78,12 @@ class LocalModel:
         print_model(facts_of(_here(entry)))
 
     def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that creates the model again."""
+        """Returns a Modelfile from which the model can be created again."""
         return self.names.modelfile(_here(entry))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns all parameters of the conversation, including the model's own. `ChatModel` loads the model again if a
-        parameter for loading among them changes."""
+        """Returns all parameters of the conversation, including the model's own. `ChatModel` reloads the model if one
+        of its loading parameters has changed."""
         return conversation.all_parameters()
 
     def load(self, conversation: Conversation) -> None:
@@ -132,17 +132,17 @@ class LocalModel:
 
     @property
     def n_ctx(self) -> int:
-        """The size of the context in tokens; 0 while no model is loaded."""
+        """The size of the context in tokens, or 0 while no model is loaded."""
         return self._state.n_ctx if self._state else 0
 
     @property
     def size_bytes(self) -> int:
-        """The memory in bytes that the model needs according to its plan; 0 while no model is loaded."""
+        """The memory in bytes that the model needs according to its plan, or 0 while no model is loaded."""
         return self._state.size_bytes if self._state else 0
 
     @property
     def stats(self) -> Stats | None:
-        """The counters since the load; None while no model is loaded."""
+        """The counters since the load, or None while no model is loaded."""
         return self._state.stats if self._state else None
 
     @property
@@ -155,7 +155,7 @@ class LocalModel:
 
     @property
     def reads_images(self) -> bool:
-        """True if a model is loaded whose projector can be read."""
+        """True if a model is loaded and its projector can be read."""
         from moegguf.models.details import projector_of
 
         return self._manager is not None and projector_of(self._entry) is not None
@@ -166,8 +166,8 @@ class LocalModel:
         return self._manager is None
 
     def answer(self, conversation: Conversation) -> Generator[Event]:
-        """Yields the events of the answer. The model is loaded again first if its process has ended or its files have
-        changed."""
+        """Yields the events of the answer. If the model's process has ended or its files have changed, reloads the
+        model first."""
         assert self._manager is not None
         self._lease = self._manager.lease(self._entry, self._overrides)
         self._run_or_unload(self._lease.__aenter__())

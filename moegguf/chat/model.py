@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moegguf.chat.local import LocalModel
     from moegguf.chat.served import ServedModel
 
-BUSY = 503  # HTTP status of a server without room for the model
+BUSY = 503  # HTTP status of a server that has no room for the model
 
 
 @dataclass
@@ -67,8 +67,8 @@ class ChatModel:
         start_s = time.perf_counter()
         try:
             self.connection.load(conversation)
-        except BaseException as error:  # also an interrupt: the chat continues with the previous model
-            if getattr(error, "status", None) != BUSY:  # if the server is busy, the parameters are not wrong
+        except BaseException as error:  # also on an interrupt: the chat continues with the previous model
+            if getattr(error, "status", None) != BUSY:  # a busy server says nothing about the parameters
                 kept = conversation.parameters.items()
                 conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
@@ -77,7 +77,7 @@ class ChatModel:
         self._last = None
 
     def prepare(self, conversation: Conversation) -> None:
-        """Loads the model if it is not loaded, or loads it again if a parameter for loading has changed."""
+        """Loads the model if it is not loaded, or reloads it if a loading parameter has changed."""
         if self.connection.must_load or of_loading(self.connection.parameters(conversation)) != self._loaded:
             self.load(conversation)
 
@@ -103,8 +103,8 @@ class ChatModel:
         return [*facts, f"in the server at {url}"] if url else facts
 
     def statistics(self, *, with_load: bool) -> list[str]:
-        """Returns lines about the last answer, or [] if there was no answer since the load. `with_load`: True adds the
-        time of a load before the answer."""
+        """Returns lines about the last answer, or [] if there was no answer since the load. `with_load`: True if the
+        time of a load before the answer is included."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
         if (answer := self._last) is None:

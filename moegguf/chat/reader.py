@@ -1,5 +1,5 @@
-"""Reads a message of one or more lines from the keyboard, with the keys of `ollama run` and a history of earlier
-lines."""
+"""Reads a message of one or more lines from the keyboard, with the key bindings of `ollama run` and a history of
+earlier lines."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Reader(PromptSession[str]):
 
 
 def _end_line(event: KeyPressEvent) -> None:
-    """Handles the Enter key. Ends the message, but inside open triple quotes begins a new line."""
+    """Handles the Enter key: begins a new line inside open triple quotes, and otherwise ends the message."""
     buffer = event.current_buffer
     quoted = _QUOTED.fullmatch(buffer.text)
     if quoted is not None and not quoted["text"].rstrip().endswith(QUOTES):

@@ -74,11 +74,11 @@ class ServedModel:
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that creates the model again in the server."""
+        """Returns a Modelfile from which the server can create the model again."""
         return str(self._show(entry.name)["modelfile"])
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns facts from the headers of a model's files, as the server describes them."""
+        """Returns facts from the headers of a model's files, as reported by the server."""
         shown = self._show(entry.name)
         info, known = shown["model_info"], shown["details"]
         names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
@@ -117,7 +117,7 @@ class ServedModel:
 
     @property
     def n_ctx(self) -> int:
-        """The size of the context in tokens; 0 if the model is not loaded."""
+        """The size of the context in tokens, or 0 if the model is not loaded."""
         loaded = {model["name"]: model["context_length"] for model in self._client.get("/api/ps")["models"]}
         return int(loaded.get(self.entry.name, 0))
 

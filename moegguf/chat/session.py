@@ -39,24 +39,24 @@ _PICTURES |= dict.fromkeys(range(128, 160), "\ufffd") | {ord("\r"): "", 127: "â
 
 
 def visible(text: str) -> str:
-    """Returns `text` with visible characters instead of control characters. Newlines and tabs stay, and carriage
+    """Returns `text` with its control characters replaced by visible ones. Newlines and tabs are kept, and carriage
     returns are removed."""
     return text.translate(_PICTURES)
 
 
 class Wrapper:
-    """Breaks lines between words while a text is still being generated. `width` returns the terminal's number of
-    columns and is called in each `feed`.
+    """Breaks lines between words while a text is still being generated. `width` returns the number of columns of the
+    terminal. Every call of `feed` calls it again.
 
     A word is printed as it arrives. If it becomes too long for its line, it is erased and printed again on the next
     line. A word that fills the whole line is broken instead. Lines may break between any two wide (CJK) characters. The
-    text must not contain codes for colours, because every character would count as columns.
+    text must not contain codes for colours, because their characters would be counted as columns.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
         self._column = 0
-        self._wrapped = False  # True: the last line break was inserted by this class
+        self._wrapped = False  # True if the last line break was inserted by this class
         self._word = ""  # the last word of the line, which may still grow
 
     def feed(self, text: str) -> str:
@@ -184,8 +184,8 @@ def print_answer(
 def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
     """Returns the last events of a cancelled answer.
 
-    If the answer goes on for CANCEL_TIMEOUT_S seconds, prints a message and waits up to `exit_timeout_s` more (None: no
-    limit). Exits moegguf if the answer still goes on, or at another Ctrl-C.
+    If the answer does not end within CANCEL_TIMEOUT_S seconds, prints a message and waits up to `exit_timeout_s`
+    seconds more (None: no limit). Exits moegguf if this time also runs out, or on another Ctrl-C.
     """
     with suppress(KeyboardInterrupt):
         rest = model.connection.rest(CANCEL_TIMEOUT_S)
@@ -218,10 +218,10 @@ _PATH = re.compile(
 
 
 def extract_images(text: str) -> tuple[str, list[bytes]]:
-    """Removes the paths of image files from `text`, which were typed or dragged onto the terminal, and reads these
-    files. Returns the remaining text and the contents of the files, and prints each file's name on stderr. Paths have
-    the same form as in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. A path with
-    spaces is in quotes, or its spaces are escaped. A path stays in the text if no such file exists.
+    """Removes from `text` the paths of image files that were typed or dragged onto the terminal, and reads these files.
+    Returns the remaining text and the contents of the files, and prints each file's name on stderr. Paths have the same
+    form as in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. A path with spaces is
+    in quotes, or its spaces are escaped. A path stays in the text if no such file exists.
 
     Raises OptionError for a file that cannot be read, or that is not a valid image.
     """
@@ -247,14 +247,14 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 
 
 def begins_with_image(text: str) -> bool:
-    """Returns True if the text begins with the path of an existing file that has the extension of an image."""
+    """Returns True if the text begins with the path of an existing file with the extension of an image."""
     match = _PATH.match(text.lstrip())
     return match is not None and _file(match)[1] is not None
 
 
 def _file(match: re.Match[str]) -> tuple[str, Path | None]:
-    """Returns the path in a match without quotes and escapes, and the same path as a Path. The Path is None if no file
-    exists there."""
+    """Returns the path in a match without quotes and escapes, as a string and as a Path. The Path is None if there is
+    no such file."""
     name = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
     path = Path(name).expanduser()
     try:

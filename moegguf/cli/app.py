@@ -1,6 +1,6 @@
 """The `moegguf` command: the table of its subcommands.
 
-The modules of commands import numpy, rich and model libraries only inside their functions, so that `--help` is fast.
+The command modules import numpy, rich and model libraries only inside their functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _version(requested: bool) -> None:
     from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
-    with suppress(MoeggufError):  # no server runs, or it returns an error
+    with suppress(MoeggufError):  # no server is running, or it returns an error
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
         version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
         if version != __version__:

@@ -1,7 +1,7 @@
 """`moegguf batch`: a file of requests in OpenAI's batch format, answered by a running server or by models loaded here.
 
-Each answer is stored when it is complete. If a command that writes a file of answers was stopped or killed, the same
-command continues later. Progress and the summary go to stderr.
+Each answer is stored when it is complete. If a command that writes a file of answers is stopped or killed, running the
+same command again continues its work. Progress and the summary go to stderr.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WriteLine = Callable[[bytes], object]
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
-MODELS_PARALLEL = 32  # least number of simultaneous requests to models loaded here, unless --parallel is given
+MODELS_PARALLEL = 32  # minimum number of simultaneous requests to models loaded here, unless --parallel is given
 LINE_S = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
@@ -185,12 +185,12 @@ def _open_for_writing(path: Path) -> int:
 
 
 def _open_requests(path: str) -> BinaryIO:
-    """Opens the file of requests. stdin, and a file in which the position cannot be changed, such as a pipe, are copied
-    to a temporary file. Raises BatchFileError."""
+    """Opens the file of requests. If it is stdin or not seekable (such as a pipe), copies it to a temporary file first.
+    Raises BatchFileError."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
         if path == STANDARD or not source.seekable():
-            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who asks)
+            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
             shutil.copyfileobj(source, copy)
             source = copy
         return source
@@ -201,7 +201,7 @@ def _open_requests(path: str) -> BinaryIO:
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
     """Opens the journal of answers beside the file `target`. Without `target`, the journal is in a temporary folder.
-    Raises BatchFileError, StorageError."""
+    Raises BatchFileError or StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
     with tempfile.TemporaryDirectory() if target is None else nullcontext(target.parent) as folder:

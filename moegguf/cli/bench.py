@@ -1,4 +1,5 @@
-"""`moegguf bench`: its flags, which have llama-bench's names if llama-bench has them, and the runs that they select."""
+"""`moegguf bench`: its flags, and the runs that they select. Flags that also exist in llama-bench have the same
+names."""
 
 from __future__ import annotations
 
@@ -143,8 +144,8 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
 def parse_tests(
     n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
 ) -> list[tuple[int, int, int]]:
-    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the tests of each depth are first the
-    prompts, then the generations, then the pairs. Prompts and generations of 0 tokens are left out."""
+    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the prompts of each depth come first, then
+    its generations, then its pairs. Prompts and generations of 0 tokens are left out."""
     shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
     shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
     shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
@@ -284,7 +285,7 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
 
 def _limit(size: str | None, require: bool) -> int | None:
     """Returns the memory limit in bytes, or None if `size` is None. If this machine cannot set the limit, raises
-    OptionError with `require`; otherwise prints a message and returns None."""
+    OptionError if `require` is True; otherwise prints a message and returns None."""
     from moegguf.bench.series import limit_fault
 
     if size is None:
@@ -312,7 +313,7 @@ def _measure(
     outcomes: list[list[Outcome]] = [[] for _ in groups]
     needs_stock = any(system.spec.system == "stock" for group in groups for system in group)
     runner = ProcessRunner(limit, drop_cache, stock_library(print_message) if needs_stock else None)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM interrupts as Ctrl-C does
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM interrupts the runs like Ctrl-C
     try:
         for group, found in zip(groups, outcomes, strict=True):
             for outcome in run_series(group, rounds, runner, print_message):

@@ -80,8 +80,8 @@ def _leave_to_program(*_: object) -> None:
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key. Otherwise a
-    named model that a server on this machine lacks is fetched."""
+    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key. Otherwise, if
+    `model` is missing from a server on this machine, fetches it."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -114,7 +114,7 @@ def _default_model(client: Client) -> str:
     try:
         loaded = client.get("/api/ps")["models"]
         names = [str(each["name"]) for each in loaded or client.get("/api/tags")["models"]]
-    except MoeggufError:  # settings can also be printed if no server runs
+    except MoeggufError:  # settings can also be printed if no server is running
         names = [entry.name for entry in Catalog().entries()]
     own = [name for name in names if name.partition(":")[0] != DEMO_NAME]
     return [*own, *names, DEMO_NAME][0]
@@ -132,9 +132,9 @@ def _print_settings(program: LaunchClient, target: Target) -> None:
 
 @contextmanager
 def _running(client: Client) -> Iterator[None]:
-    """Context manager that uses the server at the client's address, or starts a server there that ends with the block.
-    Raises OptionError if another program uses the address or the server does not start. Raises NoServerError if a
-    server cannot be started because the address is on another machine."""
+    """Context manager that uses the server at the client's address, or starts a server there for the duration of the
+    block. Raises OptionError if another program uses the address or the server does not start. Raises NoServerError if
+    a server cannot be started because the address is on another machine."""
     from moegguf.chat.client import NoServerError
 
     try:

@@ -1,8 +1,8 @@
 """Coding agents and chat programs that `moegguf launch` supports, and the settings with which each uses a server.
 
-No file of another program is changed. A program that reads settings from its environment or arguments gets them there,
-for this start only. For other programs the settings are printed, so that the user can add them to the program's own
-settings. docs/clients.md has links to the documentation of each program.
+No file of another program is changed. A program that reads settings from its environment or its arguments receives them
+that way, for this start only. For other programs the settings are printed, so that the user can add them to the
+program's own settings. docs/clients.md has links to the documentation of each program.
 """
 
 from __future__ import annotations

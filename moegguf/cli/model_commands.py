@@ -115,7 +115,7 @@ def remove(models: Annotated[list[str], model_argument("Names that `list` shows.
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        with suppress(MoeggufError):  # no server runs, or it does not know the model
+        with suppress(MoeggufError):  # no server is running, or it does not know the model
             Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")
@@ -136,7 +136,7 @@ def create(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The new name.")],
     file: Annotated[
         typer.FileBinaryRead, typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.")
-    ] = "Modelfile",  # type: ignore[assignment]  # its name, which typer opens
+    ] = "Modelfile",  # type: ignore[assignment]  # the file's name: typer opens the file
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
     from moegguf.models.catalog import Catalog
@@ -285,7 +285,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     rows, seen = [], set()  # seen: processes that already have a row; a later row says "(shared)"
     for model in models:
         moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
-        never = expires.year > datetime.now().year + 100  # "never" is sent as a date some centuries ahead
+        never = expires.year > datetime.now().year + 100  # "never" is sent as a date centuries in the future
         until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
         pid, tokens = moe.get("pid", model["name"]), moe.get("prompt_tokens", {})
         rows.append((

@@ -1,5 +1,5 @@
-"""Makes the flags of commands from the table of options, and defines types of arguments that several commands use.
-Imports nothing that is slow, because `--help` needs this module."""
+"""Creates the flags of commands from the table of options, and defines types of arguments that several commands use.
+Imports only modules that load fast, because `--help` needs this module."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TYPES: dict[str, Any] = {"whole": int, "number": float, "switch": bool, "thread
 
 
 class Command(TyperCommand):
-    """A command whose help has a panel for each group of flags. The help of arguments does not show Python's types."""
+    """A command whose help has a panel for each group of flags. The help for arguments does not show Python types."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Returns the words of the usage line, without braces."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then the flags by panel. The panel of the most used flags comes first."""
+        """Writes the arguments, then the flags by panel. The panel of the most common flags comes first."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", OFTEN, *GROUPS)}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -97,7 +97,7 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
     """Returns a decorator that adds the flags of the options `names`, and the flags in `own`, to a command.
 
     The command gets the dict `given` with the values of the options that the user has set, converted to the types of
-    the Python API. It gets the values of `own` flags as keyword arguments with their names. Raises OptionError or
+    the Python API. It gets the values of `own` flags as keyword arguments of the same names. Raises OptionError or
     BudgetError for invalid values.
     """
 
@@ -139,7 +139,7 @@ def loading_options(given: Given, names: Sequence[str]) -> Given:
 
 def parse_threads(text: str) -> int | None:
     """Parses a number of threads. Returns None for "auto". Raises typer.BadParameter for any other text, and for a
-    number that is not from 1 to MAX_THREADS."""
+    number outside the range from 1 to MAX_THREADS."""
     if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_THREADS:
@@ -158,7 +158,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
-    """Returns typer's object for an argument that shells complete with the names of models."""
+    """Returns typer's object for an argument that shells complete with model names."""
     return typer.Argument(autocompletion=complete_model, metavar=metavar, help=help, **settings)
 
 

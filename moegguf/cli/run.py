@@ -1,6 +1,6 @@
 """`moegguf run`: one answer on stdout, or a chat when there is no prompt and stdin and stdout are a terminal.
 
-stdout gets the answer and a newline; statistics and errors go to stderr.
+The answer and a newline go to stdout, statistics and errors to stderr.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from moegguf.models.entry import NamedModel
     from moegguf.settings import Settings
 
-PS_TIMEOUT_S = 1.0  # seconds in which a server must list its loaded models
-EXIT_TIMEOUT_S = 0.5  # seconds, after CANCEL_TIMEOUT_S, in which an answer must stop after Ctrl-C
+PS_TIMEOUT_S = 1.0  # seconds within which a server must list its loaded models
+EXIT_TIMEOUT_S = 0.5  # seconds after CANCEL_TIMEOUT_S until moegguf exits if a cancelled answer has not ended
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
@@ -54,8 +54,8 @@ def _read_prompt(words: Sequence[str]) -> str | None:
 
 
 def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
-    """Prints the answer to `prompt`, then statistics if the conversation is verbose. Returns the exit code. Raises the
-    error of the answer."""
+    """Prints the answer to `prompt`, then statistics if the conversation is verbose. Returns the exit code. If the
+    answer ended with an error, raises this error."""
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
@@ -148,7 +148,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    with keyboard_echo_off() if text is None else nullcontext():  # keys typed early wait for the prompt
+    with keyboard_echo_off() if text is None else nullcontext():  # keys typed early are kept for the prompt
         from moegguf.chat.client import Client, running_server
         from moegguf.chat.local import LocalModel
         from moegguf.chat.served import ServedModel
@@ -182,7 +182,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters = _defaults(environment, entry) | parameters
                 if sys.stderr.isatty() or verbose:
                     print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
-            if parameters.get("num_ctx") == 0:  # --ctx 0: the context length of the model's training
+            if parameters.get("num_ctx") == 0:  # --ctx 0: the context length that the model was trained with
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)

@@ -57,7 +57,7 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
         from moegguf.models.sources import file_name
         from moegguf.terminal.loading import find_or_pull, with_files
 
-        entry = find_or_pull(model)  # a model given by path gets the file's name without ".gguf"
+        entry = find_or_pull(model)  # a model given by path is named after its file, without ".gguf"
         own = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
         entries.append(with_files(own, **files))
     from moegguf.server.serve import listen, run_server
@@ -70,8 +70,8 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:
-    """Returns the settings of the environment, overridden by the settings of the command line. A value of 0 or an empty
-    value overrides nothing, except for the options in `counts`.
+    """Returns the settings from the environment, overridden by the settings from the command line. A value of 0 or an
+    empty value overrides nothing, except for the options in `counts`.
 
     Raises OptionError for invalid settings. An address other than loopback needs an API key or a trusted network.
     """
@@ -93,8 +93,8 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address.
-    Remarks beside the address say which clients need a key."""
+    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. Notes
+    beside the address list the clients that need a key."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

@@ -1,6 +1,6 @@
 """`moegguf top`: shows the models of a running server, live in a terminal, or once for scripts.
 
-The screen (top_screen.py) is drawn again for each line that the server sends on `/live`.
+The screen (top_screen.py) is redrawn for each line that the server sends on `/live`.
 """
 
 from __future__ import annotations

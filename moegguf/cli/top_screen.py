@@ -1,4 +1,5 @@
-"""The screen of `moegguf top`. Each model has numbers for now and since its load, sparklines, and the map of experts.
+"""The screen of `moegguf top`. For each model it shows the current numbers and the numbers since the load, sparklines,
+and the map of experts.
 
 The module turns facts from `/live` into texts for the package rich, and does no I/O.
 """
@@ -33,8 +34,8 @@ NARROW, WIDE = 60, 76  # screen widths in characters: columns are closer below N
 class ModelView:
     """The facts about one loaded model that were received so far.
 
-    `stats` are the statistics since the model was loaded. `now` is the growth of `stats` from one snapshot to the next,
-    the last time that the model computed something in between.
+    `stats` are the statistics since the model was loaded. `now` is the growth of `stats` over the last interval between
+    snapshots in which the model computed something.
     """
 
     def __init__(self, name: str) -> None:
@@ -117,13 +118,13 @@ class ModelView:
             table.add_row(tier.name, _hit_rate(tier), moved)
         if total.staging_bytes:
             sizes = f"{human_bytes(total.staging_bytes)} · {human_bytes(total.bytes_staged)} in for prompts"
-            # The share of the copying time in which no layer waited.
+            # The share of the copying time during which no layer waited.
             overlap = percent(total.staging_overlap if total.bytes_staged else None)
             table.add_row("staging", overlap, Text(f"overlapped, {sizes}", "bright_black"))
         return table
 
     def map(self, width: int, height: int | None) -> Text:
-        """Returns the map of the model's experts, or a text if there are no experts or no snapshot yet."""
+        """Returns the map of the model's experts, or a message if there are no experts or no snapshot yet."""
         if self.snapshot is None or not self.snapshot.layers:
             return Text("no experts" if self.snapshot else "no data yet", style="bright_black")
         maps, layers = maps_of(self.snapshot), self.snapshot.layers
@@ -157,8 +158,8 @@ class Screen:
         yield key
 
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
-        """Yields the title, the figures and the map of each model. The maps share the lines that remain. If too few
-        lines remain, the last models have no map, or no model has one."""
+        """Yields the title, the figures and the map of each model. The maps share the remaining lines. If too few lines
+        remain, the last models have no map, or no model has one."""
         figures = [model.figures(width) for model in self.models]
         n_lines = [2 + table.row_count for table in figures]  # 2 for the title and a blank line
         left = math.inf if self.height is None else self.height - 2 - n_legend - sum(n_lines)
@@ -183,8 +184,8 @@ def _hit_rate(counted: Lookups) -> str:
 
 
 def _stall(counted: Stats) -> str:
-    """Returns the share of the computing time in which layers waited for experts, as text. The text is "-" if nothing
-    was computed."""
+    """Returns the share of the computing time that layers spent waiting for experts, as text. The text is "-" if
+    nothing was computed."""
     return percent(min(1.0, counted.stall_s / counted.eval_s) if counted.eval_s else None)
 
 

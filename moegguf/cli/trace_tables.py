@@ -167,7 +167,7 @@ def _decided(row: Row) -> tuple[str, str, str]:
 
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
-    """Returns the share of the distance between LRU and Belady's bound that a row closes, as text.
+    """Returns the share of the gap between LRU and Belady's bound that a row closes, as text.
 
     Returns "" for LRU and Belady themselves. Also returns "" for prefetching, which can exceed the bound of eviction.
     """

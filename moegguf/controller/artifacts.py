@@ -119,9 +119,8 @@ class Artifacts:
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
-        """Returns the saved table (n_layer, n_expert) of how often earlier runs used each expert, in which later runs
-        count more. Skips damaged files and files of other models, with a warning. Returns None if there is no usable
-        file."""
+        """Returns the saved table (n_layer, n_expert) of expert uses in earlier runs, with more weight on later runs.
+        Skips damaged files and files of other models, with a warning. Returns None if there is no usable file."""
 
         def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
             found = saved.array("uses", *shape.table)
@@ -134,8 +133,8 @@ class Artifacts:
         return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
-        """Saves how often each expert was used, (n_layer, n_expert), atomically, in `writable_folder()`. If writing
-        fails, warns and saves nothing."""
+        """Saves the table (n_layer, n_expert) of how often each expert was used, atomically, in `writable_folder()`. If
+        writing fails, warns and saves nothing."""
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:

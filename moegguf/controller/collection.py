@@ -43,7 +43,7 @@ class Eamc:
 
     @classmethod
     def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
-        """Makes a collection of the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
+        """Makes a collection from the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
         there are more, and leaves out entries that `add` rejects."""
         _, n_layer, n_expert = state.shape
         eamc = cls(n_layer, n_expert, capacity)
@@ -58,7 +58,7 @@ class Eamc:
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """Returns a copy of the entries in the form in which files store them."""
+        """Returns a copy of the entries in the form that files store."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -79,7 +79,7 @@ class Eamc:
         which keeps the entries diverse (appendix B.1).
 
         Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one
-        without counts, with NaN, infinite or negative counts, or of another shape.
+        without counts, with NaN, infinite or negative counts, or of the wrong shape.
         """
         if ream.shape != self._table:
             return False

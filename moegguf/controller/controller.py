@@ -153,7 +153,7 @@ class Controller:
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
         """Reports the next pass to the watchdog, if there is one. `phase` is DECODE only if the pass has no tokens of a
-        prompt. `n_sequences` is the number of its sequences; drafted tokens may count like further sequences."""
+        prompt. `n_sequences` is the number of its sequences; drafted tokens may be counted as further sequences."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -162,7 +162,7 @@ class Controller:
             self.watchdog.pause()
         try:
             self._direct_store()
-        except MoeggufError as error:  # the memory may be too small for another thread, for example
+        except MoeggufError as error:  # too little memory for another thread, for example
             self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:
@@ -195,7 +195,8 @@ class Controller:
 
     @property
     def _refused(self) -> bool:
-        """Returns True if prefetching is off until the watchdog's next trial begins. Nothing is predicted meanwhile."""
+        """Returns True if prefetching is off until the watchdog's next trial begins. Nothing is predicted until
+        then."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _guarded(self, switch_off: Callable[[str], None], call: Callable[..., None], *arguments: object) -> None:
@@ -294,8 +295,8 @@ class Controller:
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """Returns the `title` of a policy or predictor, or else its `name`. A user's class may have neither; then returns
-    the name of the class."""
+    """Returns the `title` of a policy or predictor, or else its `name`. If a user's class has neither, returns the name
+    of the class."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 

@@ -47,7 +47,7 @@ class Forecast:
         self._predict(predictor, self._shape.row_of[il])
 
     def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_]) -> None:
-        """Replaces all predictions by the `probabilities` (n_layer, n_expert) that the store has computed. `known`
+        """Replaces all predictions with the `probabilities` (n_layer, n_expert) that the store has computed. `known`
         (n_layer,) is True for the layers that the store predicted."""
         self._known = np.flatnonzero(known).tolist()
         self._table[:] = probabilities * known[:, np.newaxis]

@@ -35,9 +35,9 @@ class Request:
 class History:
     """Tables (n_layer, n_expert) of counts over the routing seen so far.
 
-    No event marks the end of a request. A request counts as ended when more than ABSENT_PASSES passes in a row had none
-    of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next pass.
-    If there are more than MOST_REQUESTS requests, those that have been absent longest count as ended.
+    No event marks the end of a request. A request counts as ended after more than ABSENT_PASSES passes in a row without
+    any of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next
+    pass. If there are more than MOST_REQUESTS requests, those that have been absent longest count as ended.
     """
 
     def __init__(self, shape: MoeShape) -> None:
@@ -52,7 +52,7 @@ class History:
         self.prefill, self.decode = self._reams
         self.il = -1  # number of the layer of the last event
         self.pass_ = -1
-        self.sequence = -1  # number of the last event's request; of several requests, the first one
+        self.sequence = -1  # number of the last event's request, or of the first one if there are several
         self.phase = Phase.PREFILL
         self.new_pass = False  # True: the last event began a pass
         self.new_request = False  # True: the last event had tokens of a request that was not seen before

@@ -1,5 +1,5 @@
 """Hit rates of a model: measured on its own routing, or published by others for other models. A measurement also
-decides which policy and predictor the policy "auto" means.
+determines which policy and predictor the policy "auto" stands for.
 
 A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped with
 moegguf. A policy that did not beat LRU in the measurement is not chosen.
@@ -20,7 +20,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # smaller differences of hit rates are treated as noise between traces
+LEAST_GAIN = 0.005  # smaller differences between hit rates are treated as noise between traces
 NEAR_SHARE = 0.05  # two shares of experts in memory that differ by at most this count as equal
 
 T = TypeVar("T")
@@ -47,15 +47,15 @@ class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
     A policy is chosen by `hit_rates`. `ranges` and `bound` were measured on other requests, so that the printed figures
-    were not used for the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
-    `about` has their number under "ranges".
+    are independent of the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
+    `about` holds their number under "ranges".
     """
 
     fingerprint: str  # fingerprint of the model's routers
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
     predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
     prefetch: str = "none"  # predictor with which a live run prefetches; "none": it does not prefetch
-    # Facts about the measurement, such as its numbers of requests and tokens
+    # Facts about the measurement, such as the numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
     bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}
@@ -65,8 +65,8 @@ class Measured:
         The hit rates were measured at several shares of experts with slots; the measured share nearest to `share`
         decides.
 
-        Policies that are below LRU at any measured share are left out. Returns LRU unless the best hit rate is higher
-        by at least LEAST_GAIN, and if LRU was not measured.
+        Policies that are below LRU at any measured share are left out. Returns LRU if it was not measured, or if the
+        best hit rate does not exceed LRU's by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -99,7 +99,7 @@ class Measured:
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
     """Returns the hit rate at `share`, clamped to [0, 1], by linear interpolation of `rates`, {share: hit rate}. The
-    hit rate is 0 at share 0, and 1 at share 1 unless `rates` has another value there."""
+    hit rate is 0 at share 0, and 1 at share 1 unless `rates` has a different value there."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
         if share <= x1 and x1 > x0:
@@ -187,12 +187,12 @@ class HitCurve:
     n_expert_used: int = 0
 
     def at(self, share: float) -> float:
-        """Returns the hit rate when this share of all experts has slots, by interpolation."""
+        """Returns the interpolated hit rate for this share of all experts in slots."""
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
-        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. The
-        points in `reached` are added, and points of the curve within NEAR_SHARE of one of their shares are removed."""
+        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. Adds
+        the points in `reached`, and removes the curve's points whose shares are within NEAR_SHARE of them."""
         if not reached:
             return self
         others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}

@@ -34,7 +34,7 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
     messages.
 
     Raises OptionError if the file is missing or raises an error, or if the class is missing or is not a subclass of
-    `base`. A protocol as `base` requires only its methods.
+    `base`. If `base` is a protocol, the class only needs the protocol's methods.
     """
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():
@@ -84,7 +84,7 @@ def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
     """Imports a Python file once, and again after its modification time (`mtime_ns`) has changed. The file can import
     modules from its folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
-    # The path may be the target of a link, with another suffix than .py, so the loader is given.
+    # The path may be a link's target without the suffix .py, so the loader is given explicitly.
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

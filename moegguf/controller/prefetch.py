@@ -28,8 +28,8 @@ class PrefetchOptions:
     predictors in Python the nearest layer always goes first.
     """
 
-    # Number of next layers with experts that are predicted; the store uses it for predictors that need router inputs,
-    # and predicts as far as all others reach
+    # Number of layers with experts to predict ahead. In the store, predictors that need no router inputs ignore this
+    # number and predict as far as they reach.
     window: int = 2
     # True: each layer is predicted again whenever a nearer layer is routed; False: only once per pass (`Forecast`)
     again: bool = True
@@ -52,7 +52,7 @@ def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
 
 class Prefetcher:
     """Chooses experts to prefetch. The candidates in each layer are the n_expert_used most probable experts, because a
-    token uses this number (ProMoE, section 4.3).
+    token uses n_expert_used experts (ProMoE, section 4.3).
 
     Experts that already have a slot are not requested, and do not count against the budget. Each expert is requested at
     most once between two calls of `begin_pass`. The nearest layer goes first.

@@ -1,7 +1,7 @@
 """Defines strategies by name, from four papers and other sources. A strategy names an eviction policy, a predictor,
 prefetching options, and switches of the store.
 
-Each of these parts can also be chosen separately. docs/evidence/strategies.md names the place in the papers for each
+Each of these parts can also be chosen separately. docs/evidence/strategies.md cites the place in the papers for each
 part.
 """
 
@@ -23,8 +23,8 @@ Prefetch = PrefetchOptions | bool | None
 
 @dataclass(frozen=True)
 class Strategy:
-    """The settings of a strategy. A policy "auto", and settings that are None, are replaced by what was measured to be
-    best for the model, or by defaults if nothing was measured."""
+    """The settings of a strategy. The policy "auto" and settings that are None are replaced by the choices that were
+    measured to be best for the model, or by defaults if nothing was measured."""
 
     name: str
     about: str

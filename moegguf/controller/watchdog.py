@@ -1,5 +1,5 @@
-"""Switches prefetching off when it does not save enough time: compares the time per token with and without
-prefetching."""
+"""Compares the time per token with and without prefetching, and switches prefetching off when it does not save enough
+time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moegguf.decisions import log_decision
 class WatchdogOptions:
     """Lengths and thresholds of the trials that compare decoding with and without prefetching.
 
-    From `least_periods` pairs of periods on (one without and one with prefetching), a trial may end early after each
-    pair. A larger `certainty` lets fewer trials end early by chance.
+    After `least_periods` pairs of periods (one without and one with prefetching), a trial may end early at the end of
+    any pair. A larger `certainty` lets fewer trials end early by chance.
     """
 
     off_tokens: int = 8  # tokens in a period without prefetching
@@ -26,15 +26,15 @@ class WatchdogOptions:
     least_periods: int = 2  # a trial may end early only after this many periods of each kind
     # A trial may end early only if the rank sum deviates from its expectation by at least this many standard errors
     certainty: float = 3.4
-    # Number of first tokens, which fill the slots and are not compared; prefetching is on for them, except with a
+    # Number of initial tokens, which fill the slots and are not compared; prefetching is on for them, except with a
     # `link_ns`
     warm_tokens: int = 16
     gain: float = 0.03  # share of a token's time that prefetching must save in a trial to stay on
-    # Tokens of the first pause between trials; each further pause is twice as long, up to `max_pause_tokens`
+    # Length of the first pause between trials, in tokens; each further pause is twice as long, up to `max_pause_tokens`
     pause_tokens: int = 1024
     max_pause_tokens: int = 1 << 16
     weighed_tokens: int = 16  # number of tokens before a trial over which the link's busy share is measured (median)
-    busy: float = 0.25  # minimum share of a token's time for which the link must be busy before a trial begins
+    busy: float = 0.25  # minimum share of a token's time during which the link must be busy before a trial begins
 
 
 class Watchdog:
@@ -55,13 +55,13 @@ class Watchdog:
 
     If several sequences are decoded together, one token of each sequence counts as one token. A trial compares passes
     with the same number of sequences. Other passes do not count. After more than `off_tokens` other passes in a row,
-    the trial begins anew with the last pass's number of sequences.
+    the trial restarts with the last pass's number of sequences.
 
-    Prefetching can save at most the time in which the link copies. `link_ns` returns the link's busy time so far in ns.
-    With a `link_ns`, a trial begins only if the link was busy for a median share of at least `busy` of the tokens'
-    times. Prefetching is off until
-    the first trial, and while this share is measured before a later trial. If the share is too small, prefetching stays
-    off, and the share is measured again after a pause. The first `warm_tokens` tokens fill slots and are not counted.
+    Prefetching can save at most the time that the link spends copying. `link_ns` returns the link's busy time so far in
+    ns. With a `link_ns`, a trial begins only if the link was busy for at least the share `busy` of a token's time
+    (median over tokens). Prefetching is off until the first trial, and while this share is measured before a later
+    trial. If the share is too small, prefetching stays off, and the share is measured again after a pause. The first
+    `warm_tokens` tokens fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
@@ -72,7 +72,7 @@ class Watchdog:
         self.last_gain: float | None = None
         self._link_ns = link_ns
         self._link_before_ns = 0
-        self._busy_shares: list[float] = []  # share of each measured token's time for which the link was busy
+        self._busy_shares: list[float] = []  # share of each measured token's time during which the link was busy
         self._weighs = link_ns is not None
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
@@ -82,7 +82,7 @@ class Watchdog:
         self._previous_ns: int | None = None
         self._n_sequences = 1  # number of sequences in each pass that the trial compares
         self._n_last_sequences = 1  # number of sequences in the last pass
-        self._n_others = 0  # number of passes in a row that had another number of sequences
+        self._n_others = 0  # number of consecutive passes with a different number of sequences
 
     @property
     def resting(self) -> bool:
@@ -90,7 +90,7 @@ class Watchdog:
         return self._pause_tokens > 0 or self._weighs
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
-        """Records that at `now_ns` the decoding of one token of each of `n_sequences` sequences begins.
+        """Records that `n_sequences` sequences begin to decode one token each at `now_ns`.
 
         `now_ns` may come from any monotonic clock that runs while the model computes, but always from the same one.
         """
@@ -139,8 +139,8 @@ class Watchdog:
 
     def _is_compared(self, n_sequences: int) -> bool:
         """Returns True if the trial counts a pass of `n_sequences` sequences, because it compares passes with this
-        number of sequences. After more than `off_tokens` other passes in a row, begins the trial anew with
-        `n_sequences` and counts this pass."""
+        number of sequences. After more than `off_tokens` other passes in a row, restarts the trial with `n_sequences`
+        and counts this pass."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
             self._n_sequences = n_sequences

@@ -27,7 +27,7 @@ from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
-# Keys whose values must be equal in file and model.
+# Keys whose values must be the same in the file and the model.
 SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -43,7 +43,7 @@ class Weights:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        """Returns the array `name` as float32. Raises ValueError if it is missing, has another shape or holds numbers
+        """Returns the array `name` as float32. Raises ValueError if it is missing, has the wrong shape or holds numbers
         that are not finite."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape:

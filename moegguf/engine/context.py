@@ -1,8 +1,8 @@
 """The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time.
 
 A context may have several sequences. Sequence 0 belongs to the `Llama` itself; its tokens are in `input_ids`, and
-`n_tokens` is their number. Before each pass its tokens are announced to the expert store, if the store needs them, and
-the number of threads may change. This module knows nothing about prompts, sampling, or how a model is loaded.
+`n_tokens` is their number. Before each pass, the pass's tokens are announced to the expert store, if the store needs
+them, and the number of threads may change. This module knows nothing about prompts, sampling, or how a model is loaded.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ClosedModel:
 class Requests:
     """Numbers the requests of one context. Generating calls run one after the other (`run`).
 
-    A generating call is one request: its first evaluation is the prompt, and all later evaluations decode. Outside of
-    such a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens decode.
+    A generating call is one request: its first evaluation is the prompt, and all later evaluations decode. Outside such
+    a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens decode.
     Routing events carry the request's number and phase, because llama.cpp reports neither.
     """
 
@@ -142,7 +142,7 @@ class Context:
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
         self._row_tables = RowTables(loader.load_plan.layout)
-        self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: there is no window
+        self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # sliding window in tokens; 0: there is none
         self._rollback = Rollback(
             loader.load_plan.plan.n_rs_seq,
             min(llm.context_params.n_ubatch, llm.n_batch),
@@ -154,7 +154,7 @@ class Context:
         self._batch = PassBatch(llm.n_batch)
         # Maximum number of tokens with logits in a pass.
         self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)
-        self._chunk_rows: list[int] = []  # indices of those tokens of the last pass that have logits
+        self._chunk_rows: list[int] = []  # indices of the last pass's tokens that have logits
         self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
@@ -163,7 +163,7 @@ class Context:
         self.images = ContextImages()  # images of sequence 0
         # Scale of the LoRA adapter for the next evaluation; 0.0: none.
         self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0
-        self.eval_s = 0.0  # seconds that all evaluations took
+        self.eval_s = 0.0  # total seconds of all evaluations
         self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
         # Called with each pass's llama_batch, but not for images.
         self.after_pass: Callable[[Any], object] | None = None
@@ -233,7 +233,7 @@ class Context:
         """Returns a generator that runs `steps`, which evaluate tokens, as one request. Requests of other threads wait
         until this request ends.
 
-        keeps_logits: the request may begin with the logits that the previous request has left.
+        keeps_logits: the request may begin with the logits left by the previous request.
 
         Raises CallbackError, ClosedError, ForkError.
         """
@@ -250,12 +250,12 @@ class Context:
     # Evaluations.
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens of sequence 0, `n_batch` at a time. After a failure the sequence has its earlier tokens
-        again, so that the call can be repeated; a sequence with a recurrent state is empty instead."""
+        """Evaluates tokens of sequence 0, `n_batch` at a time. A failure restores the sequence to its earlier tokens,
+        so that the call can be repeated, but empties a sequence with a recurrent state."""
         with self._guarded():
             llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
             self.images.truncate(llm.n_tokens)
-            # This removes the cells that a failed pass has left.
+            # This removes the cells left by a failed pass.
             if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):
                 raise OptionError(
                     f"this model's state cannot go back to its first {llm.n_tokens} tokens; call reset(), and evaluate"
@@ -271,7 +271,7 @@ class Context:
         """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of the logits row of each
         chunk's last token, or None if the KV cache has no room for the tokens. The rows of a chunk's draft tokens
         follow directly. After an exception the caller must truncate the sequences, because some of the tokens may be in
-        the context. After a pass with drafts the caller must truncate the sequences, too, because rejected draft tokens
+        the context. After a pass with drafts the caller must also truncate the sequences, because rejected draft tokens
         stay in the context."""
         with self._guarded():
             try:
@@ -330,8 +330,8 @@ class Context:
         session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
-        """Evaluates the image at `span` of `prompt`. Sequence 0 must already hold the tokens before the image.
-        request: the request's number in routing events. Raises what evaluations raise, and OptionError for a damaged
+        """Evaluates the image at `span` of `prompt`. Sequence 0 must already hold the tokens before the image. request:
+        the request's number in routing events. Raises the errors of an evaluation, and OptionError for a damaged
         image."""
         with self._guarded():
             llm, projector = self._llm, self.open_projector()
@@ -350,7 +350,7 @@ class Context:
             self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
-        """Returns the projector, which the first call loads; None without `mmproj`. Raises ModelFormatError."""
+        """Returns the projector, loading it at the first call; None without `mmproj`. Raises ModelFormatError."""
         with self._projector_lock:  # another thread may count a prompt's tokens at the same time
             if self._projector is None and self._mmproj:
                 self.check_open()
@@ -382,9 +382,9 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the lock while the `with` block evaluates. After a failure sequence 0 has its earlier tokens again.
-        With a recurrent state, the sequence of the failed pass is empty instead; all sequences are empty if the pass
-        had several. Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
+        """Holds the lock while the `with` block evaluates. A failure restores sequence 0 to its earlier tokens. With a
+        recurrent state, it instead empties the sequence of the failed pass, or all sequences if the pass had several.
+        Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
         self.check_caller()
         with self.lock:
             self.check_weights()
@@ -396,7 +396,7 @@ class Context:
                 yield
                 if session is not None:
                     session.raise_failure()
-            except BaseException as error:  # also KeyboardInterrupt: no token may stay half computed
+            except BaseException as error:  # also KeyboardInterrupt: no token may remain half computed
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
                     self._drop_failed()
@@ -422,8 +422,8 @@ class Context:
     def scale_adapter(self, scale: float | None) -> None:
         """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
 
-        None restores the scale that was set at the load, and 0 switches the adapter off. Tokens that are already in the
-        context were computed with their earlier scale, which this class does not record. Does nothing for a model
+        None restores the scale that was set at load time, and 0 switches the adapter off. Tokens that are already in
+        the context were computed with their earlier scale, which this class does not record. Does nothing for a model
         without an adapter.
         """
         llm, bindings = self._llm, self._bindings
@@ -451,7 +451,7 @@ class Context:
             )
 
     def logits(self, row: int = -1) -> Floats:
-        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises what `check_logits` raises."""
+        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises the errors of `check_logits`."""
         self.check_logits(row)
         return np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),))
 
@@ -472,7 +472,7 @@ class Context:
         return bool(first <= max(0, position - self._n_swa + 1))
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many of its most recent tokens each of these sequences can lose after a pass
+        """Returns the number of most recent tokens that each of these sequences can lose after a pass
         (`Rollback.most_lost`). Call this only for a model with a recurrent state; other models have no such limit."""
         return self._rollback.most_lost(sequences)
 
@@ -481,7 +481,7 @@ class Context:
         return int(self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)) + 1
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
-        """Removes a sequence's tokens from position `first` to `last`, which is excluded (-1: to the end). Used for
+        """Removes a sequence's tokens from position `first` up to but not including `last` (-1: to the end). Used for
         models with a recurrent state. Returns False, and changes nothing, if the state cannot go back so far. The base
         class passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
@@ -595,7 +595,7 @@ class Context:
         """Evaluates a pass of `n_tokens`, so that backends allocate the memory that they keep. Empties the context
         afterwards.
 
-        All tokens of the pass are the same token, so that the pass uses few experts.
+        All tokens of the pass are identical, so that the pass uses few experts.
         """
         self.eval([0] * n_tokens)
         self.clear()

@@ -22,11 +22,11 @@ of as many single tokens, divided by DEVICE_GAIN or CPU_GAIN. Reads from the dis
 to the device overlap with the device's computing. The best placement takes the least time for a typical request: a
 prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 
-Hit rates to expect are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
-the range. Otherwise the range contains all published hit rates for models of this shape, or for all models if there are
-none. Placements are compared by one curve of hit rates. Within one placement, more slots leave less memory for the
-buffers of passes. The best combination of slots and tokens of a pass is chosen before any speed is known, by the bytes
-that a request moves (`request_cost`).
+Expected hit rates are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests fall
+within the range. Otherwise the range contains all published hit rates for models of this shape, or for all models if
+there are none. Placements are compared by one curve of hit rates. Within one placement, more slots leave less memory
+for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known,
+according to the bytes that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
 CPU_LAYER_S = 60e-6  # seconds to move a layer's activations to the CPU and back
-# seconds of a small graph node on the CPU, with its barrier; in small models such nodes take 0.1 ms per layer
+# seconds that a small graph node takes on the CPU, with its barrier; in small models such nodes take 0.1 ms per layer
 CPU_NODE_S = 2.2e-6
-STOP_S = 35e-6  # seconds of a stop at a layer, where the host waits for the router's choice
+STOP_S = 35e-6  # seconds that a stop takes at a layer, where the host waits for the router's choice
 # allowed difference between measured and predicted tokens per second, as a share of the predicted speed
 TOLERANCE = 0.15
 LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
 PICK_NODES = (
-    2  # further small nodes for each expert that a token uses: a view of its output, and an addition to the sum
+    2  # additional small nodes for each expert that a token uses: a view of its output, and an addition to the sum
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
 LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
@@ -89,7 +89,7 @@ class ModelBytes:
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
-        """Returns the bytes and counts of a model's token while `kv_bytes` of the KV cache are in use."""
+        """Returns the bytes and counts for a token of this model while `kv_bytes` of the KV cache are in use."""
         dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
@@ -101,13 +101,13 @@ class Speeds:
     device_bytes_per_s: float
     copies: Link  # copies of missed experts from RAM to the device; the latency counts once for all misses of a layer
     cpu_bytes_per_s: float
-    stop_s: float = STOP_S  # seconds of a stop at a layer
+    stop_s: float = STOP_S  # seconds that a stop takes at a layer
     cpu_layer_s: float = CPU_LAYER_S  # seconds to move a layer's activations to the CPU and back
-    device_node_s: float = 0.0  # seconds of a small graph node on the device
-    cpu_node_s: float = CPU_NODE_S  # seconds of a small graph node on the CPU
+    device_node_s: float = 0.0  # seconds that a small graph node takes on the device
+    cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
     source: str = ""  # origin of these speeds, in words
-    device_dense_bytes_per_s: float = 0.0  # speed for weights outside of experts; 0: as fast as experts
+    device_dense_bytes_per_s: float = 0.0  # speed for weights outside experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,13 +124,15 @@ class Speeds:
         cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
     ) -> Speeds:
         """Returns assumed speeds of a device that was not measured, from its memory bandwidth, its link and the CPU's
-        speed. The link's latency, if it has one, becomes the time of a stop at a layer (`stop_s`)."""
+        speed. The link's latency becomes the time of a stop at a layer (`stop_s`); a latency of 0 is replaced by
+        STOP_S."""
         copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
         return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
 
     @classmethod
     def of_cpu(cls, memory_bytes_per_s: float, disk_bytes_per_s: float) -> Speeds:
-        """Returns the speeds of a machine whose CPU computes everything. The device's speeds have no meaning then."""
+        """Returns the speeds of a machine whose CPU computes everything. The device's speeds are meaningless in this
+        case."""
         copies = Link(memory_bytes_per_s)
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
@@ -179,7 +181,7 @@ def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
 def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_disk: float = 0.0) -> float:
     """Returns the seconds per token if the CPU computes the experts of `n_rest` layers.
 
-    rest: share of the token's expert bytes that these layers have. The device computes everything else.
+    rest: these layers' share of the token's expert bytes. The device computes everything else.
     """
     dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
     byte_s = (1 - rest) / speeds.device_bytes_per_s + rest / speeds.cpu_bytes_per_s
@@ -208,7 +210,7 @@ def prompt_tokens_per_s(
 
     on_cpu: share of the experts that the CPU computes. dense_on_cpu: the CPU also computes everything else.
 
-    copied: share of the experts that are copied to the device. read: share that is read from the disk.
+    copied: share of the experts that are copied to the device. read: share of the experts that is read from the disk.
     """
     n_tokens = min(n_ubatch, n_prompt)
     touched = touched_bytes(layout, n_tokens)
@@ -241,7 +243,8 @@ def is_off(measured: float, predicted: float) -> bool:
 
 
 def format_speed(number: float) -> str:
-    """Returns tokens per second as text: two significant digits below 10, else whole: "0.52", "4.6", "38", "1204"."""
+    """Returns tokens per second as text: two significant digits below 10, else a whole number: "0.52", "4.6", "38",
+    "1204"."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
@@ -297,7 +300,7 @@ class HitRates:
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
         """Returns the known hit rates of a model. `measured` is the first measurement of exactly this model in the
-        search order of `Artifacts`. `of_answers` has the hit rates that its answers have reached on this machine. The
+        search order of `Artifacts`. `of_answers` holds the hit rates that its answers have reached on this machine. The
         model is identified by its routers; if they cannot be read, there is no measurement."""
         if not layout.is_moe:
             return cls(layout)
@@ -308,8 +311,8 @@ class HitRates:
 
     def curve(self) -> HitCurve:
         """Returns the curve of hit rates for the policy that was measured to be best with slots for half of the
-        experts. Without a measurement, returns the published curve for models of this shape. Hit rates that answers
-        have reached here correct the curve."""
+        experts. Without a measurement, returns the published curve for models of this shape. The curve is corrected by
+        the hit rates that answers have reached on this machine."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
@@ -327,7 +330,8 @@ class HitRates:
         return published_range(self.layout, n_slots)
 
     def expect(self, n_slots: int, speeds: Speeds | None = None) -> Expected:
-        """Returns the estimate for `n_slots` slots in RAM. With `speeds` it has the tokens per second of the CPU."""
+        """Returns the estimate for `n_slots` slots in RAM. With `speeds`, the estimate includes the CPU's tokens per
+        second."""
         hits, cycle, model = self.range_at(n_slots), self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
         most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
         slow = fast = None

@@ -25,7 +25,7 @@ KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # names of the 
 
 class BackendDevice(NamedTuple):
     """A device of a ggml backend. handle: address of the ggml_backend_dev. kind: one of KINDS, or "type N" for a number
-    that KINDS lacks."""
+    that is not in KINDS."""
 
     handle: int
     name: str
@@ -79,13 +79,13 @@ def gpus() -> list[Device]:
 
 
 def has_gpu() -> bool:
-    """Returns True if ggml has found a GPU; integrated GPUs do not count. Unlike `gpus`, the call reserves no memory on
-    the GPU."""
+    """Returns True if ggml has found a GPU; integrated GPUs do not count. Unlike `gpus`, this call reserves no memory
+    on the GPU."""
     return any(device.kind == "GPU" for device in all_devices())
 
 
 def find_gpus(name: str | None = None) -> list[Device]:
-    """Returns the GPU with this name as a list; None: all GPUs.
+    """Returns a list with the GPU of this name, or with all GPUs if `name` is None.
 
     Raises BudgetError if there is no GPU, and OptionError if no GPU has this name.
     """

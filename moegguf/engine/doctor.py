@@ -47,7 +47,7 @@ Facts = dict[str, Any]
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """Returns {section: facts} for this process and machine. The disk section measures the disk that has `model`;
+    """Returns {section: facts} for this process and machine. The disk section measures the disk that holds `model`;
     without `model`, the disk of the file that `_disk` chooses.
 
     Raises nothing.
@@ -68,8 +68,8 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
 def check_store() -> str:
     """Generates an answer with the demo model and few slots, and checks the expert store's bookkeeping afterwards.
 
-    Returns the result as a sentence. Raises MoeggufError, with the rule that is broken, if the check fails. Raises it
-    also if the demo model is missing or does not load.
+    Returns the result as a sentence. Raises MoeggufError, naming the broken rule, if the check fails. Also raises it if
+    the demo model is missing or does not load.
     """
     # imported here, because `diagnose` must work even if the library does not load
     from moegguf.engine.llama import Llama
@@ -186,7 +186,7 @@ def _machine() -> Facts:
 
 
 def _disk(model: str | None) -> Facts:
-    """Measures the disk that has the model's file. Without `model`, reads the largest model in MOEGGUF_MODELS, or the
+    """Measures the disk that holds the model's file. Without `model`, reads the largest model in MOEGGUF_MODELS, or the
     demo model if there is none."""
     files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()

@@ -1,10 +1,10 @@
 """Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
 
 llama.cpp's own speculative code makes drafts (`native/drafts`, a library that is loaded only when drafts are used).
-There are two kinds of drafts. For the first kind, the last tokens of a sequence are searched in its earlier text, and
-the tokens that followed there become the draft. For the second kind, a draft context generates tokens. The draft
-context computes a second, smaller model, or the extra heads for further tokens that the model's file has (multi-token
-prediction, MTP).
+There are two kinds of drafts. For the first kind, the sequence's earlier text is searched for its last tokens, and the
+tokens that followed them there become the draft. For the second kind, a draft context generates tokens. The draft
+context computes a second, smaller model, or the extra heads in the model's file that predict further tokens
+(multi-token prediction, MTP).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moegguf.native import library
 from moegguf.options import DRAFTS
 
 N_MAX = 24  # maximum number of tokens in a draft
-NGRAM_KEYS = (8, 3)  # number of most recent tokens that the long and the short n-gram must find again in earlier text
+NGRAM_KEYS = (8, 3)  # number of most recent tokens that the long and the short n-gram must find in earlier text
 
 
 class Source(IntEnum):
@@ -86,11 +86,11 @@ def _check(reason: bytes | None, *_: object) -> None:
 class Drafts:
     """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: number of most recent tokens that the long and the short n-gram must find again in earlier text. target,
-    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft`
-    computes the heads of the target's model. `least_key`: a draft is possible only if at least this number of most
-    recent tokens occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods
-    except `close` raise MoeggufError, for example if the vocabularies differ.
+    keys: how many of the most recent tokens the long and the short n-gram must find in earlier text. target, draft:
+    addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` computes the
+    heads of the target's model. `least_key`: a draft is possible only if at least this many of the most recent tokens
+    also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods except
+    `close` raise MoeggufError, for example if the vocabularies differ.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Drafts:
         self._tokens = np.zeros((n_seq, n_max), np.int32)
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
-        """Replaces all tokens of a sequence after its first `n_kept` tokens by `tokens`. If `n_kept` is 0, replaces all
-        tokens."""
+        """Replaces all tokens of a sequence after its first `n_kept` tokens with `tokens`. If `n_kept` is 0, replaces
+        all tokens."""
         new = np.asarray(tokens, np.int32)
         self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
 
     def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
-        """Returns a draft for each wanted sequence. `wanted` has a pair for each sequence: its id, and the maximum
+        """Returns a draft for each wanted sequence. `wanted` contains a pair for each sequence: its id, and the maximum
         number of tokens to draft for each source except NONE."""
         for row, (request, (sequence, n_most)) in enumerate(zip(self._requests, wanted, strict=False)):
             request.sequence, request.n_max[:] = sequence, n_most

@@ -35,11 +35,12 @@ class ErrorLog:
         install(self._callback, None)
 
     def forget(self) -> None:
-        """Forgets earlier errors. Called before an operation, so that `reason` has only errors of that operation."""
+        """Forgets earlier errors. Called before an operation, so that `reason` returns only errors of that
+        operation."""
         self._errors.clear()
 
     def reason(self) -> str:
-        """Returns the last errors, joined with "; ". Without errors, returns a text that states this."""
+        """Returns the last errors, joined with "; ". If there are none, returns a text that says so."""
         return "; ".join(self._errors) or f"{self._library} gives no reason"
 
 

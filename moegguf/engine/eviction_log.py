@@ -1,4 +1,5 @@
-"""Logs an eviction at most once a second: which experts were evicted since the last routing event, and which got slots.
+"""Logs an eviction at most once a second: which experts were evicted since the last routing event, and which received
+slots.
 
 Other evictions are not logged.
 """

@@ -1,4 +1,4 @@
-"""Keeps facts about a model on this machine in the cache folder, so that each fact is found out only once."""
+"""Keeps facts about a model on this machine in the cache folder, so that each fact is determined only once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One kind of fact about a model, in a file of the cache folder. The fact is valid only for the same headers of the
-    model, build of the native library, processor and `about`.
+    """One kind of fact about a model, in a file in the cache folder. The fact is valid only while the model's headers,
+    the build of the native library, the processor and `about` stay the same.
 
     The fact depends on the processor, because several machines may share a home folder.
 
-    about: further values that the fact depends on; they must fit in JSON.
+    about: other values that the fact depends on; they must be valid in JSON.
     """
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:

@@ -33,9 +33,9 @@ from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x03"
 DIGEST_BYTES = 16
-# The automatic limit: a tenth of the disk space that is free or taken by blocks, at most 16 GiB.
+# The automatic limit: a tenth of the disk space that is free or used by blocks, at most 16 GiB.
 MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10
-KEPT_PARTS = (9, 10)  # blocks are deleted, if room is needed, until they take at most 9/10 of the limit
+KEPT_PARTS = (9, 10)  # if room is needed, blocks are deleted until they use at most 9/10 of the limit
 # Other processes write too, so blocks are counted again before more than 1/20 of the limit has been written since the
 # last count.
 UNCOUNTED_PARTS = 20
@@ -47,18 +47,19 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class About:
-    """The header of a block: the model's name for display, and two numbers of tokens."""
+    """The header of a block: the model's name for display, and two token counts."""
 
     model: str
     n_tokens: int  # number of tokens from the beginning of the context to the end of the block
-    # number of tokens that listings of contexts count for this block. 0: other blocks count its tokens (it has cells of
-    # a sliding window, or a state beside blocks of cells), or it has none.
+    # number of tokens that this block adds to the total that users see. 0: other blocks add its tokens (it holds cells
+    # of a sliding window, or a state beside blocks of cells), or it has none.
     n_own_tokens: int
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block's file whose header was read. The block is not verified: the digest was not compared with the bytes."""
+    """The file of a block whose header has been read. The block is not verified: the digest was not compared with the
+    bytes."""
 
     path: Path
     about: About
@@ -110,7 +111,7 @@ def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
 
 
 class KVBlocks:
-    """A list of blocks, which are added one after the other. Their states are then read from their files together."""
+    """A list of blocks. Blocks are added one by one, and then all their states are read from their files together."""
 
     def __init__(self) -> None:
         self._library = library.load()
@@ -140,8 +141,8 @@ class KVBlocks:
 
 
 class KvBlockStore:
-    """Stores blocks in `folder`. Old blocks are deleted so that all blocks together take about `limit_bytes` bytes at
-    most. None: a tenth of the disk space that is free or taken by this store, at most MOST_AUTO_BYTES. Any thread may
+    """Stores blocks in `folder`. Old blocks are deleted so that all blocks together occupy at most about `limit_bytes`
+    bytes. None: a tenth of the disk space that is free or used by this store, at most MOST_AUTO_BYTES. Any thread may
     use the object."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
@@ -166,14 +167,14 @@ class KvBlockStore:
             self._turn_off(error)
 
     def holds(self, name: str) -> bool:
-        """Returns True if there is a file with this name and the store is not off."""
+        """Returns True if there is a file with this name and the store is on."""
         return not self.is_off and os.path.exists(self._path(name))
 
     def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
         """Returns a block without verifying its bytes; None if the block is missing, the file has a wrong header, or
         the store is off.
 
-        The block's `head` has at least `n_head` bytes of the state, or all bytes of a shorter state.
+        The block's `head` holds at least `n_head` bytes of the state, or all bytes of a shorter state.
         """
         return None if self.is_off else _opened(self._path(name), n_head)
 

@@ -1,4 +1,4 @@
-"""Lists the files with data that were learnt from a model's routing, for `moegguf show`."""
+"""Lists the files of data learnt from a model's routing, for `moegguf show`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = ("tokens", "requests", "right")
 
 def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
     """Returns a dictionary for each predictor that has a file of learnt data: the predictor, the strategy that uses it,
-    and the file's path. If there are several files, the first one in the search order of `Artifacts` counts.
+    and the file's path. If there are several files, the first one in the search order of `Artifacts` is used.
 
     tokens and requests: the size of the training data. right: the share of held-out choices that the predictor guessed
     right. Each of these is None if the file does not contain it as a number.

@@ -1,5 +1,5 @@
-"""The controller of one running model: chooses the policy and the predictor by the options, and decides when to listen
-to the store.
+"""The controller of one running model: chooses the policy and the predictor according to the options, and decides when
+to listen to the store.
 
 If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. The
 controller influences slots only through policies, scores, forecasts and requests to prefetch.
@@ -45,7 +45,7 @@ class ControllerOptions:
     """The user's choices, as `Llama` documents them.
 
     The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use;
-    for a single sequence predicted experts are then prefetched, too, while that saves time. `predictor` None chooses
+    for a single sequence, predicted experts are then also prefetched while that saves time. `predictor` None chooses
     the predictor that the policy was measured with. If there is none and prefetching is on, None chooses the best
     predictor that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to
     save time, or, for a single sequence without a given predictor, if nothing was measured.
@@ -57,7 +57,7 @@ class ControllerOptions:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        """Raises OptionError for an unknown name, a class that cannot be used, or an object of another kind."""
+        """Raises OptionError for an unknown name, a class that cannot be used, or an object of the wrong kind."""
         if isinstance(self.policy, str):
             parse_policies(self.policy) if "=" in self.policy else check_policy(self.policy)
         elif not isinstance(self.policy, Policy):
@@ -79,8 +79,8 @@ class ControllerOptions:
 
 
 class LiveController:
-    """The controller of one model. `controller` is None if the store decides alone, by the policy `native_policy`, and
-    after close().
+    """The controller of one model. `controller` is None if the store decides alone, with the policy `native_policy`,
+    and after close().
 
     `policy_below` is the policy of slots in RAM below a device's slots.
 
@@ -152,8 +152,8 @@ class LiveController:
         )  # fmt: skip
 
     def _choose_tiers(self) -> None:
-        """Sets the policy of slots in RAM below a device, if there are such slots. Afterwards `options` has the policy
-        of the tier that computes. Does nothing if the policy is an object."""
+        """Sets the policy of slots in RAM below a device, if there are such slots. Afterwards `options` holds the
+        policy of the tier that computes. Does nothing if the policy is an object."""
         text = self.options.policy
         if not isinstance(text, str):
             return
@@ -175,7 +175,7 @@ class LiveController:
         user has passed an object instead.
 
         plain: measurements are not used. The policy "auto" is then LRU if the model was measured, else next-use.
-        Nothing predicts unless the options name a predictor or switch prefetching on.
+        Nothing is predicted unless the options name a predictor or switch prefetching on.
         """
         options, auto = self.options, self.options.policy == AUTO
         measured = self._measured = self._measured if plain else self.artifacts.measured()
@@ -199,7 +199,7 @@ class LiveController:
         return ControllerChoice(policy, predictor, prefetch)
 
     def announce(self, announcement: Announcement) -> None:
-        """Passes the tokens that are evaluated next to the controller. Runs on the event thread."""
+        """Passes to the controller the tokens that are evaluated next. Runs on the event thread."""
         assert self.controller is not None
         self.controller.announce(announcement)
 
@@ -230,7 +230,7 @@ class LiveController:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
-        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change their
+        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change
         size."""
         self._has_absent_experts, listeners = not self.session.store.info()["resident"], self.session.listeners
         needed = self.controller is not None and self._has_absent_experts and self.controller.needs_events
@@ -242,8 +242,8 @@ class LiveController:
         """Returns the names of policy and predictor, and the state of prefetching. With a controller, also returns the
         time that decisions take.
 
-        Prefetching is "off" (also if every expert is in memory), "on", "measuring" (on and off in turns) or "paused"
-        (it did not pay, or a device's link was not busy).
+        Prefetching is "off" (also if every expert is in memory), "on", "measuring" (alternating on and off) or "paused"
+        (it saved too little, or a device's link was not busy).
         """
         controller = self.controller
         name = self.native_policy

@@ -1,6 +1,6 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-This class only connects other objects: the loader makes them, the context evaluates tokens, and the session has the
+This class only connects other objects: the loader makes them, the context evaluates tokens, and the session holds the
 experts. All keywords of llama-cpp-python's class are still accepted.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model. The experts of a Mixture of Experts take no more memory than a given budget.
+    """A GGUF model. The experts of a Mixture of Experts use no more memory than a given budget.
 
     Example:
         >>> import moegguf
@@ -102,8 +102,8 @@ class Llama(UpstreamLlama):
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or a number of bytes. None: MOEGGUF_EXPERT_CACHE, else "auto". Ignored for a model without experts.
             vram_cache: memory of a GPU for experts, in the same forms. expert_cache is then the RAM from which missed
-                experts are copied. Several GPUs share the memory by tensor_split, split_mode and main_gpu; "8GiB,4GiB"
-                is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
+                experts are copied. Several GPUs share the memory according to tensor_split, split_mode and main_gpu;
+                "8GiB,4GiB" is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
                 MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
                 GPU computes.
             placement: the experts in the memory of a GPU: "layers" (all experts of some layers; the CPU computes the
@@ -116,9 +116,9 @@ class Llama(UpstreamLlama):
                 strategy. None: MOEGGUF_STRATEGY, else "moegguf".
             store: options for moving experts, which replace the strategy's options.
             policy: decides which experts stay in memory: a name (`moegguf.controller.policies.policy_names()`), an
-                object with a method `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto":
-                the policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
-                GPU's slots and one for slots in RAM; LRU decides where none is named.
+                object with a method `scores(history, forecast)`, a class of such objects given as "FILE.py:CLASS", or
+                "auto": the policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy
+                for a GPU's slots and one for slots in RAM; LRU decides where none is named.
             predictor: predicts which experts are used next: a name (`moegguf.controller.predictors.PREDICTORS`), an
                 object, or "FILE.py:CLASS".
             lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
@@ -127,17 +127,18 @@ class Llama(UpstreamLlama):
                 the strategy decides.
             warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
                 the uses of experts in this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
-            context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB)
-                or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, also in another
-                process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with `trace`,
-                `lockstep`, `logits_all` or `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
-            trace: a path of a file to record routing in, or a `TraceOptions`.
-            n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
-                uses one. The property `n_seq_max` is 1 for models that can only have one.
-            kv_tokens: tokens of all sequences together for which the context has memory, at least n_ctx. None:
-                n_seq_max * n_ctx, or less if experts need the memory (`moegguf.engine.memory.choose_context`).
-            n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None: the length that leaves most memory
-                to experts, which commands use; 0: the model's own length.
+            context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk space, at most 16
+                GiB) or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, even in
+                another process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with
+                `trace`, `lockstep`, `logits_all` or `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
+            trace: the path of a file in which to record routing, or a `TraceOptions`.
+            n_seq_max: number of sequences, of `n_ctx` tokens each, that the context holds, for `moegguf.Engine`; this
+                class itself uses one. The property `n_seq_max` is 1 for models that can only have one.
+            kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least
+                n_ctx. None: n_seq_max * n_ctx, or less if experts need the memory
+                (`moegguf.engine.memory.choose_context`).
+            n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None (used by commands): the length that
+                leaves the most memory to experts; 0: the model's own length.
             flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
                 used if the computing devices support it, as in `moegguf.Engine`, `run` and `serve`.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
@@ -148,21 +149,21 @@ class Llama(UpstreamLlama):
                 "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
                 "auto"; "off" with `trace` or `lockstep`. This class's own methods draft nothing.
             mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
-                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (of a
-                split model of its first file), or the folder of copies with the model's own file names. A copy that
+                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (for a
+                split model, of its first file), or the folder of copies with the model's own file names. A copy that
                 differs raises OptionError. A copy that cannot be read, or fails later, is left out with a warning. A
                 model without experts has no use for mirrors.
             plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
             progress: called with 0.0 to 1.0 while the weights are read. The load ends with GenerationCancelled if it
                 returns False, and with CallbackError if it raises.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
-                `n_threads_batch` one thread computes for each processor that this process may use, and fewer threads
+                `n_threads_batch`, one thread computes for each processor that this process may use, and fewer threads
                 compute while other processes use processors. `use_mmap` has no effect on a model with experts. With
-                `vocab_only` text is tokenized and nothing is computed; the file may then contain only a vocabulary.
+                `vocab_only`, text is tokenized and nothing is computed; the file may then contain only a vocabulary.
 
         Raises:
-            ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
-                (engine/trial.py).
+            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the file ended
+                the trial load (engine/trial.py).
             CapabilityError: a kind of model that moegguf does not run.
             BudgetError: the budget cannot be read or is too small; the message states the minimum.
             OptionError: an unknown keyword (the message names the nearest known one), or an invalid value.
@@ -219,7 +220,7 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also KeyboardInterrupt: nothing of a failed load stays
+        except BaseException:  # also KeyboardInterrupt: nothing of a failed load may remain
             if not self._closed:
                 self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
             self.close()
@@ -236,7 +237,7 @@ class Llama(UpstreamLlama):
     ) -> Plan:
         """Returns the plan for loading the model with these keywords, without loading it.
 
-        Raises what planning a load raises, such as BudgetError and OptionError.
+        Raises the errors of planning a load, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -282,8 +283,8 @@ class Llama(UpstreamLlama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens, `n_batch` at a time.
 
-        After a failure the context has its earlier tokens again, so that the call can be repeated; a context with a
-        recurrent state is empty instead. Raises MoeggufError, such as ExpertIOError, GenerationCancelled, ForkError and
+        A failure restores the context to its earlier tokens, so that the call can be repeated, but empties a context
+        with a recurrent state. Raises MoeggufError, such as ExpertIOError, GenerationCancelled, ForkError and
         ClosedError.
 
         Example:
@@ -344,7 +345,7 @@ class Llama(UpstreamLlama):
     ) -> Any:
         """Returns embeddings as in llama-cpp-python.
 
-        Raises what `eval` raises, and OptionError for a text without tokens.
+        Raises the errors of `eval`, and OptionError for a text without tokens.
 
         Example:
             >>> with moegguf.Llama("demo", embedding=True, pooling_type=1, verbose=False) as embedder:
@@ -356,7 +357,7 @@ class Llama(UpstreamLlama):
             raise OptionError("a text is empty, and this model adds no token at its beginning; leave the text out.")
         if isinstance(input, str) or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE:
             return self.context.evaluate(lambda: base(input, normalize, truncate, return_count))
-        # If there is one vector for each token, the base class reads the vectors of a second text from a wrong place.
+        # If there is one vector for each token, the base class reads the vectors of a second text from the wrong place.
         found = [self.context.evaluate(functools.partial(base, text, normalize, truncate, True)) for text in texts]
         vectors = [each for each, _ in found]
         return (vectors, sum(n_tokens for _, n_tokens in found)) if return_count else vectors
@@ -425,7 +426,7 @@ class Llama(UpstreamLlama):
         return self.context.controller.figures() if self.context.controller else {}
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
-        """Does what `set_budget(expert_cache=...)` does.
+        """Does the same as `set_budget(expert_cache=...)`.
 
         Example:
             >>> llm.set_expert_cache("50%")
@@ -433,11 +434,11 @@ class Llama(UpstreamLlama):
         self.set_budget(expert_cache=expert_cache)
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
-        """Changes the budget for experts in RAM, on the GPU, or both. A budget for more slots than at the load restores
-        the slots of the load.
+        """Changes the budget for experts in RAM, on the GPU, or both. A tier never gets more slots than it had at load
+        time.
 
-        None leaves a budget unchanged. Freed memory returns to the system and to the device. Generated tokens do not
-        change. The change happens at once while the model is idle. If another thread evaluates tokens, the change
+        None leaves a budget unchanged. Freed memory is returned to the system and to the device. Generated tokens do
+        not change. The change happens immediately if the model is idle. If another thread evaluates tokens, the change
         happens after that evaluation.
 
         vram_cache also holds the buffers in which prompts are staged. These buffers stay, and so do experts of whole
@@ -445,7 +446,7 @@ class Llama(UpstreamLlama):
         passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
-        the model does not have; nothing is changed then. Raises AllocationError if a device has no memory for more
+        the model does not have; neither changes anything. Raises AllocationError if a device has no memory for more
         slots; the tier then keeps its slots.
 
         Example:

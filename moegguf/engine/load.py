@@ -54,8 +54,8 @@ class LoadPlan:
     no_device: bool = False
 
     def failure(self, error: ValueError | MemoryError | RuntimeError, reason: str) -> MoeggufError:
-        """Returns the typed error for an error that the base class raised at the load. `reason`: errors that llama.cpp
-        logged."""
+        """Returns the typed error for an error that the base class raised while loading. `reason`: errors that
+        llama.cpp logged."""
         if isinstance(error, MemoryError):
             return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
         if "LoRA" in str(error):
@@ -80,7 +80,7 @@ def prepare(
     own: keywords that only `Llama` has. options: keywords that llama_cpp.Llama also has, as the user passed them.
 
     Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, CapabilityError for a kind of model that
-    moegguf does not run, and AllocationError for a context that is larger than all memory of this machine.
+    moegguf does not run, and AllocationError for a context that is larger than this machine's total memory.
     """
     path, options = os.fspath(find_model(model)), {n: v for n, v in options.items() if n not in LEGACY_OPTIONS}
     spec = LoadSpec.of({**options, **own})
@@ -157,12 +157,12 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
     """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they may be
-    used. Raises what `read_layout` raises, and OptionError if heads are required that the model does not have."""
+    used. Raises the errors of `read_layout`, and OptionError if required heads are missing from the model."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 
 def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | None:
-    """Returns what `LoadSpec.choose_gpus` returns for the GPUs of this machine; None if no expert store is used."""
+    """Returns the result of `LoadSpec.choose_gpus` for the GPUs of this machine; None if no expert store is used."""
     uses_slots = layout.is_moe and read_environment().hooks
     return spec.choose_gpus(gpus) if uses_slots else None
 
@@ -198,6 +198,6 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
 
 
 def plan_here(layout: ExpertLayout, spec: LoadSpec) -> Plan:
-    """Makes the plan of a load on this machine, as it is now. Raises BudgetError, OptionError."""
+    """Makes the plan of a load on this machine in its current state. Raises BudgetError, OptionError."""
     machine = Machine(read_memory(), devices=choose_gpus(layout, spec) or ())
     return plan_load(layout, spec, machine, known_speeds(layout, spec).speeds)

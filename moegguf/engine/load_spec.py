@@ -38,7 +38,7 @@ class LoadSpec:
     n_batch: int | None = None
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
-    kv_tokens: int | None = None  # tokens of all sequences together; None: chosen to fit the memory
+    kv_tokens: int | None = None  # total tokens of all sequences; None: chosen to fit the memory
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it
@@ -51,7 +51,7 @@ class LoadSpec:
     projector: ProjectorHeader | None = None
     lora_path: str | None = None
     mirror: tuple[str, ...] = ()  # paths of copies of the model's file, or of folders with copies
-    n_threads: int | None = None  # None: as many as the processors that this process may use
+    n_threads: int | None = None  # None: one for each processor that this process may use
     n_gpu_layers: int | None = None
     split_mode: int = BY_LAYERS
     main_gpu: int = 0
@@ -68,8 +68,8 @@ class LoadSpec:
         environment, and the environment overrides the defaults.
 
         commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
-        If there is no `store`, `strategy` chooses the options of the store. None counts as not given, except for
-        options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and what `read_projector` raises.
+        If there is no `store`, `strategy` chooses the options of the store. An option that is None counts as not given,
+        except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the errors of `read_projector`.
         """
         chosen = COMMAND_DEFAULTS if commands else {}
         options = {**chosen, **read_load_keywords(commands=commands)}
@@ -143,8 +143,8 @@ class LoadSpec:
         """Returns the GPUs on which experts may be placed. (): no GPU is used. None: no GPU has experts, and llama.cpp
         divides layers by its own options.
 
-        list_gpus: called only if GPUs may be used, because drivers reserve memory for a process that lists them. It
-        returns None if the listing failed; then no GPU is used. Raises BudgetError if a GPU is required and there is
+        list_gpus: called only if GPUs may be used, because drivers reserve memory for a process that lists them. If it
+        returns None because the listing failed, no GPU is used. Raises BudgetError if a GPU is required and there is
         none. Raises OptionError for a GPU that does not exist, and for options that divide matrices among GPUs.
         """
         if self.placement == "cpu":
@@ -194,8 +194,8 @@ def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _cache_type(name: str, given: str | int) -> int:
-    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type with which llama.cpp
-    would abort."""
+    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type that would make llama.cpp
+    abort."""
     try:
         number = ggml_type(given) if isinstance(given, str) else given
     except OptionError:

@@ -1,6 +1,6 @@
 """Loads a model: runs a trial load, opens the expert store, makes llama.cpp read the weights, and starts threads.
 
-The store is opened before the model and closed after it, since the model's expert tensors lie in the store's reserved
+The store is opened before the model and closed after it, since the model's expert tensors use the store's reserved
 buffer type.
 """
 
@@ -44,7 +44,8 @@ ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """Loads one model by its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s errors.
+    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s
+    errors.
 
     options: keywords of llama_cpp.Llama, as the user passed them.
 
@@ -82,7 +83,7 @@ class Loader:
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
             # The controller could not be made. `exception()` waits for the controller in llama.cpp's first report, so
-            # no weight was read yet.
+            # no weights have been read yet.
             self._ended_by = error
             return False
         try:

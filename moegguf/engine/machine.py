@@ -1,5 +1,4 @@
-"""Reads the memory that this process may still take, the CPUs that it may use, and the read speeds of the disk and of
-memory.
+"""Reads how much memory and how many CPUs this process may use, and the read speeds of the disk and of memory.
 
 Free memory is the least that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed). Files of
 cgroups are read below `root`, so that tests can use files of their own.
@@ -24,12 +23,12 @@ from moegguf.errors import ModelNotFoundError
 ROOT = Path("/")
 MACHINE = "the machine"
 MARGIN_BYTES = 256 << 20  # minimum number of bytes of RAM that a budget "auto" leaves free
-VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may take them
+VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may use them
 # bytes to leave free on a device that only this process uses: libraries' workspaces, captured graphs
 OWN_MARGIN_BYTES = 384 << 20
-# a device with at most this many bytes in use counts as used by this process only: its driver and context take them
+# a device with at most this many bytes in use, for its driver and context, counts as used by this process only
 IDLE_BYTES = 768 << 20
-_NO_LIMIT = 1 << 62  # limits from this number on mean "no limit"; cgroup v1 writes a number near 2^63
+_NO_LIMIT = 1 << 62  # limits of at least this number mean "no limit"; cgroup v1 writes a number near 2^63
 # if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
 BUSY_SHARE = 0.25
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
@@ -44,7 +43,7 @@ class Memory:
     """A memory for weights, contexts and slots: RAM, or the memory of a device."""
 
     total_bytes: int
-    available_bytes: int  # bytes that this process may still take
+    available_bytes: int  # bytes that this process may still use
     limited_by: str  # "the machine", a cgroup, a device or a budget, for messages
     margin_bytes: int | None = None  # bytes that a budget "auto" leaves free; None: `margin_bytes()` of the free bytes
 
@@ -55,7 +54,7 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a budget "auto" may take."""
+        """Bytes that a budget "auto" may use."""
         return max(0, self.available_bytes - self.margin)
 
 
@@ -66,7 +65,8 @@ def margin_bytes(free_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its name in ggml, with its memory. `index`: its number among the GPUs, as in llama.cpp's main_gpu.
+    """A device, identified by its name in ggml, and its memory. `index`: its number among the GPUs, as in llama.cpp's
+    main_gpu.
 
     `handle`: address of its ggml_backend_dev, or 0.
     """
@@ -81,8 +81,8 @@ class Device:
 
     @property
     def margin(self) -> int:
-        """Bytes that a budget "auto" leaves free. A driver that reports 0 bytes in use does not measure the use, so
-        that its device counts as shared."""
+        """Bytes that a budget "auto" leaves free. A driver that reports 0 bytes in use does not measure the use, so its
+        device counts as shared."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         is_idle = 0 < self.total_bytes - self.free_bytes <= IDLE_BYTES
@@ -90,7 +90,7 @@ class Device:
 
     @property
     def memory(self) -> Memory:
-        """The device's memory as a `Memory`, which planning takes."""
+        """The device's memory as a `Memory`, the form that planning uses."""
         return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", self.margin)
 
 
@@ -119,7 +119,7 @@ def file_text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the whole number in a cgroup file; None if the file is absent or has another text, such as "max"."""
+    """Returns the whole number in a cgroup file; None if the file is absent or contains other text, such as "max"."""
     text = file_text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
@@ -159,7 +159,7 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Pat
 
 
 def _cgroup_free(version: int, folder: Path) -> int | None:
-    """Returns the bytes that one memory cgroup still allows, idle page cache included; None if it has no limit."""
+    """Returns the bytes that one memory cgroup still allows, including idle page cache; None if it has no limit."""
     limits, current, cached = ["memory.max", "memory.high"], "memory.current", "inactive_file"
     if version == 1:
         limits, current, cached = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
@@ -171,7 +171,7 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """Returns the memory that this process may still take: the least that the machine and every cgroup allow."""
+    """Returns the memory that this process may still use: the least that the machine and every cgroup allow."""
     machine = psutil.virtual_memory()
     total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):
@@ -212,7 +212,7 @@ def _affinity() -> set[int]:
 
 
 class ProcessorUse:
-    """Measures the processor time that other processes take on the `n_cpu` logical CPUs that this process may use."""
+    """Measures the processor time that other processes use on the `n_cpu` logical CPUs that this process may use."""
 
     def __init__(self) -> None:
         self._cpus = _affinity()

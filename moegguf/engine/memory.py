@@ -1,4 +1,4 @@
-"""The sizes of a load, and estimates of the memory that the load takes in addition to its experts: dense weights, KV
+"""The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
 `Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so that a context length and a
@@ -50,19 +50,19 @@ VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
-MOST_UBATCH_TOKENS = 4096  # limit for the tokens of a pass that a plan chooses; options and images may require more
-LOGITS_BYTES = 64 * MIB  # room for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
+MOST_UBATCH_TOKENS = 4096  # maximum tokens in a pass that a plan chooses; options and images may require more
+LOGITS_BYTES = 64 * MIB  # bytes for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
 LEAST_LOGITS = 64
 # limit for the default batch and pass of a load for embeddings, where each input must be in one pass
 POOLED_BATCH_TOKENS = 2048
-HEADS_UBATCH_TOKENS = 32  # most tokens in a pass of the multi-token-prediction heads
+HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-token-prediction heads
 # a default context of at most this length may exceed its usual share of memory; also the length that is assumed if the
 # model's header has none
 SMALL_CTX_TOKENS = 4096
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
 DRAFT_TOKENS = (8, 4)  # numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state
-SNAPSHOT_SHARE = 16  # all snapshots together take at most 1/16 of the free memory
+SNAPSHOT_SHARE = 16  # all snapshots together occupy at most 1/16 of the free memory
 NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
 
 
@@ -87,7 +87,7 @@ class MemoryNeeds:
 
     def with_slots(self, n_slots: int) -> MemoryNeeds:
         """Returns these needs with the scratch memory of `n_slots` slots added to `compute_bytes`, and
-        `slot_work_bytes` 0."""
+        `slot_work_bytes` set to 0."""
         return replace(self, compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes, slot_work_bytes=0)
 
 
@@ -97,9 +97,9 @@ def kv_bytes(
     """Returns the size in bytes of a KV cache for `n_ctx` tokens (all sequences together), plus the recurrent states.
     Each of `n_seq_max` sequences has one state and `n_rs_seq` snapshots.
 
-    Layers with a sliding window count with the full length, the largest size that they can have. Multi-head latent
-    attention stores one K row per token and no V if the file has the split matrices; older files store full heads.
-    DeepSeek V4 stores compressed keys (`compressed_kv_bytes`).
+    Layers with a sliding window are counted at full length, their maximum size. Multi-head latent attention stores one
+    K row per token and no V if the file has the split matrices; older files store full heads. DeepSeek V4 stores
+    compressed keys (`compressed_kv_bytes`).
     """
     hp, whole = layout.hparams, partial(number, layout)
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
@@ -171,7 +171,7 @@ def pass_bytes(
 
 
 def fixed_bytes(layout: ExpertLayout) -> int:
-    """Returns the estimated bytes of RAM that a load takes with or without devices: vocabulary, copies of the routers,
+    """Returns the estimated bytes of RAM that a load uses with or without devices: vocabulary, copies of the routers,
     libraries and threads."""
     routers = ROUTER_COPIES * layout.hparams.n_embd * layout.n_expert_total
     return layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
@@ -189,19 +189,20 @@ class Sizes:
     parts."""
 
     n_ctx: int | None = None  # 0: the model's own length; None: chosen by `choose_context`
-    # requested tokens of a pass, which a plan lowers if the slots allow fewer; None: chosen together with the slots
+    # requested number of tokens in a pass, which a plan lowers if the slots allow fewer; None: chosen together with the
+    # slots
     n_ubatch: int | None = None
     # None: the tokens of a pass, at least DEFAULT_UBATCH_TOKENS; with `pools`, the context, at most POOLED_BATCH_TOKENS
     n_batch: int | None = None
     n_seq_max: int = 1
     # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
-    kv_tokens: int | None = None  # tokens of all sequences together for which the KV cache has room; None: chosen
+    kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
-    adapter_bytes: int = 0  # bytes of the LoRA adapter; 0 without one
+    adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
     reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
     pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
@@ -211,7 +212,7 @@ class Sizes:
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
-        context length, and what `read_adapter` raises."""
+        context length, and the errors of `read_adapter`."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -238,8 +239,8 @@ class Sizes:
 
     @property
     def usual_ubatch(self) -> int:
-        """Number of tokens of a pass as given or by default, raised to `one_pass_tokens` if necessary. A plan may
-        choose another number to save reading or memory."""
+        """Number of tokens in a pass, given or default, raised to `one_pass_tokens` if necessary. A plan may choose a
+        different number to save reading or memory."""
         usual = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
@@ -279,8 +280,8 @@ class Sizes:
         return replace(self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max)
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Returns estimates of the memory in addition to slots, for passes of `n_ubatch` tokens. The context must be
-        chosen already.
+        """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
+        must be chosen already.
 
         With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
         """
@@ -387,7 +388,7 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots for which all snapshots together take at most 1/SNAPSHOT_SHARE of
+    """Returns the sizes with a number of snapshots for which all snapshots together occupy at most 1/SNAPSHOT_SHARE of
     `free_bytes`. `reasons` of the result explains only this number, and is empty if no snapshots are wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())

@@ -79,7 +79,7 @@ class MemoryParts:
         return data if write(self._context, parts, sequence, data.ctypes.data, n_bytes) else None
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
-        """Replaces these parts of a sequence by a state of `n_bytes` bytes. `address` is a place in memory, or was
+        """Replaces these parts of a sequence with a state of `n_bytes` bytes. `address` is an address in memory, or was
         returned by KVBlocks.add. Returns False if llama.cpp cannot read the state."""
         read = self._functions["parts_state_read"]
         return bool(read(self._context, parts, sequence, address, n_bytes))

@@ -38,8 +38,8 @@ class MemoryPlan:
     name: str | None  # ggml's name for the device; None: RAM, from which the CPU computes
     layers: tuple[int, ...]  # layers that are computed there, at least in part
     n_slots: int  # slots for experts of these layers
-    total_bytes: int  # bytes that the model takes in this memory, with all slots
-    available_bytes: int = 0  # bytes that this process may take in this memory
+    total_bytes: int  # bytes that the model occupies in this memory, including all slots
+    available_bytes: int = 0  # bytes that this process may use in this memory
     n_below: int = 0  # RAM only: number of slots from which slots of devices are filled
 
 
@@ -51,25 +51,25 @@ class Plan:
     slot_bytes: int
     n_experts: int  # number of experts in all layers except whole_layers
     n_ctx: int
-    n_ubatch: int  # tokens of a pass
+    n_ubatch: int  # maximum number of tokens in a pass
     # memory in addition to the slots, in RAM or on devices; without a device, compute_bytes includes the slots' scratch
     # memory
     needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
     n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be taken back
     n_batch: int = 512
-    kv_tokens: int = 0  # tokens of all sequences together for which the KV cache has room
+    kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
-    # most tokens of a pass that a device computes from slots if some expert has no slot; longer prompts are staged or
-    # split
+    # maximum number of tokens in a pass that a device computes from slots if some expert has no slot; longer prompts
+    # are staged or split
     slot_tokens: int = NO_LIMIT
     n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
-    whole_layers: tuple[int, ...] = ()  # layers whose experts all lie on a device as plain weights, without slots
+    whole_layers: tuple[int, ...] = ()  # layers whose experts are all on a device as plain weights, without slots
     n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute; -1: every layer
     # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided
     tensor_split: tuple[float, ...] | None = None
-    # True: the largest pass is evaluated at the load, so that backends allocate all their memory then
+    # True: the largest pass is evaluated during the load, so that backends allocate all their memory then
     warms_up: bool = False
     placement: PlacementPlan | None = None  # the comparison and the choice; None: placements were not compared
     reasons: tuple[str, ...] = ()  # sentences for the user
@@ -136,17 +136,17 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the model takes in RAM if a device computes layers; 0 if no device computes."""
+        """Bytes that the model occupies in RAM if a device computes layers; 0 if no device computes."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the model takes on devices; without a device, in RAM."""
+        """Bytes that the model occupies on devices; without a device, in RAM."""
         return sum(part.total_bytes for part in self.on_devices or self.memories)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that this process may take on the plan's devices; without a device, in RAM."""
+        """Bytes that this process may use on the plan's devices; without a device, in RAM."""
         return sum(part.available_bytes for part in self.on_devices or self.memories)
 
     @property
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def staging_slots_bytes(self) -> int:
-        """Bytes that staging tensors take of a given budget, rounded up to whole slots."""
+        """Bytes of a given budget that staging tensors occupy, rounded up to whole slots."""
         return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
@@ -205,19 +205,19 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
 
 
 def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
-    """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, with the padding
-    for these devices. Returns 0 for a model without experts."""
+    """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, including the
+    padding for these devices. Returns 0 for a model without experts."""
     return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough, at least 1; NO_LIMIT without
-    a limit.
+    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough, at least 1; NO_LIMIT if
+    there is no limit.
 
     streams: True if experts without a slot of their own are streamed or staged, so that there is no limit.
 
-    slot_tokens: most tokens of a pass if some expert has no slot. The device would compute larger passes in another way
-    than with every expert in memory, so that the bits would differ (`slot_sizes.slot_tokens`).
+    slot_tokens: maximum number of tokens in a pass if some expert has no slot. The device would not compute larger
+    passes as it does with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT
@@ -231,6 +231,6 @@ def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:
-    """Returns the smallest number of slots that together have at least `n_bytes` bytes. In a given budget, staging
+    """Returns the smallest number of slots that together occupy at least `n_bytes` bytes. In a given budget, staging
     tensors take the place of this many slots."""
     return -(-n_bytes // slot_bytes) if n_bytes else 0

@@ -4,15 +4,15 @@ contexts outlast the process that computed them.
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
 that change results, the owner, and all tokens up to the block's end. So sequences of one owner with the same beginning
 share blocks. At the end of a prompt or an answer, the tokens after the last full block are kept, too. llama.cpp writes
-and reads a block as the state of a sequence that has only the block's cells. A block does not end within an image but
-after it, and its name depends on the image's hash.
+and reads a block as the state of a sequence that has only the block's cells. A block that would end within an image
+ends after the image instead, and its name depends on the image's hash.
 
-Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
-recurrent state cannot be cut, so states are kept only at some ends of prefixes. A state's name, like a block's, is a
-hash of all tokens before it. A sequence goes on after the longest prefix for which the state and all blocks are kept.
-The distance between two states follows from their cost (`StateCost`). A sequence in memory that has to lose tokens also
-goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory of a
-sequence is kept as a state.
+Cells of sliding windows are separate blocks: a sequence can continue if the blocks of the last window are kept. A
+recurrent state cannot be cut, so states are kept only at the ends of some prefixes. A state's name, like a block's, is
+a hash of all tokens before it. A sequence continues after the longest prefix for which the state and all blocks are
+kept. The distance between two states follows from their cost (`StateCost`). A sequence in memory that must lose tokens
+also goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory
+of a sequence is kept as a state.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ SCRATCH = MAX_SEQUENCES - 1
 # limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
 MOST_QUEUED_BYTES = 64 << 20
 MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
-STEP_COST = 0.05  # share of the time for computing tokens that keeping states may take (a target: `StateCost.step`)
-STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may take
-FORMAT = 2  # version of the data that are hashed into the names of blocks
+STEP_COST = 0.05  # time spent keeping states, as a share of the time for computing tokens (a target: `StateCost.step`)
+STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may occupy
+FORMAT = 2  # version of the data that is hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
 # first fields of a recurrent state: number of cells, last position, number of sequences
@@ -86,7 +86,7 @@ class _Part:
     """A range of a sequence's tokens from `begin` up to but not including `end`. `name` is the name of the block with
     these tokens.
 
-    `positions` has the position of each of these tokens, and of the token after them.
+    `positions` holds the position of each of these tokens, and of the token after them.
     """
 
     name: str
@@ -135,7 +135,7 @@ class _Parts:
         return _Part(name, begin, end, self._positions[begin : end + 1])
 
     def _uncut(self, end: int) -> int:
-        """Returns `end`. If an image lies on both sides of `end`, returns the end of the image instead."""
+        """Returns `end`, or the end of an image if `end` is within that image."""
         return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
@@ -202,7 +202,7 @@ class PrefixCache:
 
         The last token is never restored. Returns the number of tokens that the sequence has afterwards.
 
-        n_held: number of tokens that the sequence has before.
+        n_held: number of tokens that the sequence has before the call.
 
         owner: owner of the blocks; "" for blocks that everyone shares.
 
@@ -216,7 +216,7 @@ class PrefixCache:
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
         # Pauses the background reading of experts until the pass after this prompt. If no token is restored, the
-        # reading resumes at once.
+        # reading resumes immediately.
         self._pause_fill(True)
         n_now = n_held
         try:
@@ -233,7 +233,7 @@ class PrefixCache:
         return n_now
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
-        """Shortens a sequence with `tokens` to the first `n_tokens` of them. If its memory cannot be cut there, the
+        """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be cut there, the
         sequence goes back to the nearest earlier end for which the state or window is kept, or is emptied. Returns the
         number of tokens that the sequence then has."""
         with self._context.lock:
@@ -274,8 +274,8 @@ class PrefixCache:
 
         The number is lower if states are kept and the pass would reach the end of a prompt of more than BLOCK_TOKENS
         tokens. The last MOST_STEP_TOKENS tokens are then left to later passes, so that a prompt with an edited end can
-        go on from the state before them. The very last token also gets its own pass, so that a repeated prompt can go
-        on from the state before it.
+        continue from the state before them. The very last token also gets its own pass, so that a repeated prompt can
+        continue from the state before it.
         """
         is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
         if self._state is None or self._store.is_off or not is_end:
@@ -306,7 +306,7 @@ class PrefixCache:
 
     @property
     def _needs_more_than_cells(self) -> bool:
-        """True if a sequence cannot go on from cells of full attention alone."""
+        """True if a sequence cannot continue from cells of full attention alone."""
         return self._has_window or self._state is not None
 
     def _parts(self, owner: str, tokens: Tokens, images: Images) -> _Parts:
@@ -325,8 +325,8 @@ class PrefixCache:
             self._fill_held = on
 
     def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
-        """Queues the blocks of a sequence that are not kept yet, and its state if one is due, to be written to disk.
-        `tokens` are all its tokens; the last `n_new` were just computed.
+        """Queues for writing the sequence's blocks that are not kept yet, and its state if one is due. `tokens` are all
+        its tokens; the last `n_new` were just computed.
 
         goes_on: False at the end of a prompt or an answer, where a later prompt may continue. The tokens after the last
         full block are then written, too.
@@ -392,7 +392,7 @@ class PrefixCache:
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
-        """Yields the parts, possibly empty, at whose ends a sequence can go on, the longest prefix first. Each part
+        """Yields the parts, possibly empty, at whose ends a sequence can continue, the longest prefix first. Each part
         follows at most `n_blocks` full blocks. n_live: number of tokens whose cells are in memory."""
         for n in range(n_blocks, -1, -1):
             begin = parts.blocks[n - 1].end if n else 0
@@ -419,9 +419,9 @@ class PrefixCache:
         return list(last_parts)[::-1]
 
     def _go_back(self, sequence: int, parts: _Parts, n_tokens: int) -> int:
-        """Shortens a sequence to the longest prefix of at most `n_tokens` tokens from which it can go on, and restores
-        the window and state at its end. Cells of full attention must be in memory for the first `n_tokens` tokens.
-        Returns the number of tokens that the sequence then has."""
+        """Shortens a sequence to the longest prefix of at most `n_tokens` tokens from which it can continue, and
+        restores the window and state at its end. Cells of full attention must be in memory for the first `n_tokens`
+        tokens. Returns the number of tokens that the sequence then has."""
         if not self._needs_more_than_cells:
             return n_tokens
         n_blocks = sum(block.end <= n_tokens for block in parts.blocks)
@@ -467,7 +467,7 @@ class PrefixCache:
         return False
 
     def _wait_for(self, names: Sequence[str]) -> None:
-        """Waits until none of these blocks is queued to be written."""
+        """Waits until none of these blocks is queued for writing any more."""
         if any(name in self._queued for name in names):
             self._pool.submit(lambda: None).result()
 
@@ -499,7 +499,7 @@ class PrefixCache:
         return done
 
     def _keep_cells(self, kind: int, sequence: int, parts: Sequence[_Part]) -> None:
-        """Queues the parts that are not kept yet to be written.
+        """Queues for writing the parts that are not kept yet.
 
         WINDOW: skips parts whose first cell the sequence has lost. CELLS: queues nothing if the first new part has lost
         its first cell, and nothing after a part that cannot be queued.
@@ -568,7 +568,7 @@ class PrefixCache:
         last = self._state_ends.get(sequence, 0)
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
-        # False if the state is at another position, such as after drafted tokens
+        # False if the state is at a different position, such as after drafted tokens
         is_there = self._memory.end(self._state, sequence) == place.positions[-1]
         if not is_there or n_since < (2 if is_end else self._state_cost.step(n_bytes, place.end)):
             return None
@@ -594,18 +594,18 @@ class PrefixCache:
 
 
 class StateCost:
-    """Chooses the distance between kept states from the time and the disk space that they take."""
+    """Chooses the distance between kept states, based on the time and the disk space that they take."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._eval_s = self._pass_s = 0.0  # seconds of all passes, and of the last one
+        self._eval_s = self._pass_s = 0.0  # total seconds of all passes, and seconds of the last one
         self._n_pass = 0  # tokens of the last pass
         self._token_s = 0.0  # seconds to compute a token of a prompt; 0: not known yet
         self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has computed so
-        far."""
+        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has spent computing
+        so far."""
         if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
@@ -653,7 +653,7 @@ def open_prefix_cache(
     store: KvBlockStore,
     recent: RecentExperts | None,
 ) -> PrefixCache | None:
-    """Returns the prefix cache of a model that was loaded by this plan; None if `store` is off, or if the model's
+    """Returns the prefix cache of a model that was loaded with this plan; None if `store` is off, or if the model's
     contexts cannot be kept."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = -1  # stands for an image's token; no token of any model has this id
 STEP_BYTES = 64 << 10
-MAX_JPEG_SEGMENTS = 4096  # most markers that are read to find the first frame
+MAX_JPEG_SEGMENTS = 4096  # maximum number of markers that are read to find the first frame
 JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # markers of the kinds of frames that are decoded; 0xC2 is progressive
 # markers that may precede a frame: application data, tables, restart interval, comment
 _JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)
@@ -71,8 +71,8 @@ class ImageSpan:
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt in which texts and images alternate, beginning and ending with a text. `tokens` has the tokens of texts
-    and images; `spans` has the places of the images' tokens, which are PLACEHOLDERs."""
+    """A prompt in which texts and images alternate, beginning and ending with a text. `tokens` holds the tokens of
+    texts and images; `spans` holds the places of the images' tokens, which are PLACEHOLDERs."""
 
     texts: tuple[str, ...]
     images: tuple[Image, ...]
@@ -80,7 +80,7 @@ class ImagePrompt:
     spans: tuple[ImageSpan, ...]
 
     def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
-        """Returns a prompt that has `tokens` first, and then this prompt without its first `n_dropped` tokens."""
+        """Returns a prompt that consists of `tokens`, followed by this prompt without its first `n_dropped` tokens."""
         shift = len(tokens) - n_dropped
         spans = tuple(replace(span, begin=span.begin + shift) for span in self.spans)
         return replace(self, tokens=[*tokens, *self.tokens[n_dropped:]], spans=spans)
@@ -268,7 +268,7 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Returns False for a JPEG or GIF file without its end mark, and for a JPEG file without a frame that can be
+    """Returns False for a JPEG or GIF file without its end marker, and for a JPEG file without a frame that can be
     decoded. Returns True for all other files.
 
     stb_image does not report a missing end, and fills in the missing pixels.
@@ -301,8 +301,8 @@ def jpeg_frame(data: bytes) -> int:
 
 
 def _gif_has_end(data: bytes) -> bool:
-    """Reads all blocks of a GIF file up to the end mark, and returns True. Bytes between two blocks are skipped, as
-    other decoders do. Raises IndexError if the mark is missing."""
+    """Reads all blocks of a GIF file up to the end marker, and returns True. Bytes between two blocks are skipped, as
+    other decoders do. Raises IndexError if the marker is missing."""
     at = 13 + _table_bytes(data[10])
     while (kind := data[at]) != _GIF_TRAILER:
         at += 1

@@ -31,7 +31,7 @@ class RecentExperts(RoutingListener):
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
     def begin(self) -> None:
-        """Starts to note experts, because a prompt is computed next. A second call changes nothing."""
+        """Starts noting experts before a prompt is computed. A second call changes nothing."""
         self._session.listeners.remove(self)
         self._session.listeners.add(self)
 

@@ -22,7 +22,7 @@ COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_n
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The path of a recording's file. inputs: True if the routers' inputs are recorded, too (float16, n_embd per token
+    """The path of a recording's file. inputs: True if the routers' inputs are also recorded (float16, n_embd per token
     and layer)."""
 
     path: str | os.PathLike[str]
@@ -60,7 +60,7 @@ class Recording(Recorder):
         atexit.register(self.close)  # completes the file when Python exits, if the model is never closed
 
     def discard(self) -> None:
-        """Ends the recording without a file; an earlier file at the path stays. Does nothing after close()."""
+        """Ends the recording without a file; an earlier file at the path remains. Does nothing after close()."""
         self._end()
         super().discard()
 

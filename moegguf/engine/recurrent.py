@@ -1,5 +1,5 @@
-"""Models with a recurrent state: which layers have one, how many bytes it has, and for which architectures llama.cpp
-can roll it back.
+"""Models with a recurrent state: which layers have one, how many bytes it occupies, and for which architectures
+llama.cpp can roll it back.
 
 A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A snapshot is the state before one of
 the last tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the
@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
-# Architectures, by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except every
-# n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no state.
+# Architectures, grouped by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except
+# every n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no
+# state.
 EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
 INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 WITHOUT_HEADS = frozenset((
@@ -38,7 +39,8 @@ WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every toke
 
 
 def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
-    """Returns the metadata value `<arch>.<name>`, the largest one of an array; `default` if the name is missing.
+    """Returns the metadata value `<arch>.<name>`, or its largest element if it is an array; `default` if the name is
+    missing.
 
     Returns 0 for an empty array, and for a value that is not a whole number from 0 to 2^24 - 1.
     """
@@ -49,8 +51,8 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the size in bytes of a row of `n` numbers of this type. The last block counts in full even if the row
-    fills only a part of it."""
+    """Returns the size in bytes of a row of `n` numbers of this type. A last block that the row fills only partly is
+    counted in full."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 

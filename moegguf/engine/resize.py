@@ -1,7 +1,7 @@
 """Changes the budgets for the experts of a loaded model, and with them the number of slots in its tiers.
 
 A budget must hold the slots that the model's passes use; one slot is enough below devices. A tier never gets more slots
-than it had at the load. "auto" restores the slots of the load.
+than it had at load time. "auto" restores that number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def set_budget(
     expert_cache: Budget | None,
     vram_cache: Budget | None,
 ) -> None:
-    """Implements `Llama.set_budget` for a model with this context and session. None as `session`: the model has no
+    """Implements `Llama.set_budget` for a model with this context and session. If `session` is None, the model has no
     slots, and nothing changes."""
     context.check_caller()
     with context.lock:
@@ -99,7 +99,7 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     """Returns the numbers of slots in RAM for a budget. If the CPU computes every layer, these are all slots. Otherwise
     they are the slots below devices, and the slots of the layers that the CPU computes, in the same proportion as at
-    the load.
+    load time.
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """

@@ -15,8 +15,8 @@ from moegguf.engine.sequences import SequenceTokens
 
 
 class Rollback:
-    """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of each sequence. `n_ubatch`: most
-    tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers."""
+    """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of each sequence. `n_ubatch`: maximum
+    number of tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers."""
 
     def __init__(self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False) -> None:
         self._n_rs_seq = n_rs_seq
@@ -28,9 +28,9 @@ class Rollback:
         )  # sequences that were rolled back: until their next pass their state is a snapshot
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many of its last tokens each of these sequences can lose after a pass, at most. The pass must end
-        with these sequences, in this order and with equally many tokens. Each sequence before them must have one token
-        in the pass."""
+        """Returns the maximum number of last tokens that each of these sequences can lose after a pass. The pass must
+        end with these sequences, in this order and with the same number of tokens each. Each sequence before them must
+        have one token in the pass."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0
@@ -58,13 +58,13 @@ class Rollback:
         return self._n_back.get(sequence, 0)
 
     def note_restored(self, sequence: int) -> None:
-        """Notes that a sequence has lost tokens. It can lose no more tokens until its next pass."""
+        """Notes that a sequence has lost tokens. The sequence can lose no more tokens until its next pass."""
         self._n_back.pop(sequence, None)
         self._restored.add(sequence)
 
     def can_copy(self, sequence: int) -> bool:
-        """Returns True if the state of a sequence can be copied. After a rollback, llama.cpp would copy
-        another state."""
+        """Returns True if the state of a sequence can be copied. After a rollback, llama.cpp would copy a different
+        state."""
         return sequence not in self._restored
 
     def note_shared(self, *sequences: int) -> None:

@@ -1,8 +1,9 @@
-"""Limits the memory of tables that are read row by row, if a memory limit counts their pages.
+"""Limits the memory used by tables that are read row by row, if a memory limit counts their pages.
 
 llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. Without a memory
 limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so that
-other loads would see less free memory. In a cgroup the pages are therefore dropped before they take more than planned.
+other loads would see less free memory. In a cgroup the pages are therefore dropped before they occupy more memory than
+planned.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-# most bytes of row tables' pages in memory for which a load is planned; they count as weights
+# maximum bytes of row tables' pages in memory that a plan allows for; they count as weights
 ROW_PAGES_BYTES = 64 << 20
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
@@ -39,7 +40,7 @@ class RowTables:
         self._before = _mapped_bytes() if is_limited else 0
 
     def after_pass(self) -> None:
-        """Drops the pages if they take more than half of ROW_PAGES_BYTES. Does nothing without a memory limit."""
+        """Drops the pages if they occupy more than half of ROW_PAGES_BYTES. Does nothing without a memory limit."""
         if self._tables and _mapped_bytes() - self._before > ROW_PAGES_BYTES // 2:
             self.drop_pages()
 
@@ -78,6 +79,6 @@ def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
 
 
 def _libc_madvise(begin: int, n_bytes: int) -> None:
-    """Drops pages of a read-only mapping from this process's memory. Their content stays in the file."""
+    """Drops pages of a read-only mapping from this process's memory. Their contents remain in the file."""
     madvise = c.CDLL(None, use_errno=True).madvise
     madvise(c.c_void_p(begin), c.c_size_t(n_bytes), mmap.MADV_DONTNEED)

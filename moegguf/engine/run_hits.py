@@ -9,7 +9,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
-LEAST_PASSES = 32  # fewest passes of an answer whose hit rate counts
+LEAST_PASSES = 32  # minimum number of passes in an answer whose hit rate counts
 
 
 class RunHits:

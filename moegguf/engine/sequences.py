@@ -71,8 +71,8 @@ def common_tokens(a: Tokens, b: Tokens) -> int:
 
 class PassBatch:
     """A struct llama_batch for up to `n_max` tokens of any sequences. Like the bindings' batch, it has an attribute
-    `batch` and can be passed to their context. `tokens` has the tokens, and `logits` is 1 for tokens with logits; only
-    the first `batch.n_tokens` entries are in use."""
+    `batch` and can be passed to their context. `tokens` holds the tokens, and `logits` is 1 for tokens with logits;
+    only the first `batch.n_tokens` entries are in use."""
 
     def __init__(self, n_max: int) -> None:
         bindings = library.llama_cpp()
@@ -92,7 +92,7 @@ class PassBatch:
     def fill(
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
-        """Sets the tokens of the batch. Returns the index in the batch of the last of each chunk's `tokens`. The
+        """Sets the tokens of the batch. Returns, for each chunk, the batch index of the last of its `tokens`. The
         chunk's draft tokens follow directly.
 
         position: returns the position of a sequence's token with this index.
@@ -120,11 +120,11 @@ class PassBatch:
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
     """Returns True if a token has the same bits in a pass of any width, with any other sequences, wherever its cells
-    lie.
+    are.
 
     The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). They need
     AVX2, flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of architectures
-    outside of STATEFUL_ARCHS, do not guarantee it.
+    that are not in STATEFUL_ARCHS, do not guarantee it.
     """
     params, arch = llm.context_params, llm.metadata.get("general.architecture")
     return (

@@ -1,6 +1,6 @@
 """The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
 
-The store is opened before the model and closed after it, because the model's expert tensors have the store's reserved
+The store is opened before the model and closed after it, because the model's expert tensors use the store's reserved
 buffer type. The session keeps the arrays that llama.cpp reads.
 """
 
@@ -93,13 +93,13 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the number of staging tensors in each of the `n_pools` pools of a device that is planned with
+    """Returns the number of staging tensors in each of the `n_pools` pools of a device for which the plan has
     `n_staging`. The number is at least 1, or 0 if `n_staging` is 0."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
-    """Returns a memory's part as one pool, or as several pools, each for some of its layers.
+    """Returns a memory's part of the plan as one pool, or as several pools, each for some of its layers.
 
     There are several pools if one pool would be larger than the device's buffers or kernels allow. If several pools
     would have too few slots for a pass, there is one pool with fewer slots instead, and a warning.
@@ -155,7 +155,7 @@ class RoutingListener(Protocol):
 
     @property
     def listen_options(self) -> ListenOptions:
-        """The events and arrays that the store has to send to this listener."""
+        """The events and arrays that the store must send to this listener."""
 
     def announce(self, announcement: Announcement) -> None:
         """Called before tokens are evaluated."""
@@ -245,8 +245,8 @@ class Session:
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp give experts the store's reserved buffer type, so that only the store reads them. If the plan
-        divides layers among several memories, also sets the devices."""
+        """Makes llama.cpp use the store's reserved buffer type for experts, so that only the store reads them. If the
+        plan divides layers among several memories, also sets the devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
@@ -289,8 +289,8 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns
-        once of each copy of the model's files that is no longer read because reading it failed."""
+        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns,
+        once for each copy, about copies of the model's files that are no longer read because reading them failed."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
@@ -309,7 +309,7 @@ class Session:
                 )
 
     def _drives(self) -> tuple[DriveStats, ...]:
-        """Returns the figures of the model's own files and of each mirror; () without mirrors."""
+        """Returns the figures of the model's own files and of each mirror; () if there are no mirrors."""
         return tuple(
             DriveStats(
                 f"mirror {index}" if index else "file",
@@ -352,7 +352,7 @@ class Session:
 
     def places(self) -> npt.NDArray[np.uint8]:
         """Returns the `Place` of each expert, shape (n_layer, n_expert). If an expert is in slots of several tiers,
-        VRAM has priority over RAM. Experts of whole layers on a device count as VRAM."""
+        VRAM has priority over RAM. Experts of whole layers on a device are reported as VRAM."""
         places = np.zeros(self.store.shape, np.uint8)
         for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)
@@ -367,9 +367,10 @@ class Session:
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Returns {name of a tier: its figures}, with times in ns. The tier from which layers compute comes first.
 
-        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if slots lie below
-        it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM. "VRAM"
-        counts the look-ups of the layers that devices compute. "RAM" below it counts the look-ups that missed in VRAM.
+        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if there are slots
+        below it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM.
+        "VRAM" counts the lookups of the layers that devices compute. "RAM" below it counts the lookups that missed in
+        VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
@@ -388,7 +389,7 @@ class Session:
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """The slots from which the CPU computes layers while devices compute others; empty without such slots."""
+        """The slots from which the CPU computes layers while devices compute others; empty if there are none."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def simulated_budgets(
 ) -> dict[float, tuple[DeviceSlots, ...]]:
     """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of `shares` is a separate budget
     for one device. With a tensor_split, there is one budget for several devices: the sum of `shares`. device_links:
-    links as the user writes them. Raises what `devices_of` raises."""
+    links as the user writes them. Raises the errors of `devices_of`."""
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:

@@ -1,13 +1,13 @@
-"""The solver decides which memory has which layers, slots, context and buffers, within the budgets of a load.
+"""The solver decides which memory holds which layers, slots, context and buffers, within the budgets of a load.
 
-`make_plan` plans the possible placements, and takes the fastest one that is allowed and fits (`_choose`), or the first
-one if no speeds are known. In the plan of `_plan_cpu` the CPU computes everything. In the plan of `plan_layers` a
+`make_plan` plans the possible placements, and chooses the fastest one that is allowed and fits (`_choose`), or the
+first one if no speeds are known. In the plan of `_plan_cpu` the CPU computes everything. In the plan of `plan_layers` a
 device computes everything except the experts of some layers. In the plan of `plan_slots` devices compute from slots.
-More slots in RAM may lie below these, and the CPU may compute some layers.
+There may be more slots in RAM below these, and the CPU may compute some layers.
 
-`Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else
-that lies there. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that
-answers read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
+`Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else in
+that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that answers
+read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
 The solver reads no weights, measures nothing and allocates nothing.
 """
@@ -83,7 +83,7 @@ def make_plan(
     them is chosen.
 
     speeds: speeds of the only device, with which placements are compared; None: takes the first kind in KINDS_OF that
-    is allowed and fits. hits: hit rates to expect; None: published ones.
+    is allowed and fits. hits: expected hit rates; None: published ones.
 
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
     """
@@ -115,7 +115,7 @@ class Task:
 
     @classmethod
     def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Makes a task from these options. Raises what `Sizes.of` raises."""
+        """Makes a task from these options. Raises the errors of `Sizes.of`."""
         return cls(layout, machine, spec, Sizes.of(layout, spec))
 
     @property
@@ -263,7 +263,7 @@ class Pool:
     option: str = "expert_cache"  # name of the option with the budget
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
-    slot_tokens: int = NO_LIMIT  # most tokens of a pass that is not staged (`plan.allowed_ubatch`)
+    slot_tokens: int = NO_LIMIT  # maximum tokens in a pass that is not staged (`plan.allowed_ubatch`)
 
     def __post_init__(self) -> None:
         """Chooses the context. Raises OptionError for an impossible one."""
@@ -275,8 +275,9 @@ class Pool:
     def fit(self) -> Fit:
         """Returns the number of slots, and the tokens of a pass.
 
-        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free memory) is too small. It must hold
-        the experts that one token uses in one layer, and the experts of an image that must be read in one pass.
+        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free memory) is too small. The budget
+        must hold the experts that one token uses in one layer, and the experts of an image that must be read in one
+        pass.
         """
         layout = self.layout
         if not layout.is_moe:
@@ -292,15 +293,15 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory that everything else and the margin
-        leave. Raises BudgetError if the memory is too small."""
+        """Returns the number of slots and the tokens of a pass for the memory left by everything else and the margin.
+        Raises BudgetError if the memory is too small."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
             if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
-                break  # every expert has a slot beside a usual pass, so another pass would save nothing
+                break  # every expert has a slot with a usual pass, so a different one would save nothing
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
@@ -353,11 +354,12 @@ class Pool:
         return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
 
     def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the pairs of `n_slots` and a number of tokens in a pass, at most `most`, from which to choose.
+        """Returns the candidates to choose from: pairs of `n_slots` and a number of tokens in a pass, which is at most
+        `most`.
 
-        If the user has set the number of tokens, there is only this choice, even if the memory is too small for it. A
+        If the user has set the number of tokens, it is the only candidate, even if the memory is too small for it. A
         pass that is longer than usual must leave the margin of the memory free. If no number fits, the first one is the
-        only choice.
+        only candidate.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
@@ -375,14 +377,14 @@ class Pool:
         return found or [(n_slots, ubatches[0])]
 
     def _staging_slots(self) -> int:
-        """Returns how many slots of the budget staging tensors take; 0 if the budget does not include them."""
+        """Returns how many slots of the budget staging tensors occupy; 0 if the budget does not include them."""
         return slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
 
     def _allowed(self, n_slots: int) -> int:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
 
     def _ubatches(self, most: int) -> list[int]:
-        """Returns the numbers of tokens in a pass from which to choose: the usual one, then larger, then smaller ones.
+        """Returns the candidate numbers of tokens in a pass: the usual one, then larger, then smaller ones.
 
         Larger and smaller ones are the powers of two, every number up to SMALL_UBATCH_TOKENS, and the limits: `most`,
         and the tokens of an image.
@@ -395,7 +397,7 @@ class Pool:
         return [usual, *larger, *smaller]
 
     def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
-        """Sets `pass_reason` for the tokens of a pass, which were chosen among `found`.
+        """Sets `pass_reason` for the tokens of a pass, which were chosen from `found`.
 
         why: the reason to report if a pass has fewer tokens than usual, and neither the device nor the number of slots
         is the cause.
@@ -436,7 +438,7 @@ def pass_reason(n_ubatch: int, why: str, wanted: int | None = None) -> str:
 
 
 def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan], n_ubatch: int, **others: Any) -> Plan:
-    """Returns a plan with these memories. others: further fields of the plan."""
+    """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
         slot_bytes=slot_bytes(layout),
@@ -507,7 +509,7 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the estimated bytes of RAM that a model takes if a device computes all layers: token embeddings, pages of
+    """Returns the estimated bytes of RAM that a model uses if a device computes all layers: token embeddings, pages of
     row tables, logits, and `fixed_bytes`."""
     rows = layout.embedding_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
@@ -558,7 +560,7 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
 
 
 def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
-    """Returns the indices of the last layers whose experts together take at most `n_bytes`, but never of every
+    """Returns the indices of the last layers whose experts together occupy at most `n_bytes`, but never of every
     layer."""
     whole = list[int]()
     for layer in reversed(layout.layers[1:]):
@@ -571,8 +573,8 @@ def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
 
 def plan_layers(task: Task) -> Plan:
     """Returns the plan in which a device computes everything except the experts of the first layers. The CPU computes
-    these experts from slots in RAM. The experts of as many last layers as fit lie on the device, as all other weights
-    do.
+    these experts from slots in RAM. The experts of as many of the last layers as fit are on the device, as are all
+    other weights.
 
     Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """
@@ -624,7 +626,7 @@ def plan_layers(task: Task) -> Plan:
 def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
     """Returns the index of the device that computes each layer, or ON_CPU (llama-model.cpp, load_tensors).
 
-    Layers go to devices in order, as llama.cpp splits a model. Devices have the last `n_gpu_layers` layers, and the
+    Layers go to devices in order, as llama.cpp splits a model. Devices compute the last `n_gpu_layers` layers, and the
     output counts as the very last one; -1: every layer and the output. n_layer: number of layers that llama.cpp counts.
     Raises OptionError for an invalid split.
     """
@@ -671,7 +673,7 @@ def plan_slots(task: Task) -> Plan:
     """Returns the plan with slots on the machine's devices, and more slots below them in RAM if some expert has no slot
     there.
 
-    Devices also have the weights that every token uses, the context, the buffers of a pass and staging tensors. Each
+    Devices also hold the weights that every token uses, the context, the buffers of a pass and staging tensors. Each
     device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and saves time (`_pays`).
     There are none if every expert has a slot on a device. The store's options may set the number of staging tensors
     instead; their bytes are then not part of the budget vram_cache.
@@ -711,10 +713,10 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     """Returns True if the plan `staged`, with `n` staging tensors, fits into the free memory and is better than the
     plan `without`.
 
-    Several tensors pay if they take at most STAGING_SHARE of the memory for experts. One tensor pays if a typical
-    request then moves fewer bytes than without staging, where prompts are read in short passes so that slots give exact
-    results. If slots hold one token's experts in all layers without staging, they must also hold them with staging.
-    `without` is None if there is no plan without staging.
+    Several tensors are better if they occupy at most STAGING_SHARE of the memory for experts. One tensor is better if a
+    typical request then moves fewer bytes than without staging, where prompts are read in short passes so that slots
+    give exact results. If slots hold one token's experts in all layers without staging, they must also hold them with
+    staging. `without` is None if there is no plan without staging.
     """
     if staged.total_bytes > staged.available_bytes:
         return False
@@ -799,7 +801,7 @@ class _SlotsPlanner:
 
     def _bytes_by_layer(self) -> list[int]:
         """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
-        and an equal part of the weights that belong to no layer. The output does not count."""
+        and an equal share of the weights that belong to no layer. The output does not count."""
         layout, needs, n_layer = self._layout, self._needs, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]

@@ -1,7 +1,7 @@
 """Measures this machine's speeds with a model's own experts, once, and keeps them to compare the model's placements.
 
 The native library measures the CPU, a device, and the link between them. The speeds are kept (`known_facts`) separately
-for each device, number of threads, and file system that the model lies on.
+for each device, number of threads, and file system that holds the model.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from moegguf.quantities import MIB, Link, parse_size
 
 SECONDS = 0.06  # total seconds for measuring one figure, over all turns
 TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
-DENSE_BYTES = 4 * MIB  # about the bytes of the matrix that stands for the weights of one type outside of experts
-LEAST_SHARE = 0.05  # types with a smaller share of the weights outside of experts are not measured
-# bytes of the slots on the device, which are used in turn so that caches do not help; in RAM, the least bytes
+DENSE_BYTES = 4 * MIB  # approximate bytes of the matrix that represents the weights of one type outside experts
+LEAST_SHARE = 0.05  # types with a smaller share of the weights outside experts are not measured
+# bytes of the slots on the device, which are used in turn so that caches do not help; in RAM, the minimum
 POOL_BYTES = 96 * MIB
 CACHES = 4  # the CPU's slots have at least this many times the bytes of its last-level cache, if enough memory is free
 MOST_SLOTS = 1024
@@ -49,8 +49,8 @@ MOST_BLOCK_BYTES = 8 << 20
 SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: about half of PCIe 4 x16
 # assumed for a device that could not be measured: the slowest card with published figures
 SUPPOSED_MEMORY_BYTES_PER_S = 270e9
-MOST_READ_THREADS = 16  # most threads that read memory to estimate a speed
-BLOCK_BYTES = 512  # bytes of a block that st_blocks counts
+MOST_READ_THREADS = 16  # maximum number of threads that read memory to estimate a speed
+BLOCK_BYTES = 512  # bytes per block in st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OSError, OptionError)
 
 
@@ -80,8 +80,8 @@ class KnownSpeeds:
         return found
 
     def speeds_apart(self, device: Device) -> Speeds:
-        """Returns what `speeds` returns, but measures in a separate process, because a driver keeps memory of a device
-        for every process that computes there. Raises what `speeds` raises."""
+        """Returns the same result as `speeds`, with the same errors, but measures in a separate process, because a
+        driver reserves device memory for every process that computes there."""
         if known := self.known(device):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), self._n_threads, self._repack])
@@ -131,9 +131,9 @@ class KnownSpeeds:
 def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
-    """Returns the disk's speed for reads as large as this model's largest matrix of an expert, at most
-    MOST_BLOCK_BYTES. As many threads read as a store has readers. With mirrors, all copies are read at once, and their
-    speeds are added. Raises ModelNotFoundError."""
+    """Returns the disk's speed for reads as large as the largest expert matrix of this model, at most MOST_BLOCK_BYTES.
+    As many threads read as a store has readers. With mirrors, all copies are read at the same time, and their speeds
+    are added. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 
@@ -154,9 +154,9 @@ def _speeds_of(facts: dict[str, Any]) -> Speeds:
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
     """Measures the speeds with copies of an expert of the model's largest layer. device: ggml's name.
 
-    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and slots of
-    about POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and OptionError
-    if the device has no kernel for these experts.
+    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and needs
+    slots of about POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and
+    OptionError if the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
@@ -234,8 +234,7 @@ def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
 
 
 def dense_types(layout: ExpertLayout) -> dict[int, int]:
-    """Returns {ggml type: bytes of weights outside of experts}, without types that have too few bytes to be
-    measured."""
+    """Returns {ggml type: bytes of weights outside experts}, without types that have too few bytes to be measured."""
     of_experts = dict[int, int]()
     for matrix in layout.matrices:
         of_experts[matrix.ggml_type] = of_experts.get(matrix.ggml_type, 0) + matrix.n_expert * matrix.expert_bytes

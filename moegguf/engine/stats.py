@@ -1,4 +1,4 @@
-"""Counters and times of one model since its load: `later - earlier` has the counters of the time in between."""
+"""Counters and times of one model since its load: `later - earlier` has the counters of the interval in between."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Lookups:
         hits_late: lookups that found the expert on its way to a slot.
         misses: lookups that found neither.
         evictions: experts that left their slots for other experts.
-        bytes_missed: bytes that came into the slots for misses; in `Stats`, bytes that were read from the file.
-        bytes_prefetched: bytes that came into the slots for prefetches; in `Stats`, bytes that were read from the file.
+        bytes_missed: bytes moved into the slots for misses; in `Stats`, bytes that were read from the file.
+        bytes_prefetched: bytes moved into the slots for prefetches; in `Stats`, bytes that were read from the file.
         stall_s: seconds that compute threads spent waiting for experts.
         slots_used: slots that hold an expert now.
         n_slots: slots that can be used now.
@@ -58,7 +58,7 @@ class Lookups:
 
     @property
     def hit_rate(self) -> float:
-        """Share of lookups that found their expert in a slot, or on its way to one; 0.0 without lookups."""
+        """Share of lookups that found their expert in a slot, or on its way to one; 0.0 if there were no lookups."""
         return _ratio(self.hits, self.lookups)
 
 
@@ -66,9 +66,9 @@ class Lookups:
 class TierStats(Lookups):
     """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
 
-    "CPU" has the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's name for
-    the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the look-ups
-    that missed in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
+    "CPU" stands for the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's
+    name for the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the
+    lookups that missed in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
     """
 
     name: str
@@ -83,8 +83,8 @@ class TierStats(Lookups):
 @dataclass(frozen=True)
 class DriveStats:
     """Figures of one copy of the model's files: the file itself (`name` "file"), or a mirror ("mirror 1"). Two fields
-    are present values and not counters: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a
-    failure of the copy."""
+    are current values, not counters: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a failure
+    of the copy."""
 
     name: str
     reads: int = 0
@@ -117,12 +117,12 @@ class Stats(Lookups):
         prefetch_wasted: prefetched experts that were evicted without a use.
         prefetch_dropped: prefetches that never started: too late, already there, or no free slot.
         events_dropped: routing events that were dropped because the listener was too slow.
-        hook_s: time of the store's work at routers, without stalls.
+        hook_s: time that the store spent working at routers, without stalls.
         read_s: time of reads, summed over the threads that read.
         upload_s: time of writing experts into slots, summed over threads.
         eval_s: time of all passes.
         n_experts: experts of the model, over all layers.
-        n_threads: threads with which passes compute, as last chosen.
+        n_threads: number of threads that was last chosen for passes.
         staging_bytes: memory of the tensors in which prompts are staged on devices.
         bytes_staged: bytes that were copied into these tensors.
         staging_copy_s: time of these copies.
@@ -216,7 +216,7 @@ class Stats(Lookups):
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds per token in which computing waited for experts, on the CPU or on a device."""
+        """Seconds per token during which computing waited for experts, on the CPU or on a device."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
@@ -226,18 +226,18 @@ class Stats(Lookups):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of evaluation, with the tokens of prompts."""
+        """Tokens per second of evaluation, including the tokens of prompts."""
         return _ratio(self.tokens, self.eval_s)
 
     @property
     def staging_overlap(self) -> float:
-        """Share of the time of staging copies in which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
-        below 0. Waiting for the reads before the copies counts, too. 0.0 without copies."""
+        """Share of the staging copies' time during which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
+        below 0. Waiting for the reads before the copies counts, too. 0.0 if there were no copies."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computing and copying the missed bytes would need one after the other at this link
-        speed, as a share of the measured time.
+        """Returns the time that computing and copying the missed bytes would need in sequence at this link speed, as a
+        share of the measured time.
 
         1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
         computed. The time of computing is the evaluation time without stalls; the share is (compute + bytes missed /
@@ -262,7 +262,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
     """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. PRESENT_VALUES
-    stay. Counters of a tier or of a copy of the files are combined only if `before` has this tier or copy, too."""
+    stay unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or
+    copy."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

@@ -20,13 +20,14 @@ from moegguf.errors import AllocationError
 from moegguf.native import library
 
 PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
-PERIOD_S = 0.25  # least seconds between decisions; the system counts processor time in steps of 0.01 s
+PERIOD_S = 0.25  # minimum seconds between decisions; the system counts processor time in steps of 0.01 s
 IDLE_S = 0.25  # seconds without a pass, after which the measured use of processors is ignored
 MEMORY_S = 10.0  # seconds for which a measured time per token is valid
-# another number of threads is used if its time per token is below this share of the time with as many threads as free
-# processors
+# a different number of threads is used if its time per token is below this share of the time with as many threads as
+# free processors
 GAIN = 0.95
-# use of a processor by other processes, as a share: above 0.4 it loses its compute thread, below 0.25 it gets one again
+# use of a processor by other processes, as a share: above 0.4 the processor loses its compute thread, and below 0.25 it
+# gets one again
 LOWER_AT, RAISE_AT = (0.4, 0.25)
 
 
@@ -71,10 +72,10 @@ class ThreadGovernor:
     number.
 
     Compute threads wait for each other after every operation. If one of them shares a processor with another process,
-    all wait for slices of the scheduler, hundreds of times a token. Fewer threads are then faster, up to a hundred
-    times for a small model. Counts of involuntary context switches do not show this, because a thread that waits for a
-    descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict for any number of
-    own threads.
+    all wait for time slices of the scheduler, hundreds of times per token. Fewer threads are then faster, up to a
+    hundred times for a small model. Counts of involuntary context switches do not show this, because a thread that
+    waits for a descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict,
+    whatever the number of the context's own threads.
     """
 
     def __init__(self, n_cpu: int, n_max: int) -> None:
@@ -96,12 +97,12 @@ class ThreadGovernor:
         n_free = max(1, min(max(self._n_free, at_least), at_most, self._n_max))
         if n_free != self._n_free:
             self._n_free = n_free
-            self._token_s.clear()  # the known times were measured under another load
+            self._token_s.clear()  # the known times were measured under a different load
         if token_s is not None:
             self._token_s[self.n_threads] = token_s, now_s
         known = self._token_s = {n: found for n, found in self._token_s.items() if now_s - found[1] < MEMORY_S}
         self.n_threads = self._n_free
-        if self._n_free in known:  # another number of threads may have been measured to be faster under this load
+        if self._n_free in known:  # a different number of threads may have been measured to be faster under this load
             best = min(known, key=lambda n: known[n])
             if known[best][0] < GAIN * known[self._n_free][0]:
                 self.n_threads = best
@@ -126,7 +127,7 @@ class GovernedThreads:
 
     @property
     def n_threads(self) -> int:
-        """The number of threads with which passes compute, as last chosen."""
+        """The number of threads that was last chosen for passes."""
         return self._governor.n_threads
 
     def before_pass(self) -> None:

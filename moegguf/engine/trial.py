@@ -1,9 +1,9 @@
 """Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
 process ends.
 
-With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same headers of
-the files, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
-memory is never taken twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
+With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same file
+headers, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
+the two never use memory at the same time. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from moegguf.gguf.projector import ProjectorHeader
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
-# Keywords of `Llama` that can make llama.cpp run other code. The trial ignores all other keywords of the load.
+# Keywords of `Llama` that can make llama.cpp run different code. The trial ignores all other keywords of the load.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
      "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full",
      "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
-# tokens for which the context has room, most tokens of a batch, and tokens whose experts have slots at once
+# tokens that fit in the context, maximum tokens in a batch, and tokens whose experts have slots at the same time
 N_CTX, N_BATCH, N_SLOT_TOKENS = (256, 8, 4)
-N_IMAGE_TOKENS = 1024  # more room in the context for the trial's image; an image that does not fit is not evaluated
+N_IMAGE_TOKENS = 1024  # additional context tokens for the trial's image; an image that does not fit is not evaluated
 MAX_IMAGE_THREADS = 4
 CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
 # the limit is longer for an image: the projector's weights are multiplied with each patch, at most MAX_PATCHES times
@@ -51,7 +51,7 @@ WALL_S, DISK_BYTES_PER_S = 90, 5 << 20
 SPARE_BYTES = 1 << 30  # the memory limit is twice the bytes that the trial needs, plus these bytes
 COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels at their first use
 POLL_S = 0.1
-# Signals that the file does not cause: the system ends a process for lack of memory, or a user ends it.
+# Signals that are not blamed on the file: the system ends a process for lack of memory, or a user ends it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # text of C++'s exception for lack of memory
@@ -65,7 +65,7 @@ NO_DAMAGE = (
 
 @dataclass(frozen=True)
 class Request:
-    """The load that the trial process has to try, and its limits."""
+    """The load that the trial process must try, and its limits."""
 
     path: str
     options: Mapping[str, Any]  # keywords of `Llama`
@@ -77,7 +77,7 @@ class Request:
 Outcome = tuple[str, bool]
 """(reason why the trial failed, or ""; True if the outcome is kept, because another trial would have the same one)."""
 
-NO_VERDICT: Outcome = "", False  # the trial has no result: only the load itself can show if the model works
+NO_VERDICT: Outcome = "", False  # the trial has no result: only the load itself can show whether the model works
 
 
 def try_first(
@@ -89,7 +89,7 @@ def try_first(
     """Tries the model, with its `projector`, unless its verdict is known or trials are switched off. Calls `waiting`
     meanwhile; an exception of `waiting` ends the trial.
 
-    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial took far
+    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial used far
     more memory than it should, or if the system ended it. Raises ExpertIOError if the mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
@@ -170,7 +170,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
     """Starts the trial process and waits for its end or the time limit. The trial process also ends if this process
     ends, because its stdin is then closed.
 
-    Raises AllocationError if the trial took far more memory than it should, or if the system ended it. Raises
+    Raises AllocationError if the trial used far more memory than it should, or if the system ended it. Raises
     ExpertIOError if the file could not be read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
@@ -180,7 +180,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # The trial uses the expert store even if the load will not: without the store, the trial could take all
+            # The trial uses the expert store even if the load will not: without the store, the trial could use all
             # memory.
             env=child_environment(MOEGGUF_TRIAL_LOAD="0", MOEGGUF_HOOKS="1", **threads),
             start_new_session=True,

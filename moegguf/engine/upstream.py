@@ -19,7 +19,7 @@ from moegguf.models.pull import fetch
 from moegguf.native import library
 
 _bindings = library.llama_cpp()
-# `Llama` compares the adapter with None, but ctypes returns a null pointer, with which llama.cpp would abort.
+# `Llama` compares the adapter with None, but ctypes returns a null pointer, which would make llama.cpp abort.
 _bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
@@ -28,7 +28,7 @@ ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, in addition to one to
 
 class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
     """llama-cpp-python's tokenizer, but with a buffer for as many tokens as the text has bytes. llama-cpp-python's
-    buffer has the context length that the file claims."""
+    buffer is as long as the context length that the file claims."""
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
         """Returns the tokens of a text. Raises OptionError for a text that llama.cpp cannot tokenize."""
@@ -44,8 +44,8 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined] 
 
 class GrammarMask:
     """A GBNF grammar for sampling: a logits processor, which must be the last one of a request. It uses llama.cpp's
-    grammar sampler outside of llama.cpp's chain. If no token may follow, the caller must stop: a token outside of the
-    grammar would make llama.cpp end the process with a C++ exception.
+    grammar sampler outside llama.cpp's chain. If no token may follow, the caller must stop: a token outside the grammar
+    would make llama.cpp end the process with a C++ exception.
 
     `vocab`: llama.cpp's vocabulary, of `n_vocab` tokens. `grammar`: a `LlamaGrammar`, or its text in GBNF.
 
@@ -74,7 +74,7 @@ class GrammarMask:
         return scores if self.exhausted else masked
 
     def accept(self, token: int) -> None:
-        """Advances the grammar past a sampled token. Does nothing if `exhausted`: the token is then outside of the
+        """Advances the grammar past a sampled token. Does nothing if `exhausted`: the token is then outside the
         grammar."""
         if not self.exhausted:
             _bindings.llama_sampler_accept(self._sampler, token)
@@ -93,7 +93,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     _batch: Any
-    # True: the last row of logits does not belong to the context's present tokens, or belongs to another request
+    # True: the last row of logits does not belong to the context's current tokens, or belongs to another request
     _requires_eval: bool
     _grammar: GrammarMask | None = None  # grammar of the request that samples now
     tokenizer_: Any
@@ -101,7 +101,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
         with readable(model_path) as path, readable(lora_path) if lora_path else nullcontext() as adapter:
             super().__init__(path, lora_path=adapter, **options)
-        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # a user's own tokenizer stays
+        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # a user's own tokenizer is kept
             self.tokenizer_ = BoundedTokenizer(self)
 
     @property
@@ -154,7 +154,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         """Loads a model from the Hugging Face Hub, with all shards of a split model. `options`: keywords of the class.
 
         `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename, the default quantisation.
-        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model fits, or several do, and
+        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model matches, or several do, and
         PullError.
         """
         return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
@@ -178,8 +178,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields tokens as in llama-cpp-python. Also ends if a grammar allows no further token; no end-of-text token is
-        yielded then. Raises OptionError if there is no token to begin with."""
+        """Yields tokens as in llama-cpp-python. Also ends, without yielding an end-of-text token, if a grammar allows
+        no further token. Raises OptionError if there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue, because the prompt has no tokens; give at least one.")
@@ -188,7 +188,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         )
 
     def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Returns `criteria`, and a criterion for the end of the request's grammar if it has one."""
+        """Returns `criteria`, with a criterion for the end of the grammar added if the request has a grammar."""
         if options.get("grammar") is None:
             return criteria
 
@@ -259,7 +259,7 @@ def _bias(logit_bias: Mapping[Any, float]) -> Any:
 
 
 class LlamaCppOptions(TypedDict, total=False):
-    """Keywords of the pinned release's `llama_cpp.Llama`. `moegguf.Llama` takes them with the same meaning."""
+    """Keywords of the pinned release's `llama_cpp.Llama`. `moegguf.Llama` accepts them with the same meaning."""
 
     n_gpu_layers: int
     split_mode: int

@@ -1,8 +1,8 @@
 """Warm start: when a model is loaded, fetches the experts that its earlier runs used most, so that the first tokens
 find their experts in slots.
 
-These experts only take free slots. Reads for which a layer waits come before the reads of a warm start. The most used
-ones go into the tier from which layers compute, and the next ones into RAM below.
+These experts use only free slots. Reads for which a layer waits come before the reads of a warm start. The most used
+experts go into the tier from which layers compute, and the next ones into RAM below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save_uses(session: Session, artifacts: Artifacts) -> None:
     """Adds the uses of experts since the load to the uses in earlier runs, which count less with each pass, and saves
     the sums.
 
-    Does nothing without a pass, or if every expert has a slot, because uses are then not known.
+    Does nothing if there was no pass, or if every expert has a slot, because uses are then not known.
     """
     store, shape = session.store, MoeShape.of(session.layout)
     passes = store.counters()["passes"]

@@ -3,5 +3,5 @@
 Promises: an answer is the same in a worker process, in the chat and through a server. Templates and schemas are
 untrusted; the time and memory for them are limited. A stop string never appears in an answer. An answer can be
 cancelled between any two tokens. Requests and deltas are plain data that fits in JSON. The package does not know about
-HTTP, terminals, worker processes or single experts.
+HTTP, terminals, worker processes or individual experts.
 """

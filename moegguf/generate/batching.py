@@ -5,9 +5,9 @@ that are being generated. Only a prompt that is computed alone may take several 
 batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) If one sequence is cancelled, or needs an
 expert that cannot be read, the others go on. Any other error of a pass ends all of its sequences.
 
-If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on the other tokens of
-its passes, as in llama.cpp. A request with `exact` is then computed alone. A request with images is always computed
-alone, and so is every request if the context has only one sequence (`Llama.n_seq_max`).
+If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer's logits depend on the other
+tokens in its passes, as in llama.cpp. A request with `exact` is then computed alone. A request with images is always
+computed alone, and so is every request if the context has only one sequence (`Llama.n_seq_max`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.stats import Stats
 
-KEEP_AGAIN_S = 0.05  # seconds between two tries to write computed tokens to disk while the model is idle
+KEEP_AGAIN_S = 0.05  # seconds between attempts to write computed tokens to disk while the model is idle
 LAST_KEEP_S = 2.0  # seconds for which the loop retries to write computed tokens to disk when it ends
 CLOSED = "the model is closed; load it again."
 CANCELLED = "the request was cancelled while it waited; send it again."
-MAX_READERS = 32  # most prompts that are read at once, so that a slow template does not delay other requests
+MAX_READERS = 32  # threads that read prompts; several, so that a slow template does not delay other requests
 
 
 class BatchLoop:
@@ -66,7 +66,7 @@ class BatchLoop:
         self._changed = threading.Condition()  # protects the next four fields
         self._arrived: list[Sequence | Task] = []
         self._computing: list[Sequence] = []
-        self._task: Task | None = None  # the running task; None without one, and during a task with keeps_context
+        self._task: Task | None = None  # the running task; None if no task is running, or if it has keeps_context
         self._closing = False
         self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
         # Only the loop's thread changes the fields from here on.
@@ -179,8 +179,8 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Sets the scale of the LoRA adapter back to the scale that the model was loaded with. If this changes the
-        scale, also clears the context, because its tokens were computed with the other scale."""
+        """Resets the scale of the LoRA adapter to the one that the model was loaded with. If this changes the scale,
+        also clears the context, because its tokens were computed with the other scale."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:
@@ -344,10 +344,10 @@ class BatchLoop:
         return evaluated
 
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Returns the sequences that were evaluated, and the index of each one's row of logits. If the KV cache was
-        full, some sequences may have gone back to the queue; they are left out. After an exception, each sequence has
-        the tokens from before the pass in the KV cache, or fewer. Raises ContextError if the KV cache has no room for
-        one sequence."""
+        """Evaluates a step. Returns the sequences that were evaluated, and the index of each one's row of logits. If
+        the KV cache was full, some sequences may have gone back to the queue; they are left out. After an exception,
+        the KV cache contains each sequence's tokens from before the pass, or fewer of them. Raises ContextError if the
+        KV cache has no room for one sequence."""
         remaining = step
         while remaining:
             try:
@@ -412,7 +412,7 @@ class BatchLoop:
         return True
 
     def _take_pass(self, sequence: Sequence, row: int) -> tuple[int, bool]:
-        """Notes the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
+        """Records the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
         accepted if it equals the token that was just sampled; the rest of the draft is dropped from the KV cache.
         Returns the number of new tokens in the KV cache. The second value is False if the pass has evaluated the prompt
         to its end, or to its last token; otherwise True."""

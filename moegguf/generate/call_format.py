@@ -65,7 +65,7 @@ TOOLS = tuple(
 )
 
 MAX_RENDERED = 256 << 10  # maximum number of characters that a template may render for a probe
-MAX_WRITTEN = 4 << 10  # maximum characters of the probe's call; if a template renders more, its format is unknown
+MAX_WRITTEN = 4 << 10  # maximum length of the probe's call in characters; if a call is longer, its format is unknown
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 # a word on its own line, or a text without braces that ends with a mark
@@ -79,9 +79,9 @@ class Written:
     """The exact text of one call, from which the grammar of forced calls is made: the texts `before` the name,
     `between` name and arguments, and `after` the arguments.
 
-    If arguments have their own marks, `key_open` and `key_close` are the texts before and after an argument's name,
-    and `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for any
-    type. `separator` stands between two arguments, and `quote` stands before and after a string.
+    If arguments have their own marks, `key_open` and `key_close` are the texts before and after an argument's name, and
+    `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for any type.
+    `separator` is the text between two arguments, and `quote` is the text before and after a string.
     """
 
     before: str
@@ -107,8 +107,8 @@ class ToolFormat:
     written: Written
 
     def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, given with its marks; None if the block is not a call. `final`: the answer has
-        ended, so the last marks may be missing."""
+        """Returns the calls in a block, which is given with its marks, or None if the block is not a call. `final`:
+        True if the answer has ended, so that the last marks may be missing."""
         body = self._body(block)
         found = (read(body, types, final=final) for read in self.readers)
         return next((calls for calls in found if calls is not None), None)
@@ -122,8 +122,8 @@ class ToolFormat:
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
-        """Returns the calls in a block that the token limit cut off; None if no call can be read. The last call has its
-        arguments up to the cut."""
+        """Returns the calls in a block that the token limit cut off, or None if no call can be read. The last call has
+        its arguments up to the cut."""
         begin = block.find("{", len(self.open))
         texts = [block]
         if begin >= 0:
@@ -243,8 +243,8 @@ def _whole_mark_end(text: str, at: int) -> int:
 def _open_mark(head: str) -> str:
     """Returns the text that announces a call, such as "<tool_call>". `head`: the text before the call's name.
 
-    The result is the first word of `head` up to the call's id, cut after the last delimiter in it; without a delimiter,
-    the whole word.
+    The result is the first word of `head` up to the call's id, cut after the last delimiter. A word without a delimiter
+    is not cut.
     """
     word = head.split(maxsplit=1)[0].partition(ID)[0] if head.strip() else ""
     marks = list(_MARK.finditer(word))
@@ -276,7 +276,7 @@ def _unique_end(close: str, block: str) -> str:
 def _behind_name(head: str) -> int:
     """Finds the last `NAME` (the name of the probe's tool) in `head`, and the first mark after it.
 
-    Returns the position where this mark, such as "<tool_call>", ends; 0 if either is missing.
+    Returns the position where this mark, such as "<tool_call>", ends, or 0 if either is missing.
     """
     at = head.rfind(NAME)
     mark = _MARK.search(head, at) if at >= 0 else None
@@ -284,14 +284,13 @@ def _behind_name(head: str) -> int:
 
 
 def _through(text: str, mark: str) -> str:
-    """Returns `text` up to the first `mark`, with the mark; "" if the text does not contain the mark, or the mark is
-    ""."""
+    """Returns `text` up to and including the first `mark`. Returns "" if the mark is empty or not in the text."""
     return text[: text.index(mark) + len(mark)] if mark and mark in text else ""
 
 
 def _object_at(text: str, begin: int) -> tuple[int, int] | None:
-    """Returns the start and end of the JSON object with the probe's arguments, searched from the position `begin`; None
-    without one."""
+    """Returns the start and end of the JSON object with the probe's arguments, or None if there is none. The search
+    starts at the position `begin`."""
     for match in re.compile(r"\{").finditer(text, begin):
         found = json_at(text, match.start())
         if found and found[0] == VALUES:
@@ -300,8 +299,8 @@ def _object_at(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def _json_around(text: str, at: int) -> tuple[int, int] | None:
-    """Returns the start and end of the outermost JSON object or list that contains the position `at`; None without
-    one."""
+    """Returns the start and end of the outermost JSON object or list that contains the position `at`, or None if there
+    is none."""
     for match in re.compile(r"[\[{]").finditer(text, 0, at):
         found = json_at(text, match.start())
         if found and found[1] > at:
@@ -310,7 +309,7 @@ def _json_around(text: str, at: int) -> tuple[int, int] | None:
 
 
 class _Probe:
-    """Finds out the format of a chat template: renders conversations with known words and looks for these in the
+    """Determines the format of a chat template: renders conversations with known words and looks for these words in the
     result."""
 
     def __init__(self, template: str) -> None:
@@ -332,8 +331,8 @@ class _Probe:
     # Thinking and text
 
     def _think_marks(self) -> ThinkMarks | None:
-        """Returns the marks around thinking: the known marks of this template, otherwise the marks that it renders;
-        None without either."""
+        """Returns the marks around thinking: the known marks of this template, otherwise the marks that it renders.
+        Returns None if there are neither."""
         known = think_marks_of(self.template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
@@ -342,12 +341,12 @@ class _Probe:
             return known
         open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
         marks = close.strip().removesuffix(open_text.strip())
-        # `marks` is empty if all of `close` also stands before the text of an answer without thinking. Then the end of
-        # `close` that is also the end of a prompt with think=False is the opening mark of the text.
+        # `marks` is empty if all of `close` also comes before the text of an answer without thinking. Then the opening
+        # mark of the text is the common ending of `close` and a prompt with think=False.
         if not marks:
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
-            # the opening mark ends with this piece, so it belongs to the closing mark, too
+            # the opening mark ends with this piece, so it also belongs to the closing mark
             if shared and before.endswith(shared[0]):
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
@@ -356,7 +355,7 @@ class _Probe:
         return ThinkMarks(opened.strip("\n"), marks.strip())
 
     def _text_marks(self) -> tuple[str, str]:
-        """Returns the marks before and after the text of an answer, "" and "" if there are none. Also sets
+        """Returns the marks before and after the text of an answer, or two empty strings if there are none. Also sets
         `closes_thinking`."""
         begin = _whole_mark_begin(self._text, _common_prefix(self._text, self._prompt))
         opened, text, rest = self._text[begin:].partition(TEXT)
@@ -386,7 +385,7 @@ class _Probe:
 
     @functools.cache  # noqa: B019 (a probe lives as long as its format)
     def tool_format(self) -> ToolFormat | None:
-        """Returns the format in which the template renders calls; None if it renders none, or if the format is not
+        """Returns the format in which the template renders calls, or None if it renders none or the format is not
         recognized."""
         written = self._written(_call(NAME, ID, VALUES))
         if NAME not in written or len(written) > MAX_WRITTEN:
@@ -413,7 +412,7 @@ class _Probe:
         return found.removeprefix(self.text_close) if self.text_close else found
 
     def _json_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of the calls if their name stands within JSON, otherwise None."""
+        """Returns the format of the calls if their name is inside JSON, otherwise None."""
         found = _json_around(written, written.index(NAME))
         arguments = _object_at(written, found[0]) if found else None
         if found is None or arguments is None:
@@ -428,7 +427,7 @@ class _Probe:
         return ToolFormat(head.strip(), close, (reader,), exact)
 
     def _named_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of the calls if their name stands between marks, otherwise None."""
+        """Returns the format of the calls if their name is between marks, otherwise None."""
         whole = _object_at(written, written.index(NAME))
         first_key = whole[0] if whole else written.find("qkeya")
         at = written.rfind(NAME, 0, max(first_key, 0))
@@ -440,7 +439,7 @@ class _Probe:
         head, rest = written[:at], written[style.end :]
         block = head[_behind_name(head) :]
         next_head, call_close = self._between_calls(block, style)
-        if not head.strip():  # the prompt ends with the mark of the first call, so the second call's mark is taken
+        if not head.strip():  # the prompt ends with the mark of the first call, so the mark of the second call is used
             head = block = next_head
         opened = _open_mark(block)
         inner = [block.strip().removeprefix(opened)]
@@ -481,7 +480,7 @@ class _Probe:
         return _Style(place[1], NamedCalls(between=_flexible(between.strip())), Written("", between, ""))
 
     def _text_style(self, written: str, at: int) -> _Style | None:
-        """Returns the style of arguments that are not JSON, None if the probe's arguments are not found in
+        """Returns the style of arguments that are not JSON, or None if the probe's arguments are not found in
         `written`."""
         places = [written.find(text, at) for text in ("qkeya", "qvala", "qkeyb", "qvalb")]
         if min(places) < 0 or places != sorted(places):
@@ -536,7 +535,7 @@ class _Probe:
         return pattern, signs
 
     def _key_close_of(self, kind: str, value: Any) -> str:
-        """Returns the text between an argument's name and its value, for a value of the JSON type `kind`; "" if the
+        """Returns the text between an argument's name and its value, for a value of the JSON type `kind`, or "" if the
         value is not found."""
         rendered = self._render(_answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"})))
         at = rendered.rfind("qkeya")
@@ -550,7 +549,7 @@ VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "obje
 
 @dataclass(frozen=True)
 class _Style:
-    """The way in which a template writes arguments."""
+    """The way a template writes arguments."""
 
     end: int  # position after the arguments
     reader: MarkedCalls  # reads such arguments; its marks `before` and `after` are set later
@@ -572,7 +571,7 @@ def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
 
 
 def _flexible(text: str) -> str:
-    """Returns a regular expression for a mark that the template rendered. Where the probe's call id stood, any id
+    """Returns a regular expression for a mark that the template rendered. In place of the probe's call id, any id
     matches."""
     return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
 
@@ -593,9 +592,9 @@ def _endings(text: str) -> Iterator[str]:
 class AnswerFormat:
     """The format of a model's answers: its marks, and its formats of tool calls.
 
-    `think`: the marks of thinking. `closes_thinking`: an answer without thinking begins with the mark that ends
-    thinking. `text_open`, `text_close`: the marks around the text. `channels`: an answer consists of messages whose
-    headers name a channel or a recipient.
+    `think`: the marks of thinking. `closes_thinking`: True if an answer without thinking begins with the mark that ends
+    thinking. `text_open`, `text_close`: the marks around the text. `channels`: True if an answer consists of messages
+    whose headers name a channel or a recipient.
     """
 
     def __init__(self, probe: _Probe) -> None:
@@ -606,13 +605,13 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """True if the template writes the marks around a text before a call even if there is no text."""
+        """True if the template writes the marks around the text even before a call without text."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it, such as marks of the end of a turn that are not
-        end tokens."""
+        """The texts that may follow an answer without belonging to it, such as end-of-turn marks that are not end
+        tokens."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
 
     def learn(self) -> None:

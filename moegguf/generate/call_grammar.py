@@ -2,7 +2,7 @@
 model's chat template.
 
 If all arguments are one JSON object, the grammar enforces the tool's schema as far as `json_schema.py` can. In other
-formats the grammar enforces the names of parameters, which parameters are required, types, and enumerated scalars.
+formats the grammar enforces the names of parameters, required parameters, types, and enumerated scalars.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 
 def quoted(text: str) -> str:
-    """Returns a literal of the grammar that matches `text`; "" if the text is empty."""
+    """Returns a literal of the grammar that matches `text`, or "" if the text is empty."""
     return json.dumps(text) if text else ""
 
 
@@ -42,7 +42,7 @@ class CallGrammar:
         self.rules = list[str]()
 
     def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
-        """Returns the grammar of a call of the tool `name`. `parameters`: the JSON schema of its arguments. `before`:
+        """Returns the grammar of a call to the tool `name`. `parameters`: the JSON schema of its arguments. `before`:
         the text before the tool's name, in which the probe's NAME and ID are replaced."""
         written = self._written
         opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(ID, CALL_ID)
@@ -170,7 +170,7 @@ class CallGrammar:
 
 def _properties(whole: Parameter) -> Iterator[str]:
     """Yields the names of the properties that the schema describes or requires, each once, in the order of the schema.
-    Schemas that it combines or refers to count, too."""
+    Includes the properties of schemas that it combines or refers to."""
     names = dict[str, None]()
     for part in whole.parts():
         properties, required = part.get("properties"), part.get("required")

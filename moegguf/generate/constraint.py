@@ -126,8 +126,8 @@ def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
-    """Returns the grammar `body` between the model's marks around text. An opening mark with which the prompt already
-    ends is left out."""
+    """Returns the grammar `body` between the model's marks around text. If the prompt already ends with an opening
+    mark, the grammar leaves this mark out."""
     if form.is_harmony:
         return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
     opened = form.text_open.removeprefix(form.begun(prompt_end))
@@ -152,8 +152,8 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """Writes the grammars of calls of tools in a model's format. `behind_mark`: True: each grammar begins after the
-    mark that begins a call."""
+    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if each grammar begins after the mark
+    that begins a call."""
 
     def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
         written = form.tools[0].written
@@ -162,13 +162,13 @@ class _Calls:
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
         if behind_mark:  # the mark that begins a call is in another rule
             self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # the template writes the marks around text before a call even if there is no text
+        elif form.empties_text:  # the template writes the marks around the text even before a call without text
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)
 
     def call(self, function: Mapping[str, Any]) -> str:
-        """Returns the grammar of a call of `function`. Raises SchemaError for a tool without a usable name or
+        """Returns the grammar of a call to `function`. Raises SchemaError for a tool without a usable name or
         schema."""
         name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):

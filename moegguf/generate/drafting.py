@@ -6,13 +6,13 @@ random numbers that it would have used without drafts. The loop drops the drafte
 the KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
 
 Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts,
-divided by the number of sequences in the pass. A drafted token costs the time by which it makes the pass longer; this
-includes the reading of experts that no other token uses. A draft is extended as long as the chance that its next token
-is reached and accepted is worth more than the token's cost. If drafts are expected to save next to nothing, a short
-draft of one answer is tried now and then. Such trials use an allowance, which is a share of the time of passes. When
-drafts have lost the allowance and all earlier savings, they pause until there is some allowance again.
+divided by the number of sequences in the pass. The cost of a drafted token is the time that it adds to the pass,
+including the time to read experts that no other token uses. A draft is extended as long as the chance that its next
+token is reached and accepted is worth more than the token's cost. If drafts are expected to save next to nothing, a
+short draft of one answer is tried now and then. Such trials use an allowance, which is a share of the time of passes.
+When drafts have lost the allowance and all earlier savings, they pause until some new allowance has accumulated.
 
-The search for drafts takes time, too. Without a draft context, a sequence is searched only if its last tokens have
+The search for drafts also takes time. Without a draft context, a sequence is searched only if its last tokens have
 occurred in it before. After some passes without an accepted token, the next passes skip the search.
 """
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 SUPPOSED_COST = 0.1  # assumed cost of a drafted token before it is measured, as a fraction of a pass without drafts
 LEAST_COST = 0.01  # lower limit of the cost of a drafted token, as a fraction of a pass without drafts
 LOSS = 0.005  # share of the time of passes that drafts and their search may lose, in addition to earlier savings
-PATIENCE = 4  # passes without an accepted token until the number of skipped passes grows: from 0 to 1, 3, 7
+PATIENCE = 4  # passes without an accepted token before the number of skipped passes grows (0, 1, 3, 7)
 REST = 3  # up to 2**REST - 1 passes in a row skip the search
-MARGIN = 0.03  # drafts with a smaller expected gain are a trial; the unit is the time that one accepted token saves
-BASE_PASSES = 9  # number of most recent passes without drafts whose median is taken as the time of such a pass
+MARGIN = 0.03  # drafts with a smaller expected gain are trials; the unit is the time that one accepted token saves
+BASE_PASSES = 9  # number of most recent passes without drafts whose median is used as the time of such a pass
 RENEW_PASSES = 32  # number of passes with drafts after which one pass without drafts is measured
 TRIAL_TOKENS = 3  # maximum number of tokens in a trial draft
-MEMORY = 0.9  # factor for older sums at each new measurement, of costs and of one answer's acceptances
+MEMORY = 0.9  # decay of older sums at each new measurement, for costs and for one answer's acceptances
 PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each `Source`, before any draft was verified
 
 
@@ -71,8 +71,8 @@ class Acceptance:
 
 
 class PassTimes:
-    """Measured times of passes with a certain number of sequences: without drafts, and the time that each drafted
-    token adds."""
+    """Measured times for a certain number of sequences: the time of a pass without drafts, and the time that each
+    drafted token adds."""
 
     def __init__(self) -> None:
         self.widest = 0  # largest number of tokens drafted in one pass so far
@@ -83,8 +83,8 @@ class PassTimes:
 
     @property
     def base_s(self) -> float | None:
-        """Median seconds of a pass without drafts. None if fewer than BASE_PASSES such passes were measured, or if at
-        least RENEW_PASSES passes with drafts followed the last one."""
+        """The median time of a pass without drafts, in seconds. None if fewer than BASE_PASSES such passes were
+        measured, or if at least RENEW_PASSES passes with drafts followed the last one."""
         is_known = len(self._undrafted_s) == BASE_PASSES and self._n_drafted < RENEW_PASSES
         return sorted(self._undrafted_s)[BASE_PASSES // 2] if is_known else None
 
@@ -95,13 +95,13 @@ class PassTimes:
         return max(self._cost / self._tokens, LEAST_COST)
 
     def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
-        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens added to the
-        pass, at most `base_s` for each; 0 for a pass without drafts."""
+        """Records the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens added to the
+        pass, at most `base_s` for each token."""
         if n_tokens == 0:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
             return 0.0
-        added_s = min(seconds - base_s, n_tokens * base_s)  # drafted tokens do not cause a longer delay
+        added_s = min(seconds - base_s, n_tokens * base_s)  # a longer delay has other causes
         if self.widest:  # the first pass with drafts is not counted: it allocates memory for wide passes
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s
@@ -114,7 +114,8 @@ class DraftGate:
     each source of drafts.
 
     Drafts may lose the time that earlier drafts saved plus an allowance, which is the share LOSS of the time of passes.
-    Together these count up to N_MAX / 2 passes. The drafts of one pass may exceed them by the time of about one pass.
+    The two together are limited to the time of N_MAX / 2 passes. The drafts of one pass may exceed them by the time of
+    about one pass.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class DraftGate:
         self._times = defaultdict[int, PassTimes](PassTimes)  # key: number of sequences in the pass
         self._balance_s = 0.0  # seconds that drafts may still lose: saved time plus allowance
         self._allowance_s = 0.0  # seconds that trial drafts may cost
-        self._tries = False  # True if the drafts of the next pass are a trial
+        self._tries = False  # True if the drafts of the next pass are trials
         self._n_vain = 0  # successive passes that could have drafts but accepted no token; 0 while `base_s` is None
         self._n_rested = self._n_resting = 0  # passes to skip after the last search; passes still to skip
         self._pays = True
@@ -145,14 +146,14 @@ class DraftGate:
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # limit, because a trial cannot cost more
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # limited because a trial cannot cost more
         worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
-        known = max(TRIAL_TOKENS, 2 * times.widest)  # limit, because the cost of much wider passes is still unknown
+        known = max(TRIAL_TOKENS, 2 * times.widest)  # limited because the cost of much wider passes is still unknown
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
             chances = [source.chance for source in of_answer]
-            # Number of leading draft tokens whose chance to be reached and accepted is worth their cost, per source.
+            # Number of leading draft tokens whose chance of being reached and accepted is worth their cost, per source.
             paying = [int(math.log(cost / worth) / math.log(p)) if cost / worth < p else 0 for p in chances]
             widths.append([min(most, n) for n in paying])
             gain += max(worth * p * (1 - p**n) / (1 - p) - n * cost for p, n in zip(chances, widths[-1], strict=True))
@@ -166,7 +167,7 @@ class DraftGate:
     def note_pass(
         self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0
     ) -> None:
-        """Notes the time of a pass with `n_sequences` decoding sequences, after `is_due` returned True.
+        """Records the time of a pass with `n_sequences` decoding sequences, after `is_due` returned True.
 
         spent_s: CPU time of the search for drafts, which is included in `seconds`. If nothing was drafted, it counts as
         lost time, not as time of a pass without drafts.
@@ -207,7 +208,7 @@ class _Text:
         """Adds the n-grams that end in new tokens to `hashes`. Sets `repeats` to True if the last `n_key` tokens have
         occurred before, otherwise to False. If `n_key` is 0, `repeats` stays True.
 
-        One new token takes about a microsecond. As long as no text repeats itself, drafting has no other cost.
+        Each new token takes about a microsecond. As long as no text repeats itself, drafting has no other cost.
         """
         context = self.sequence.context
         for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):
@@ -252,7 +253,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # a draft ends before the answer's and context's limit
+            if text.repeats and sequence.prompt.images is None:  # drafts end before the answer's and context's limits
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )
@@ -271,9 +272,8 @@ class Drafter:
         """Returns the number of tokens to use from each draft, so that all fit into the pass. 0 means that a draft is
         not used.
 
-        A recurrent state can be rolled back only by a limited number of tokens. For a model with such a state, all
-        used drafts get one length, which is chosen so that as many tokens as possible are used in
-        total. Shorter drafts are not used.
+        A recurrent state can be rolled back only by a limited number of tokens. For a model with such a state, all used
+        drafts get one length, chosen to use as many tokens as possible in total. Shorter drafts are not used.
         """
         wanted = [len(draft.tokens) for draft in drafts]
         n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)
@@ -291,7 +291,7 @@ class Drafter:
         return best
 
     def note_verified(self, sequence: Sequence, kv: KvSequence, n_accepted: int) -> None:
-        """Notes how many tokens of a sequence's draft were accepted."""
+        """Records how many tokens of a sequence's draft were accepted."""
         text, n_drafted = self._texts[kv.seq_id], len(sequence.draft)
         self._llm.context.drafted.update(draft_passes=1, drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         text.acceptance[text.source].note(n_drafted, n_accepted)
@@ -300,7 +300,7 @@ class Drafter:
         self._n_accepted += n_accepted
 
     def note_pass(self, n_sequences: int, seconds: float) -> None:
-        """Notes the time of a pass in which `n_sequences` sequences decoded and no prompt was computed. Ignores the
+        """Records the time of a pass in which `n_sequences` sequences decoded and no prompt was computed. Ignores the
         time if a text was searched for the first time."""
         if not self._begins:
             self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)

@@ -1,7 +1,8 @@
 """Embeddings of texts, and a reranker's scores of documents. A model loaded with embedding=True pools the hidden states
 as its file specifies. For any other model, the embedding is the hidden state of the last token.
 
-Each input is evaluated alone, from an empty context, so its vector does not depend on the other inputs in any bit.
+Each input is evaluated alone, from an empty context, so its vector is the same to the last bit whatever the other
+inputs are.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def embed(
     num_ctx: int | None = None,
 ) -> Embeddings:
     """Returns the vectors of `inputs`. Each input is a string, or a list of strings and token ids. With `normalize`,
-    vectors are scaled to length 1 (zero vectors stay zero). `num_ctx` is a further limit of tokens per input; None: no
-    further limit.
+    vectors are scaled to length 1 (zero vectors stay zero). `num_ctx` is an additional limit on the tokens per input;
+    None: no additional limit.
 
     If the model was loaded with embedding=True, its file specifies the pooling. Otherwise the vector is the hidden
     state of the last token, and the context contains the last input after the call. An input without tokens is
@@ -93,7 +94,7 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
 
 def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
     """Returns the tokens of a query and a document, joined as in llama-server: by the model's chat template "rerank"
-    if it has one, else by the model's separator tokens."""
+    or, if there is no such template, by its separator tokens."""
     bindings, vocab = library.llama_cpp(), llm._model.vocab
     if template := llm.metadata.get("tokenizer.chat_template.rerank"):
         text = template.replace("{query}", query).replace("{document}", document)
@@ -108,8 +109,8 @@ def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
 
 
 def _limit(llm: Llama) -> int:
-    """Returns the maximum number of tokens of an input. This is the length of the context. If the model was loaded for
-    embeddings, it is at most one pass, because pooling needs all tokens in the same pass."""
+    """Returns the maximum number of tokens of an input: the length of the context. If the model was loaded for
+    embeddings, an input must also fit into one pass, because pooling needs all tokens in the same pass."""
     if llm.context_params.embeddings:
         return int(min(llm.n_ctx(), llm.n_batch, llm.context_params.n_ubatch))
     return int(llm.n_ctx())
@@ -140,7 +141,7 @@ def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: b
             f"the input length exceeds the context length: {len(tokens)} tokens or more, but {limit} are read at a"
             " time; give a shorter input, or let it be cut (truncate)."
         )
-    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the cut keeps a last token that has no text
+    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # a last token without text is kept
     return tokens[: limit - len(end)] + end
 
 

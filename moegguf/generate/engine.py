@@ -22,7 +22,7 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sam
 from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
-AHEAD = 2  # limit of requests that are submitted and not yet collected, per sequence of the context
+AHEAD = 2  # maximum number of requests submitted and not yet collected, per sequence of the context
 
 Prompt = str | abc.Sequence[int]
 
@@ -78,9 +78,9 @@ class Engine:
         options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
 
     If the model is batch-invariant (`Llama.batch_invariant`), an answer has the same bits alone and together with
-    others, unless its context shifts. Where this does not hold, `Sampling(exact=True)` computes a request without
-    others. All methods may be called from any thread. Raises the errors of `Llama`, and OptionError for options given
-    with a loaded `Llama`.
+    others, unless its context shifts. For other models, and for contexts that shift, `Sampling(exact=True)` computes a
+    request alone. All methods may be called from any thread. Raises the errors of `Llama`, and OptionError for options
+    given with a loaded `Llama`.
 
     Example:
         >>> import moegguf
@@ -253,7 +253,7 @@ class Engine:
                     answers.append(_collected(queues[len(answers)]))
                 submitted.append(self._submit(request, queue.put))
             return answers + [_collected(queue) for queue in queues[len(answers) :]]
-        except BaseException:  # also an interrupt: nobody waits for these answers any more
+        except BaseException:  # also on an interrupt: nobody waits for these answers any more
             for sequence in submitted:
                 self._loop.cancel(sequence)
             raise
@@ -261,7 +261,7 @@ class Engine:
 
 def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
     """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` has `truncate`,
-    a string or token ids that are too long for the context will be an error. Raises OptionError for an unknown
+    a string or token ids that do not fit into the context will cause an error. Raises OptionError for an unknown
     field."""
     of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:

@@ -190,8 +190,8 @@ class _Parser:
     # Characters
 
     def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields each character of a literal or class, and True if it was written as an escape. Raises SchemaError for
-        an unknown escape, or one that is not a Unicode character."""
+        """Yields each character of a literal or class, each with True if it was written as an escape. Raises
+        SchemaError for an unknown escape, or one that is not a Unicode character."""
         begin = 0
         while begin < len(text):
             found = _CHARACTER.match(text, begin)

@@ -22,9 +22,9 @@ from moegguf.generate.request import Message
 from moegguf.gguf.projector import DECODED_BYTES
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_ASPECT_RATIO = 64  # long side / short side: some projectors would enlarge a very narrow image without limit
+MAX_ASPECT_RATIO = 64  # ratio of the sides: some projectors would enlarge a very narrow image without limit
 MAX_IMAGES = 64  # maximum number of images in a request
-# Bytes of memory per pixel that stb_image takes to decode a file (measured). PLAIN_BYTES: 8-bit PNG, baseline JPEG.
+# Bytes of memory per pixel that stb_image needs to decode a file (measured). PLAIN_BYTES: 8-bit PNG, baseline JPEG.
 # INTERLACED_BYTES: added for an interlaced PNG. WIDE_BYTES: 16-bit PNG, progressive JPEG.
 PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
 
@@ -32,8 +32,8 @@ Part = Mapping[str, Any]
 
 
 def with_images(text: str, images: Iterable[str | bytes]) -> str | list[dict[str, str]]:
-    """Returns the content of a message with `images` before `text`; `text` itself if there are no images. Each image is
-    the content of a file, as bytes or as base64. Raises OptionError as `image_part` does."""
+    """Returns the content of a message with `images` before `text`, or `text` itself if there are no images. Each image
+    is the content of a file, as bytes or as base64. Raises OptionError as `image_part` does."""
     parts = [image_part(base64.b64encode(image).decode() if isinstance(image, bytes) else image) for image in images]
     return [*parts, {"type": "text", "text": text}] if parts else text
 
@@ -45,7 +45,7 @@ def image_part(text: str) -> dict[str, str]:
 
 
 def decode_base64(text: str) -> bytes:
-    """Returns the bytes of an image file that was sent as base64. White space in `text` is ignored. Raises OptionError
+    """Returns the bytes of an image file that was sent as base64. Whitespace in `text` is ignored. Raises OptionError
     for text that is not base64 or is too long."""
     most = MAX_IMAGE_BYTES * 4 // 3 + 1024
     if len(text) > most:
@@ -62,7 +62,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def read_image(data: bytes) -> Image:
-    """Checks an image file. Returns it with the dimensions that its header states.
+    """Checks an image file. Returns the file together with the dimensions in its header.
 
     Raises OptionError for a format other than PNG, JPEG or GIF, a damaged header, and a file or image that is too
     large or too narrow.
@@ -92,7 +92,7 @@ def read_image(data: bytes) -> Image:
 
 def _dimensions(data: bytes) -> tuple[int, int, int] | None:
     """Returns the width and height that the decoder (stb_image) will read, and the bytes of memory per pixel that it
-    takes. Returns None if the header is damaged or its format is not PNG, JPEG or GIF."""
+    needs. Returns None if the header is damaged or its format is not PNG, JPEG or GIF."""
     try:
         if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
             width, height, depth, interlaced = struct.unpack_from(">IIB3xB", data, 16)

@@ -42,17 +42,17 @@ _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 
-# Keywords that only schemas of this module (`Made`) have. In the schema of a user they are ignored.
+# Keywords that only schemas of this module (`Made`) have. In a user's schema they are ignored.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
-MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is read as anyOf
+MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is treated as anyOf
 MAX_COMPLEMENTS = 64  # an alternative of a oneOf that needs more combinations does not exclude the other alternatives
 _DEPTH = 3  # levels of nested values that are compared to decide if two alternatives exclude each other
 
 
 class Made(dict[str, Any]):
-    """A schema that this module made. The exceptions from JSON Schema for users' schemas (see json_schema.py) do not
-    apply to such a schema."""
+    """A schema that this module made. The exceptions that json_schema.py makes for users' schemas do not apply to such
+    a schema."""
 
 
 class _NoComplementError(Exception):
@@ -77,11 +77,11 @@ class Facts:
         return (part[keyword] for part in self.parts if keyword in part)
 
     def least(self, keyword: str, default: int = 0) -> int:
-        """Returns the strictest lower limit: the largest value of this keyword; `default` if no part has it."""
+        """Returns the strictest lower limit: the largest value of this keyword, or `default` if no part has it."""
         return max(self.each(keyword), default=default)
 
     def most(self, keyword: str) -> int | None:
-        """Returns the strictest upper limit: the smallest value of this keyword; None if no part has it."""
+        """Returns the strictest upper limit: the smallest value of this keyword, or None if no part has it."""
         return min(self.each(keyword), default=None)
 
     @functools.cached_property
@@ -167,12 +167,12 @@ class Document:
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
 
     def goal(self, *schemas: Any) -> Goal:
-        """Returns the goal of values for which all these schemas hold. Raises SchemaError for an invalid schema."""
+        """Returns the goal of values that all these schemas allow. Raises SchemaError for an invalid schema."""
         numbers = dict.fromkeys(map(self._number, schemas))
         return tuple(number for number in numbers if self._kept[number] not in (True, {}))
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
-        """Returns the goal of values for which `goal` and all these schemas hold."""
+        """Returns the goal of values that `goal` and all these schemas allow."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
     def _number(self, schema: Any) -> int:
@@ -200,7 +200,7 @@ class Document:
     # Alternatives
 
     def alternatives(self, goal: Goal) -> list[Facts]:
-        """Returns the alternatives of a goal: a value follows the goal if it satisfies any of them."""
+        """Returns the alternatives of a goal: a value satisfies the goal if it satisfies any of them."""
         key = goal, self._compares
         if key not in self._alternatives:
             self._alternatives[key] = [_facts(parts) for parts in self._parts_of(goal)]
@@ -305,8 +305,8 @@ class Document:
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
         """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. Returns
-        none for more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is read as `anyOf`, so
-        that a schema may contain itself."""
+        none for more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is treated as `anyOf`,
+        so that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
             return found
@@ -345,8 +345,8 @@ class Document:
     # Nested values
 
     def property_goal(self, facts: Facts, name: str | None, matched: Iterable[str] = ()) -> Goal | None:
-        """Returns the goal of a property's value, None if the property is not allowed. `matched`: the patterns that the
-        property's name matches. `name` is None for a property that no schema names."""
+        """Returns the goal of a property's value, or None if the property is not allowed. `matched`: the patterns that
+        the property's name matches. `name` is None for a property that no schema names."""
         self._count_steps(len(facts.parts))
         found, is_covered = list[Any](), False
         if name in facts.absent:
@@ -366,7 +366,7 @@ class Document:
         return self._goal_of_all(found)
 
     def item_goal(self, facts: Facts, n: int) -> Goal | None:
-        """Returns the goal of the item with index `n` of an array, None if this item is not allowed."""
+        """Returns the goal of the item with index `n` of an array, or None if this item is not allowed."""
         self._count_steps(len(facts.parts))
         found = list[Any]()
         for part in facts.parts:
@@ -511,8 +511,8 @@ def _facts(parts: list[Json]) -> Facts:
 
 
 def _is_tuple(part: Json) -> bool:
-    """Returns True if `prefixItems` of this part lists all items that an array may have: a user's schema without
-    `items`."""
+    """Returns True if an array may have only the items in `prefixItems` of this part. This holds for a user's schema
+    without `items`."""
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 
@@ -573,8 +573,8 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 
 def _kept(schema: Any) -> bool | Json:
-    """Returns a schema's supported keywords in the form of JSON Schema 2020-12; a bool unchanged. A keyword that is
-    null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
+    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns a bool unchanged. A keyword
+    that is null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
     keyword."""
     if isinstance(schema, bool):
         return schema

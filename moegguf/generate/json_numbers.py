@@ -18,22 +18,22 @@ from typing import Any
 from moegguf.errors import SchemaError
 
 MAX_DIGITS = 16
-MAX_EXACT = 2**53  # limit of the bounds of multiples, which llguidance represents as doubles
+MAX_EXACT = 2**53  # limit for the bounds of multiples, which llguidance represents as doubles
 
 _EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
 
 
 @dataclass
 class Numbers:
-    """The numbers that a schema allows. `least`, `most` and `step` restrict nothing if they are None. `whole`: True:
-    only integers. `fractional`: True: only numbers that are not integers."""
+    """The numbers that a schema allows. `least`, `most` and `step` restrict nothing if they are None. `whole`: True if
+    only integers are allowed. `fractional`: True if integers are not allowed."""
 
     whole: bool = False
     fractional: bool = False
     least: Decimal | None = None
-    above: bool = False  # True: `least` itself is not allowed
+    above: bool = False  # True if `least` itself is not allowed
     most: Decimal | None = None
-    below: bool = False  # True: `most` itself is not allowed
+    below: bool = False  # True if `most` itself is not allowed
     step: Fraction | None = None
     excluded: list[Decimal] = field(default_factory=list)
 
@@ -118,8 +118,8 @@ class Numbers:
         return max([MAX_DIGITS, *(len(_digits(bound)[0]) for bound in self._bounds())])
 
     def _n_behind(self) -> int:
-        """Returns the maximum number of digits after the decimal point: one more than the longest bound has, but at
-        least MAX_DIGITS."""
+        """Returns the maximum number of digits after the decimal point: one more than any bound has, but at least
+        MAX_DIGITS."""
         return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
 
     def _parts(self, step: Fraction) -> Iterator[Numbers]:
@@ -153,7 +153,7 @@ class Numbers:
 
 
 def decimal_of(value: float | Decimal) -> Decimal:
-    """Returns exactly the decimal number that JSON writes for `value`."""
+    """Returns the exact decimal number that `value` has in JSON."""
     return value if isinstance(value, Decimal) else Decimal(repr(value))
 
 

@@ -6,10 +6,10 @@ Schemas are untrusted. They are read as JSON Schema 2020-12, with these exceptio
 - Properties are written in the order of the schema.
 - A schema without `type`, `enum` and `const` has the type to which its other keywords apply. If they apply to several
   types, it is the first of object, array, string and number.
-- `prefixItems` without `items` allows no other items. Without `minItems`, too, all of its items are required.
+- `prefixItems` without `items` allows no other items. If `minItems` is also missing, all of its items are required.
 - Numbers have up to 16 digits before and after the point, unless their bounds need more. Blanks are limited.
 - If an object has more than MAX_MATCHES `patternProperties`, a name may match at most one of them.
-- Unknown keywords and formats are ignored. The few keywords that no grammar can follow are ignored, too, unless the
+- Unknown keywords and formats are ignored. The few keywords that no grammar can follow are also ignored, unless the
   request is strict.
 """
 
@@ -27,8 +27,8 @@ from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
 MAX_GRAMMAR_CHARS = 1 << 20  # maximum length of a request's grammar, including the schemas of tools
-MAX_SUBSCHEMAS = 10_000  # limit of subschemas in a request; a subschema that is used several times counts each time
-MAX_STEPS = 100_000  # maximum steps of work to split all schemas of a request into alternatives
+MAX_SUBSCHEMAS = 10_000  # maximum number of subschemas in a request; a subschema is counted each time it is used
+MAX_STEPS = 100_000  # maximum number of steps to split all schemas of a request into alternatives
 MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array
 MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match at most one of them
 MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
@@ -209,7 +209,7 @@ class _Writer:
     def _number(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         numbers = facts.numbers
         for n, expression in enumerate([] if numbers.is_empty() else numbers.expressions()):
-            if n:  # the first belongs to the part that `rule` has counted
+            if n:  # `rule` has already counted the first one
                 self.count_part()
             if isinstance(expression, str):
                 yield (self._terminal(expression),)
@@ -259,15 +259,15 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """Returns the rule of an array's item with index `n`, which must also follow `schemas`. Returns None if such an
-        item is not allowed."""
+        """Returns the rule for an array's item with index `n`, which must also follow `schemas`. Returns None if such
+        an item is not allowed."""
         goal = self.document.item_goal(facts, n)
         return None if goal is None else self.rule(self.document.together(goal, *schemas))
 
     def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
         """Returns the rule for the remainder of an array or object after its first `n` items or properties. The
-        remainder is further items or properties, which each follow the rule `one`, and the closing terminal `end`. If
-        `one` is None, no further ones are allowed. `least` and `most` limit the total number; None: no limit."""
+        remainder consists of more items or properties, each following the rule `one`, and the closing terminal `end`.
+        If `one` is None, no more are allowed. `least` and `most` limit the total number; None: no limit."""
         alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):
@@ -280,9 +280,9 @@ class _Writer:
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
         """Returns the rule for an array's items and end if some items must follow the schema of `contains`. Returns
-        None if there are several `contains`, or if counting would take more than MAX_STATES states."""
+        None if there are several `contains`, or if counting would need more than MAX_STATES states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
-        n_items = max(facts.n_prefix, least, most or 0, 1)  # number of items up to which the state counts
+        n_items = max(facts.n_prefix, least, most or 0, 1)  # the states count up to this number of items
         n_found = max(fewest, limit or 0)
         if len(contained) > 1 or (n_items + 1) * (n_found + 1) > MAX_STATES:
             return None
@@ -324,7 +324,7 @@ class _Writer:
 
     def _few(self, goal: Goal) -> list[str] | None:
         """Returns the JSON texts of all values of a goal if it allows only null, booleans and listed scalars, otherwise
-        None. Also returns None if strings must follow further keywords such as `pattern`."""
+        None. Also returns None if strings must follow other keywords such as `pattern`."""
         texts = list[str]()
         for facts in self.document.alternatives(goal):
             for kind in facts.types:
@@ -453,7 +453,7 @@ def _literal(values: Iterable[Any]) -> str:
 
 
 def _comma(n: int) -> tuple[str, ...]:
-    """Returns the comma before an item or property that follows `n` others; nothing if `n` is 0."""
+    """Returns the comma before an item or property that follows `n` others, or nothing if `n` is 0."""
     return ("J_COMMA",) if n else ()
 
 
@@ -464,7 +464,8 @@ def _texts_of(value: Any) -> list[str]:
 
 
 def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
-    """Returns the names of the rules that match some text, in their order. Other rules can never end."""
+    """Returns the names of the rules that match some text, in their order. A match of any other rule could never
+    end."""
     users: dict[str, list[str]] = {}
     for name, alternatives in rules.items():
         for symbol in itertools.chain.from_iterable(map(_rules_in, alternatives)):

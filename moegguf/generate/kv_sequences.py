@@ -108,7 +108,7 @@ class KvSequences:
 
     def truncate(self, kv: KvSequence, n_tokens: int) -> None:
         """Keeps the first `n_tokens` tokens of a place and drops the others. If the model's state cannot be cut there,
-        fewer tokens stay: up to the nearest saved state, or none."""
+        fewer tokens are kept: up to the nearest saved state, or none."""
         cache = self._llm.prefix_cache
         if cache is not None:
             n_tokens = cache.truncate(kv.seq_id, kv.tokens, n_tokens, kv.owner)
@@ -140,8 +140,8 @@ class KvSequences:
                 kv.tokens.clear()
 
     def drop_unused(self) -> bool:
-        """Empties the least recently used of the places that have tokens and no sequence. Returns False if there is no
-        such place."""
+        """Empties the least recently used place that has tokens but no sequence. Returns False if there is no such
+        place."""
         unused = [kv for kv in self._all if kv.sequence is None and kv.tokens]
         if unused:
             self.truncate(min(unused, key=lambda kv: kv.n_used), 0)
@@ -185,8 +185,8 @@ class KvSequences:
             cache.store(kv.seq_id, kv.tokens, n_new, kv.owner, goes_on)
 
     def store_unused(self) -> bool:
-        """Continues to write the tokens of unused places to disk, if there was too much to write at once. Returns True
-        if there is still more to write."""
+        """Continues to write the tokens of unused places to disk, if there was too much to write in one step. Returns
+        True if there is still more to write."""
         cache = self._llm.prefix_cache
         if cache is None or not cache.behind:
             return False
@@ -293,8 +293,8 @@ class KvSequences:
         return True
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
-        """Returns the number of tokens of a place that a sequence can reuse; 0 if the owners differ. At least one token
-        of the sequence is left to evaluate."""
+        """Returns the number of tokens of a place that a sequence can reuse, or 0 if the owners differ. At least one
+        token of the sequence is left to evaluate."""
         if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])

@@ -48,7 +48,7 @@ class AnswerParser:
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
-        """Adds a chunk of text. Returns a delta with the parts that are certain now. The delta is often empty."""
+        """Adds a chunk of text. Returns a delta with the parts that are certain so far. The delta is often empty."""
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
@@ -57,7 +57,7 @@ class AnswerParser:
         return delta
 
     def end(self, *, cut: bool = False) -> Delta:
-        """Ends the answer. Returns a delta with everything that was held back. `cut`: True: the token limit ended the
+        """Ends the answer. Returns a delta with everything that was held back. `cut`: True if the token limit ended the
         answer."""
         self._ended, self._cut = True, cut
         return self.feed("")
@@ -114,8 +114,8 @@ class ChannelParser(AnswerParser):
             header = yield from self._header()
 
     def _header(self) -> Generator[None, None, str | None]:
-        """Consumes a header and returns it. Returns "" if the text does not begin with a header, None at the end of the
-        answer."""
+        """Consumes a header and returns it. Returns "" if the text does not begin with a header, or None at the end of
+        the answer."""
         while not self._ended:
             body = self._held.lstrip()
             if not any(body.startswith(begin[: len(body)]) for begin in ("to=", *self._marks)):
@@ -168,7 +168,7 @@ class ChannelParser(AnswerParser):
             self._text += text
 
     def _calls_in(self, text: str) -> list[Call] | None:
-        """Returns the calls in the text of a message to a function, None if there are none. The token limit may have
+        """Returns the calls in the text of a message to a function, or None if there are none. The token limit may have
         cut the text."""
         for form in self._formats:
             if form.open and form.open in text and (calls := form.calls(text.strip(), self._types, final=True)):
@@ -253,7 +253,7 @@ class MarkParser(AnswerParser):
 
     def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
         """Waits until the held text has more than blanks and is not an incomplete mark of `marks`. Returns the held
-        text without leading blanks; "" if the answer has ended."""
+        text without leading blanks, or "" if the answer has ended."""
         while not self._ended:
             body = self._held.lstrip()
             if body and not any(len(body) < len(mark) and mark.startswith(body) for mark in marks):
@@ -263,7 +263,7 @@ class MarkParser(AnswerParser):
 
     def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
         """Consumes the thinking if the answer begins with thinking. Returns True if the answer continues the text of a
-        message, so that leading blanks must stay; otherwise False."""
+        message, so that leading blanks must be kept; otherwise False."""
         if self._continuation is not None:
             if not self._continuation.in_thinking:
                 return True
@@ -326,7 +326,7 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that does not begin a call as text, unless this mark stands at the end of the prompt."""
+        """Writes a mark that does not begin a call as text, unless the prompt ends with this mark."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
@@ -384,8 +384,8 @@ def answer_parser(
 
 
 class StopStrings:
-    """Passes text on up to the first stop string. `found` is this stop string, "" as long as none was found. Empty stop
-    strings are ignored."""
+    """Passes text on up to the first stop string. `found` is this stop string, or "" if none has been found yet. Empty
+    stop strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.found = ""
@@ -425,8 +425,8 @@ class Transcript:
     vocabulary: Vocabulary
     stops: Iterable[str] = ()
     parser: AnswerParser | None = None
-    special: bool = False  # True: the text includes the text of control tokens
-    with_tokens: bool = False  # True: deltas contain their tokens
+    special: bool = False  # True if the text includes the text of control tokens
+    with_tokens: bool = False  # True if deltas contain their tokens
 
     def __post_init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -436,11 +436,11 @@ class Transcript:
 
     @property
     def stop_string(self) -> str:
-        """The stop string that ended the answer, "" if there is none."""
+        """The stop string that ended the answer, or "" if there is none."""
         return self._stops.found
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
-        """Adds a token. Returns the next delta, None if it is empty."""
+        """Adds a token. Returns the next delta, or None if it is empty."""
         text = self._decode(self.vocabulary.piece(token, special=self.special))
         if self.with_tokens or logprob is not None:
             self._held.append((self._n_fed, token, logprob))
@@ -448,8 +448,8 @@ class Transcript:
         return self._delta(self._stops.feed(text))
 
     def end(self, *, cut: bool = False) -> Delta | None:
-        """Ends the answer. Returns a delta with everything that was held back; None if there is nothing. `cut`: True:
-        the token limit ended the answer."""
+        """Ends the answer. Returns a delta with everything that was held back, or None if there is nothing. `cut`: True
+        if the token limit ended the answer."""
         rest = "" if self._stops.found else self._decode(b"", True)
         delta = self._delta(self._stops.feed(rest) + self._stops.end())
         if self.parser is None:

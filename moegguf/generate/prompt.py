@@ -1,10 +1,10 @@
 """Makes the tokens of a request's prompt. The sources are messages that the chat template renders, an earlier context,
 and a text, which may have a gap that the model fills.
 
-A request may allow that a prompt that is too long is shortened. In a conversation, whole messages are left out, the
-oldest first; then the longest message is cut at its beginning. Any other prompt keeps some first and some last tokens,
-in total as many as a full context keeps when it is shifted, as in llama.cpp. A prompt with a gap is never shortened.
-This module evaluates nothing.
+If the request allows it, a prompt that is too long is shortened. In a conversation, whole messages are left out, the
+oldest first; then the longest message is cut at its beginning. Any other prompt keeps its first and its last tokens,
+and loses its middle. As in llama.cpp, it keeps the number of tokens that a full context keeps in a shift. A prompt with
+a gap is never shortened. This module evaluates nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 MAX_WHOLE_CHARACTERS = 512 << 10  # the number of tokens of a longer text is estimated before the text is tokenized
 TOKEN_CHARACTERS = 32  # maximum characters of a rendered prompt per token of the context; COPIES may allow more
-COPIES = 4  # a rendered prompt may have this number of times the characters of its messages and tools
+COPIES = 4  # a rendered prompt may be this many times as long as its messages and tools
 USUAL_CHARACTERS = 4  # typical number of characters per token, for estimates
-HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may stay
-ANSWER_DIVISOR = 8  # a shortened conversation leaves 1/8 of the context for the answer; `max_tokens` if that is less
+HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may be kept
+ANSWER_DIVISOR = 8  # a shortened conversation leaves 1/8 of the context for the answer, or `max_tokens` if less
 MESSAGE_TOKENS = 8  # estimated number of tokens in the template's marks around a message
 
 Token = TypeVar("Token")
@@ -63,7 +63,7 @@ class Prompt:
 def read_prompt(llm: Llama, request: Request) -> Prompt:
     """Returns the prompt of `request`.
 
-    Raises ContextError if the prompt does not fit the context, even after being shortened if the request allows this.
+    Raises ContextError if the prompt does not fit into the context, even after any shortening that the request allows.
     Raises CapabilityError if the prompt needs a capability that the model lacks. Raises TemplateError if the chat
     template fails. Raises OptionError for an invalid token or image, for an empty list of messages, and for an empty
     prompt unless the model has a BOS token.
@@ -115,8 +115,8 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """Returns a prompt with the tokens of `text`. A text longer than MAX_WHOLE_CHARACTERS that needs more than twice
-    the context (by estimate) is not tokenized completely, only its beginning and its end."""
+    """Returns a prompt with the tokens of `text`. If the text is longer than MAX_WHOLE_CHARACTERS and needs more than
+    twice the context (by estimate), only its beginning and its end are tokenized."""
     if far := _far(vocabulary, text, n_ctx, special=special):
         return far
     tokens = vocabulary.tokens(text, special=special)
@@ -173,7 +173,8 @@ def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -
 
 
 def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
-    """Returns the tokens of `files`, which are (name, text), in llama-server's format; [] if there are no files.
+    """Returns the tokens of `files`, which are (name, text) pairs, in llama-server's format, or [] if there are no
+    files.
 
     If the model has tokens for a repository (arXiv 2409.12186), each text follows its name. At the end, the constant
     "filename" is the name of the file with the gap. For other models the files are snippets without names. Raises
@@ -196,9 +197,9 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 
 
 def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) -> Prompt:
-    """Returns the prompt with these tokens. If they are too many, some in the middle are cut out. `n_more`: number of
-    tokens that are already missing in the middle. Raises ContextError if a cut is necessary, but `truncate` or `shift`
-    of the request is False."""
+    """Returns the prompt with these tokens. If there are too many, some tokens in the middle are cut. `n_more`: number
+    of tokens that are already missing in the middle. Raises ContextError if a cut is necessary, but `truncate` or
+    `shift` of the request is False."""
     n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
     if n_whole < n_ctx:
         return Prompt(tokens)
@@ -211,7 +212,7 @@ def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) ->
 
 
 def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
-    """Returns `tokens` without their first one if it repeats the BOS token in `first`."""
+    """Returns `tokens` without the first token if that token repeats the BOS token in `first`."""
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
@@ -278,7 +279,7 @@ class _Renderer:
         return Prompt(tokens, text, len(tokens), self.template, continuation, images=images, stops=stops)
 
     def image_tokens(self, message: Message) -> int:
-        """Returns the number of tokens of a message's images; 0 if the model has no projector."""
+        """Returns the number of tokens of a message's images, or 0 if the model has no projector."""
         images, projector = mark_images([message]).images, self._llm.context.open_projector()
         if not images or projector is None:
             return 0
@@ -322,7 +323,7 @@ class _Renderer:
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool for the template, without its field `strict`, which only concerns the constraint of the answer."""
+    """Returns a tool for the template, without its field `strict`, which concerns only the constraint of the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
@@ -333,8 +334,8 @@ def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render
     """Returns the prompt of a conversation.
 
     If the prompt leaves too little room for an answer and the request has `truncate`, only system messages and the
-    newest other messages stay. If these still fill the context and the request has `shift`, the longest message is cut.
-    Raises ContextError if the prompt does not fit the context then.
+    newest other messages are kept. If these still fill the context and the request has `shift`, the longest message is
+    cut. Raises ContextError if the prompt still does not fit into the context.
     """
     whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
     n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
@@ -362,12 +363,12 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
     sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
-    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # estimates, equal in every request
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # estimates, the same in every request
     fixed = render(conversation.fixed)
     begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
     found = render(conversation.kept(begin))
     later = [other for other in conversation.begins if other > begin]
-    if found.n_tokens > n_room and later:  # the estimate was too low: search for the first begin that fits
+    if found.n_tokens > n_room and later:  # the estimate was too low: search for the first one that fits
         n = bisect_left(later, True, key=lambda other: render(conversation.kept(other)).n_tokens <= n_room)
         begin = later[min(n, len(later) - 1)]
         found = render(conversation.kept(begin))
@@ -399,15 +400,15 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
 
 
 def n_after_shift(n_ctx: int, n_keep: int) -> int:
-    """Returns the number of tokens that are left of a full context after a shift. The first `n_keep` tokens stay, and
+    """Returns the number of tokens that a full context has left after a shift. The first `n_keep` tokens are kept, and
     the older half of the others (at least one token) is dropped."""
     n_keep = min(max(n_keep, 0), n_ctx - 1)
     return n_ctx - max((n_ctx - n_keep) // 2, 1)
 
 
 def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
-    """Returns the first `n_keep` and the last tokens of a prompt that is too long. The result has the number of tokens
-    that a shift leaves of a full context.
+    """Returns the first `n_keep` and the last tokens of a prompt that is too long. The result has as many tokens as a
+    full context has left after a shift.
 
     `tokens` may lack some tokens in the middle of the prompt.
     """
@@ -417,9 +418,9 @@ def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
 
 
 class Conversation:
-    """A conversation that can be shortened. System messages and the user's last message always stay.
+    """A conversation that can be shortened. System messages and the user's last message are always kept.
 
-    `begins` has the indices of the messages with which a shortened conversation may begin. These are messages of the
+    `begins` has the indices of the messages that may come first in a shortened conversation. These are messages of the
     user, and the assistant's messages after the user's last one, so that a call is never separated from its results.
     """
 
@@ -433,12 +434,12 @@ class Conversation:
 
     @property
     def fixed(self) -> list[Message]:
-        """The messages of the shortest conversation: the system messages, and an empty message of the user."""
+        """The messages of the shortest conversation: the system messages, and an empty user message."""
         system = [message for message in self._messages if message.get("role") == "system"]
         return [*system, {"role": "user", "content": ""}]
 
     def kept(self, begin: int) -> list[Message]:
-        """Returns the messages that stay if the conversation begins at the message with index `begin`."""
+        """Returns the messages that are kept if the conversation begins at the message with index `begin`."""
         return [
             message
             for i, message in enumerate(self._messages)
@@ -447,7 +448,7 @@ class Conversation:
 
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
         """Returns the index of the message to begin with, so that the messages have about `room` tokens or fewer. 0
-        means that all messages stay.
+        means that all messages are kept.
 
         The number of dropped tokens is rounded up to a multiple of half of the room. So several successive turns begin
         at the same message, and the context already contains most of their prompts.
@@ -464,7 +465,7 @@ class Conversation:
 
 def longest(messages: Sequence[Message]) -> int | None:
     """Returns the index of the message with the longest text. System messages, and contents that are lists of parts,
-    are ignored. Returns None if no other message has a text."""
+    are ignored. Returns None if no other message has text."""
     sizes = {
         i: len(message["content"])
         for i, message in enumerate(messages)

@@ -21,7 +21,7 @@ class Sampling:
     llama-server.
 
     Attributes:
-        temperature: 0 takes the likeliest token (if XTC applies, the likeliest that XTC leaves).
+        temperature: 0 chooses the likeliest token (if XTC applies, the likeliest that XTC leaves).
         top_n_sigma: keeps only the tokens whose logit is within this number of standard deviations of the highest one;
             0 or less keeps all.
         xtc_probability: the chance that XTC applies: all tokens with a probability of at least `xtc_threshold` are
@@ -36,17 +36,17 @@ class Sampling:
             `temperature` is 0. It aims at an entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: no Mirostat.
         max_tokens: maximum number of tokens of the answer. None or below 1: until the model ends the answer or the
             context is full; if the context shifts, at most ten times the length of the context.
-        num_keep: number of first tokens, not counting BOS, that stay when the context shifts; -1: the whole prompt.
+        num_keep: number of first tokens, not counting BOS, that are kept when the context shifts; -1: the whole
+            prompt.
         seed: None: a random seed.
-        exact: True: the answer has the same bits whatever other requests are computed. For a batch-invariant model
+        exact: if True, the answer has the same bits whatever other requests are computed. For a batch-invariant model
             (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is computed
-            without others. A model that is not batch-invariant computes requests with `exact` or a seed from an empty
-            context.
+            alone. A model that is not batch-invariant computes requests with `exact` or a seed from an empty context.
         reasoning_budget_tokens: number of thinking tokens after which `reasoning_budget_message` and the end of the
             thinking are forced; 0: no thinking; None: no limit.
         text_bias: (string, bias) pairs; each token of a string gets the bias, in addition to `logit_bias`.
-        ignore_eos: True: end tokens are never sampled, so only stop strings and limits end the answer. No effect if the
-            answer has a required format, such as a schema, a grammar or a call.
+        ignore_eos: if True, end tokens are never sampled, so only stop strings and limits end the answer. This has no
+            effect if the answer has a required format, such as a schema, a grammar or a call.
         num_ctx: number of tokens of the model's context that the request may use; None: all.
     """
 
@@ -92,7 +92,7 @@ class Sampling:
         return min(n_ctx, self.num_ctx or n_ctx)
 
 
-REPEAT_LIMIT = 30  # Ollama's limit of repetitions, see `Request.repeat_limit`
+REPEAT_LIMIT = 30  # Ollama's repetition limit, see `Request.repeat_limit`
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Request:
     # `return_context`. A string is tokenized. If the first element is a string, BOS is added before it.
     context: tuple[int | str, ...] = ()
     suffix: str | None = None  # text after the gap that the model fills
-    files: tuple[tuple[str, str], ...] = ()  # (name, text) of other files, as information for filling the gap
+    files: tuple[tuple[str, str], ...] = ()  # (name, text) of other files, as context for filling the gap
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI's format: {"type": "function", "function": {...}}
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
     format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer follows
@@ -116,21 +116,21 @@ class Request:
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = (
-        True  # True: if not all messages fit, leaves out the oldest, but no system message; False: ContextError
+        True  # True: if not all messages fit, drops the oldest, but no system message; False: raises ContextError
     )
     # True: if the model can shift its context, drops the older half of the tokens after `num_keep` when an answer fills
     # the context. If `truncate` is True as well, also cuts a message or prompt that is still too long.
     shift: bool = True
-    continue_final_message: bool = True  # True: if the last message is the assistant's, the answer continues it
-    begins_answer: bool = True  # True: the template adds the header of an answer, which nearly all models need
+    continue_final_message: bool = True  # if True and the last message is the assistant's, the answer continues it
+    begins_answer: bool = True  # if True, the template adds the header of an answer, which nearly all models need
     n_logprobs: int | None = None  # number of alternatives per token, up to 20; None: no logprobs
-    prompt_logprobs: bool = False  # True: the prompt's tokens get logprobs, too, so the whole prompt is evaluated
-    prompt_only: bool = False  # True: evaluates the prompt and samples no token
+    prompt_logprobs: bool = False  # if True, the prompt's tokens also get logprobs, so the whole prompt is evaluated
+    prompt_only: bool = False  # if True, evaluates the prompt and samples no token
     return_context: bool = False
     # The text before the thinking, then the texts that may end it; the thinking budget uses them. When the budget is
     # used up, the first of the ending texts is forced. (): the marks of the model's template.
     think_marks: tuple[str, ...] = ()
-    return_tokens: bool = False  # True: deltas contain their tokens
+    return_tokens: bool = False  # True if deltas contain their tokens
     # If one token is repeated more often than this, the answer ends. A cycle of a few tokens may be repeated
     # CYCLE_PATIENCE times as often (`moegguf.generate.sequence`). 0: no limit.
     repeat_limit: int = 0
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def begins_with_token(self) -> bool:
-        """True if the context begins with a token. No BOS is then added: the request must contain it."""
+        """True if the context begins with a token id. Then no BOS is added: the request must contain it."""
         return bool(self.context) and isinstance(self.context[0], int)
 
 
@@ -214,7 +214,7 @@ class PromptProgress:
 
     n_tokens: int  # tokens of the prompt
     n_cached: int  # tokens that were reused from the context or the disk
-    n_done: int  # tokens that are done, including the reused ones
+    n_done: int  # tokens processed so far, including the reused ones
     seconds: float  # time since the evaluation began
 
 
@@ -231,7 +231,7 @@ class AnswerSummary:
     answer_s: float = 0.0
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
-    stop_string: str = ""  # the stop string that ended the answer, "" if none did
+    stop_string: str = ""  # the stop string that ended the answer, or "" if none did
     cut_messages: int = 0  # messages that were left out so that the prompt fits the context
     cut_tokens: int = 0  # tokens that were left out of the prompt
     n_shifts: int = 0  # number of times that the full context lost its older half
@@ -255,7 +255,7 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
     """Returns a copy of `base` with the sampling options in `parameters`. Other parameters are ignored.
 
     A value of num_predict below 1, num_ctx 0, or reasoning_budget_tokens below 0 sets no limit. seed -1 is random for
-    each request; other seeds count modulo 2^32. None leaves an option as in `base` if the option cannot be None.
+    each request; other seeds are taken modulo 2^32. None leaves an option as in `base` if the option cannot be None.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():

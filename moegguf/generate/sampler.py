@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.thinking_budget import ThinkingBudget
 
-_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written by its number
-MIROSTAT_TOKENS = 100  # number of tokens with which Mirostat 1 estimates the distribution, as in llama.cpp
+_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written as its number
+MIROSTAT_TOKENS = 100  # number of tokens from which Mirostat 1 estimates the distribution, as in llama.cpp
 MAX_BREAKERS = 32  # maximum number of DRY sequence breakers; each is compared with every token of the vocabulary
 MAX_BREAKER_BYTES = 40  # maximum length of a DRY sequence breaker; llama.cpp would cut longer ones
-MAX_STEP_S = 1.0  # maximum CPU seconds that llguidance may compute for one token
+MAX_STEP_S = 1.0  # maximum CPU seconds that llguidance may use for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms
@@ -110,7 +110,7 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        # "no_forcing": if the grammar allows only one text, the model may divide this text into tokens as it likes
+        # "no_forcing": if the grammar allows only one text, the model may split this text into tokens in any way
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
@@ -149,8 +149,8 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Returns [n_tokens], True for each token that may come next. This includes end-of-generation tokens if the
-        answer may end here.
+        """Returns an array of shape [n_tokens], True for each token that may come next. This includes end-of-generation
+        tokens if the answer may end here.
 
         Raises SchemaError if neither a token nor the end may come next, or if the computation exceeds its limits.
         """
@@ -178,7 +178,8 @@ class Matcher:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Surrounds a call of llguidance for one token. Raises SchemaError if it failed or took too long."""
+        """Context manager for a call to llguidance about one token. Raises SchemaError if the call failed or took too
+        long."""
         begin_s = time.thread_time()
         yield
         self._check()
@@ -206,7 +207,7 @@ def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogpro
 
 class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
-    count, too. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
+    also count. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
     Raises OptionError if logit_bias has a token that the model lacks, or the value NaN, and for invalid DRY sequence
     breakers. Raises SchemaError for a constraint that cannot be followed.
@@ -275,7 +276,7 @@ class Sampler:
             chain.add_dist(seed)
 
     def _add_penalties(self, sampling: Sampling) -> int:
-        """Adds the repetition penalties. Returns the number of most recent tokens that they count, 0 if they are
+        """Adds the repetition penalties. Returns the number of most recent tokens that they count, or 0 if they are
         off."""
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
             return 0
@@ -287,7 +288,7 @@ class Sampler:
 
     def _add_dry(self, sampling: Sampling) -> int:
         """Adds the DRY sampler, which penalizes repeated sequences. Returns the number of most recent tokens that the
-        sampler looks at, 0 if it is off. Raises OptionError for too many or too long sequence breakers."""
+        sampler examines, or 0 if it is off. Raises OptionError for too many or too long sequence breakers."""
         n_last = self._n_last(sampling, sampling.dry_penalty_last_n)
         if not sampling.dry_multiplier or not n_last:
             return 0
@@ -330,7 +331,7 @@ class Sampler:
         return token
 
     def _forced(self) -> int | None:
-        """Returns the token that the thinking budget forces; None if there is none or the constraint forbids it."""
+        """Returns the token that the thinking budget forces, or None if there is none or the constraint forbids it."""
         if self._budget is None or (token := self._budget.forced) is None:
             return None
         if self._matcher is not None and not self._matcher.allows(token):
@@ -348,8 +349,8 @@ class Sampler:
         return self._apply(row, allowed) if allowed.any() else None
 
     def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
-        """Runs the samplers and returns the token, which they have not accepted yet. `allowed`: [n_vocab], False for
-        tokens that are masked."""
+        """Runs the samplers and returns the token, which they have not accepted yet. `allowed`: array of shape
+        [n_vocab], False for masked tokens."""
         array, candidates = self._candidates, self._candidates.candidates
         array.copy_logits(self._llm.context.logits(row))
         candidates.selected = -1

@@ -2,11 +2,11 @@
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
 internals. The operating system limits memory, and a timer ends this process when a template takes too long. Apart from
-the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts are equal to the
-prompts with which models were trained.
+the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts match the ones that
+models were trained with.
 
 Grammars come from untrusted requests. llguidance limits most of its work, but not all of the compilation. So a grammar
-is compiled here first. If this compilation ends in time, the compilation in the main process will, too.
+is compiled here first. If this compilation ends in time, so will the compilation in the main process.
 
 The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
 variables, and the maximum number of characters of the output; or it has a grammar and its limits. Each request has a
@@ -37,7 +37,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_MEMORY_BYTES = 512 << 20  # limit of address space, in addition to the space used before the first request
+MAX_MEMORY_BYTES = 512 << 20  # limit on address space, in addition to the space used before the first request
 MAX_COMPILED = 32  # maximum number of compiled templates in the cache
 
 
@@ -105,8 +105,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """The jinja2 environment of transformers, with some differences.
 
     `append` and `pop` of lists are allowed, because Kimi-K2's template uses them. Access to a forbidden attribute
-    always raises SecurityError. There is a filter `from_json`, and `tojson` also takes undefined values and iterators.
-    With `lenient`, a missing variable or field adds nothing (`Blank`).
+    always raises SecurityError. There is a filter `from_json`, and `tojson` also accepts undefined values and
+    iterators. With `lenient`, a missing variable or field adds nothing (`Blank`).
     """
 
     def __init__(self, lenient: bool = False) -> None:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # if the context can shift, an answer has at most this many times its length, as in Ollama
+MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many contexts long, as in Ollama
 
 MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that counts as repetition
-CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, as tables of numbers do
-AT_SCALE = " adapter at "  # separates the owner from the adapter's scale with which the tokens were computed
+CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, because tables of numbers do
+AT_SCALE = " adapter at "  # separates the owner from the adapter's scale when the tokens were computed
 
 _tickets = itertools.count(1)
 
@@ -44,7 +44,7 @@ def owner_part(owner: str) -> tuple[str, str]:
 
 class AnswerEvents(Protocol):
     """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback ends the whole loop.
-    After the loop was closed, another thread may call `on_end`."""
+    After the loop has been closed, another thread may call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
         """Called after each pass that evaluated a part of the prompt, and before the first pass of a long prompt."""
@@ -54,7 +54,7 @@ class AnswerEvents(Protocol):
         """Called with each part of the answer."""
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> object:
-        """Called once, last, when the answer has ended. `error` is None if there was no error."""
+        """Called once, after all other callbacks, when the answer has ended. `error` is None if there was no error."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class KvSequence:
     seq_id: int
     tokens: list[int] = field(default_factory=list)
     owner: str = ""  # owner of these tokens, as `Sequence.owner` returns it
-    sequence: Sequence | None = None  # the sequence that uses the place, None: free
+    sequence: Sequence | None = None  # the sequence that uses the place; None if the place is free
     n_used: int = 0  # number of the step that used it last
     # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
     n_clean: int | None = None
@@ -78,7 +78,7 @@ class Task:
     stop: Callable[[], object]  # ends `run` early; called by another thread, or by the loop's thread before `run`
     fail: Callable[[Exception], object]  # called instead of `run` if the task is cancelled or the loop ends first
     client_key: str = ""  # key of the client that started the task
-    keeps_context: bool = False  # True: the task computes nothing, and the tokens in the context stay
+    keeps_context: bool = False  # True if the task computes nothing and leaves the tokens in the context
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
     cancelled: bool = False
 
@@ -92,7 +92,7 @@ class Sequence:
 
     prompt: Prompt
     sampler: Sampler
-    shifts: bool  # True: if the context is full, its older half is dropped
+    shifts: bool  # True if the older half of a full context is dropped
     n_ctx: int  # tokens of the context that this request may use
     limit: int  # maximum number of tokens of the answer; 0: no token is sampled
 
@@ -109,7 +109,7 @@ class Sequence:
         self.cancelled = False
         self.error: Exception | None = None  # error of `read`
         self.kv: KvSequence | None = None
-        self.has_begun = False  # False until the known prefix of the prompt was copied to the sequence's place
+        self.has_begun = False  # False until the known prefix of the prompt has been copied to the sequence's place
         self.ended = False  # True after the last token was sampled
         self._llm: Llama
         self._prompt_logprobs: list[TokenLogprob] = []  # not sent yet
@@ -156,14 +156,14 @@ class Sequence:
     @property
     def owner(self) -> str:
         """The name of the owner of the computed tokens: the request's owner, and the scale of the model's adapter if it
-        differs from the loaded one. Only requests with an equal name may reuse the tokens."""
+        differs from the loaded one. Only requests with the same name may reuse the tokens."""
         request, scale = self.request, self.request.lora_scale
         is_loaded = scale is None or scale == self._llm.lora_scale
         return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
-        """Returns True if both sequences may be in one pass: neither must be computed alone, and both have one scale of
-        the model's adapter."""
+        """Returns True if both sequences may be in one pass: neither must be computed alone, and both use the same
+        scale of the model's adapter."""
         default = self._llm.lora_scale
         scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
         return len(scales) == 1 and not self.alone and not other.alone
@@ -179,10 +179,10 @@ class Sequence:
 
     @property
     def alone(self) -> bool:
-        """True if the sequence must be computed without others: if it has images, or if it has `exact` and other
-        sequences could change bits of the answer. They could if the model is not batch-invariant or if the context may
-        shift. A shift evaluates tokens again if others are computed too, which rounds differently than moving their
-        cells."""
+        """True if the sequence must be computed alone: if it has images, or if it has `exact` and other sequences could
+        change bits of the answer. This is possible if the model is not batch-invariant or if the context may shift. If
+        other sequences are being computed, a shift evaluates tokens again instead of moving their cells, which rounds
+        differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
@@ -196,7 +196,7 @@ class Sequence:
 
     @property
     def n_evaluated(self) -> int:
-        """The number of tokens of `context` that are in the KV cache; 0 if the sequence has no place."""
+        """The number of tokens of `context` that are in the KV cache, or 0 if the sequence has no place."""
         return len(self.kv.tokens) if self.kv is not None else 0
 
     @property
@@ -211,13 +211,13 @@ class Sequence:
 
     @property
     def image(self) -> ImageSpan | None:
-        """The next image of the prompt that is not evaluated yet; None if there is none."""
+        """The next image of the prompt that has not been evaluated yet, or None if there is none."""
         spans = self.prompt.images.spans if self.prompt.images is not None else ()
         return next((span for span in spans if span.begin >= self.n_evaluated), None)
 
     def begin(self, number: int, stats: Stats) -> None:
-        """Begins the computation of the sequence. `number`: its number in routing events. `stats`: the model's
-        counters now."""
+        """Begins the computation of the sequence. `number`: its number in routing events. `stats`: the model's current
+        counters."""
         self.number, self.context = number, list(self.prompt.tokens)
         self._start_s, self._before = time.perf_counter(), stats
 
@@ -228,7 +228,7 @@ class Sequence:
         return PromptProgress(n_tokens, self.summary.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
 
     def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
-        """Keeps the logprobs of prompt tokens from a pass that evaluated `n_tokens` of them after the first `n_done`.
+        """Stores the logprobs of prompt tokens from a pass that evaluated `n_tokens` of them after the first `n_done`.
         The logits of each evaluated token determine the logprob of the next one. `row`: row of the logits for the last
         evaluated token."""
         tokens, known = self.prompt.tokens, self._prompt_logprobs
@@ -242,8 +242,8 @@ class Sequence:
 
     def sample(self, row: int, stats: Callable[[], Stats]) -> Exception | None:
         """Samples the next token from a row of the logits and sends the new part of the answer. The token may end the
-        answer. If `limit` is 0, ends the answer instead. Returns the error, None if there is none. `stats` returns the
-        model's counters."""
+        answer. If `limit` is 0, ends the answer instead. Returns the error, or None if there is none. `stats` returns
+        the model's counters."""
         if self._prompt_logprobs:
             self.events.on_delta(Delta(prompt=tuple(self._prompt_logprobs)))
             self._prompt_logprobs = []
@@ -284,7 +284,7 @@ class Sequence:
 
     def _repeats(self, token: int) -> bool:
         """Returns True if the answer should end because it only repeats one token, or (after many more tokens) a short
-        cycle of tokens. Leading and trailing white space of a token's text is ignored."""
+        cycle of tokens. Leading and trailing whitespace of a token's text is ignored."""
         if not (limit := self.request.repeat_limit):
             return False
         text = self._llm.vocabulary.piece(token, special=True).strip()
@@ -301,7 +301,7 @@ class Sequence:
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
         """Completes the summary. If `error` is None, also sends the text that was held back. Returns `error`, or the
-        error of parsing this text; None if there is neither."""
+        error of parsing this text, or None if there is neither."""
         try:
             delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
         except Exception as found:

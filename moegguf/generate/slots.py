@@ -1,9 +1,8 @@
 """Saves, restores and erases llama-server's slots. A slot is a place in the context.
 
-A file contains the tokens of a place and llama.cpp's state of them. A file is restored only if the model computes the
-same bits. To check this, the file contains a name that identifies the model, the build and the load options
-(`PrefixCache.name`).
-The batch loop's thread calls this module between passes.
+A file contains the tokens of a place and llama.cpp's state for these tokens. A file is restored only if the model
+computes the same bits. To check this, the file contains a name that identifies the model, the build and the load
+options (`PrefixCache.name`). The batch loop's thread calls this module between passes.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAGIC = b"moegslt1"
-_HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of all after the header, size of the JSON description
+_HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of everything after the header, size of the JSON description
 _NOT_WHOLE = "is not a slot that was saved whole; save it again."
 
 
 def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: str, **fields: Any) -> dict[str, Any]:
     """Runs an action on a slot for `owner`: "save", "erase" or "restore". Only tokens that belong to `owner` are saved
-    or erased. Returns the counts for llama-server's reply. Raises OptionError, UnknownIdError, CapabilityError,
+    or erased. Returns the counts for llama-server's reply. Raises OptionError, UnknownIdError, CapabilityError or
     StorageError."""
     if not 0 <= slot < len(places):
         raise OptionError(f"a slot must be a number from 0 to {len(places) - 1}, but is {slot}.")
@@ -96,8 +95,8 @@ def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: 
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
-    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if there is no file,
-    OptionError if it is damaged."""
+    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if there is no file, and
+    OptionError if the file is damaged."""
     try:
         with open_regular(path, own=True) as file:
             content = file.read()

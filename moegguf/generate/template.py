@@ -38,13 +38,13 @@ def render(
     `tools` have OpenAI's form. `bos` and `eos` are the texts of these tokens.
 
     think: True, False or a level such as "high". Templates read the value from different variables: enable_thinking
-    (Qwen, GLM), thinking (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed; only set by False),
-    reasoning_effort (gpt-oss; only set by a level). None sets only enable_thinking, to True as in llama-server, unless
+    (Qwen, GLM), thinking (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed; set only by False),
+    reasoning_effort (gpt-oss; set only by a level). None sets only enable_thinking, to True as in llama-server, unless
     `options` has this variable.
 
     options: further variables.
 
-    begins_answer: True: the template adds the header of an answer to the end of the prompt.
+    begins_answer: if True, the template adds the header of an answer to the end of the prompt.
 
     Raises LongPromptError for a prompt of more than `characters` characters. Raises TemplateError if the template is
     too long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.

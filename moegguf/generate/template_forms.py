@@ -1,4 +1,4 @@
-"""Finds out the form in which a chat template expects a conversation.
+"""Determines the form in which a chat template expects a conversation.
 
 The content of a message is a string or a list of parts. The arguments of a call are an object or a string. Some
 templates do not support system messages. Templates do not declare which forms they expect. A template that receives
@@ -51,8 +51,8 @@ class Forms:
         return formed
 
     def _message(self, message: Message) -> Message:
-        """Returns a copy with further names of fields that templates read, and without fields that are None. Absent
-        fields except `content` stay absent, because templates distinguish them from empty ones."""
+        """Returns a copy with additional names of fields that templates read, and without fields that are None. Absent
+        fields other than `content` remain absent, because templates distinguish them from empty ones."""
         formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
@@ -71,7 +71,7 @@ class Forms:
         if self.text_arguments and not isinstance(given, str):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif not self.text_arguments and isinstance(given, str):
-            with suppress(ValueError):  # arguments that are invalid JSON stay a string
+            with suppress(ValueError):  # arguments that are invalid JSON remain a string
                 function["arguments"] = json.loads(given)
         return {"id": call.get("id", ""), "type": "function", "function": function}
 

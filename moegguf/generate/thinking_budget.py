@@ -1,7 +1,7 @@
 """Limits the number of thinking tokens of an answer. When the budget is used up, forces tokens that end the thinking.
 
-The text, not the tokens, is searched for the marks of thinking, because tokens may divide a mark in different ways. A
-`Sampler` takes the token in `forced` instead of the token that it would sample.
+The text, not the tokens, is searched for the marks of thinking, because tokens may divide a mark in different ways. If
+there is a token in `forced`, a `Sampler` uses this token instead of sampling one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class _Channels(NamedTuple):
     """The marks in the format of models whose messages have a channel or a recipient.
 
-    `open` and `close` match the start and the end of a message of thinking. `next_message` ends such a message and
-    begins another one. If `answer` follows, the other message is the answer.
+    `open` and `close` match the start and the end of a thinking message. `next_message` ends such a message and begins
+    another one. If `answer` follows, the other message is the answer.
     """
 
     open: re.Pattern[str]
@@ -59,7 +59,7 @@ class ThinkingBudget:
     close: re.Pattern[str]  # mark after the thinking
     n_left: int  # tokens left for all thinking of the answer
     ends: list[list[int]]  # tokens that end the thinking the first time, the second time, ...; the last entry repeats
-    only_first: bool = False  # True: only the start of the answer can be thinking
+    only_first: bool = False  # True if only the start of the answer can be thinking
     message: Sequence[int] = ()  # tokens forced before the end tokens, unless the model has begun the end tokens
     text: str = ""  # text since the last mark, at most _WINDOW characters; with channels, at first the prompt's end
     thinks: bool = False
@@ -73,7 +73,7 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next; None if any token may come."""
+        """The token that must come next, or None if any token may come next."""
         return self._forced[0] if self._forced else None
 
     def release(self) -> None:
@@ -81,7 +81,7 @@ class ThinkingBudget:
         self._forced.clear()
 
     def accept(self, token: int) -> None:
-        """Notes the next token of the answer."""
+        """Updates the budget and the forced tokens with the next token of the answer."""
         if self._is_over:
             return
         self._last.append(token)

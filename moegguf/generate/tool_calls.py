@@ -60,7 +60,8 @@ def json_value(text: str) -> Any:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Returns the JSON value that begins at position `at`, and the position after it; None if there is none."""
+    """Returns the JSON value that begins at position `at` and the position after it, or None if there is no such
+    value."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -115,7 +116,7 @@ class Parameter:
             todo += [(part, depth + 1) for part in reversed(inner)]
 
     def kinds(self) -> set[str]:
-        """Returns the JSON types that the schema and its parts name or imply; an empty set if there are none."""
+        """Returns the JSON types that the schema and its parts name or imply, or an empty set if there are none."""
         found = set[str]()
         for part in self.parts():
             kind = part.get("type")
@@ -201,7 +202,7 @@ def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
 
 
 def calls_in(value: Any, *, name_is_key: bool = False) -> list[Call] | None:
-    """Returns the calls in a JSON object or a list of objects; None if any of these objects is not a call."""
+    """Returns the calls in a JSON object or a list of objects, or None if any of these objects is not a call."""
     calls = [call_of(item, name_is_key=name_is_key) for item in (value if isinstance(value, list) else [value])]
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else None
@@ -213,7 +214,8 @@ _SEPARATORS = re.compile(r"[\s,;]*")
 
 
 def _behind(pattern: str | re.Pattern[str], text: str, at: int) -> int:
-    """Returns the position after the match of a pattern at position `at`; `at` itself if the pattern does not match."""
+    """Returns the position after the match of a pattern at position `at`, or `at` itself if the pattern does not
+    match."""
     match = re.compile(pattern).match(text, at)
     return match.end() if match else at
 
@@ -229,8 +231,8 @@ class Reader:
     """Base class: reads the calls in a block, which is given without its outer marks. Subclasses implement `_next`."""
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, None if the text is not a call. `final`: True: the answer has ended, so marks
-        at the end of the text may be missing."""
+        """Returns the calls in a block, or None if the text is not a call. `final`: True if the answer has ended, so
+        that marks at the end of the text may be missing."""
         calls = list[Call]()
         at = 0
         while (at := _behind(_SEPARATORS, text, at)) < len(text):
@@ -242,7 +244,7 @@ class Reader:
         return calls or None
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
-        """Returns the calls that begin at position `at`, and the position after them; None if there is no complete
+        """Returns the calls that begin at position `at`, and the position after them, or None if there is no complete
         call. `final`: see `__call__`."""
         raise NotImplementedError
 
@@ -265,7 +267,7 @@ class JsonCalls(Reader):
 
 @dataclass(frozen=True)
 class MarkedCalls(Reader):
-    """Base class for readers of calls whose names stand between marks. All marks are regular expressions."""
+    """Base class for readers of calls whose names are between marks. All marks are regular expressions."""
 
     before: str = ""  # mark before a name
     between: str = ""  # mark between name and arguments
@@ -449,7 +451,7 @@ _RELAXED_WORD = re.compile(r"[^,{}\[\]]*")
 
 @dataclass(frozen=True)
 class RelaxedCalls(MarkedCalls):
-    """Reads calls in Gemma's format: the keys of objects have no quotes, and strings stand between `quote` marks."""
+    """Reads calls in Gemma's format: the keys of objects have no quotes, and strings are enclosed in `quote` marks."""
 
     quote: str = ""
 
@@ -506,7 +508,7 @@ class ToolCallBlock(Reader):
         return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, None if the text is not a call."""
+        """Returns the calls in a block, or None if the text is not a call."""
         return self._reader(text)(text.strip(), types, final=final)
 
     def is_open(self, text: str) -> bool:

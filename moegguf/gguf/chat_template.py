@@ -87,8 +87,8 @@ def capabilities_of(template: str | None) -> tuple[str, ...]:
 
 
 def tail(text: str, marks: Iterable[str]) -> int:
-    """Returns the length of the longest end of `text` that is an incomplete mark, so that more text may complete the
-    mark. Returns 0 if there is none."""
+    """Returns the length of the longest suffix of `text` that is an incomplete mark, which more text may complete.
+    Returns 0 if there is none."""
     longest = 0
     for mark in marks:
         at = text.find(mark[0], max(0, len(text) - len(mark) + 1))

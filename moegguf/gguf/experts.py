@@ -224,7 +224,7 @@ class ExpertLayout:
 
     @property
     def sampling(self) -> dict[str, int | float]:
-        """Returns the sampling parameters in the file (general.sampling.*, which llama.cpp reads, too), under Ollama's
+        """Returns the sampling parameters in the file (general.sampling.*, which llama.cpp also reads), under Ollama's
         names."""
         found = {}
         for key, (name, kind) in _SAMPLING.items():
@@ -244,7 +244,7 @@ def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ex
     """Returns the layout of the model at `path`, the only file or the first shard. With `vocab_only` the layout has no
     tensors, and the file may have none.
 
-    Raises ModelNotFoundError when a file is missing, ModelFormatError when it breaks a rule (the message names the
+    Raises ModelNotFoundError when a file is missing, ModelFormatError when one breaks a rule (the message names the
     file, the key or tensor, and the offset), ExpertIOError when the disk fails. The files are read again only when a
     shard has changed.
     """

@@ -1,10 +1,10 @@
 """Computes digests that identify a trained model (by its routers), a file (by its header), or a file on this disk with
-its present bytes.
+its current bytes.
 
 What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
 differ between trainings. They are rarely quantised. So the quantisations of one model usually share a fingerprint, and
 they also share their routing. Saved contexts need the same weights, so they are used only with the same file on this
-disk (`weights_digest`): a copy of the file has another digest. A few MB are read, never whole experts.
+disk (`weights_digest`): a copy of the file has a different digest. A few MB are read, never whole experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 1 << 12
 
 
 def fingerprint(layout: ExpertLayout) -> str:
-    """Returns 32 hex digits of a SHA-256 over the architecture, sizes of the model, and the types, shapes and bytes of
+    """Returns 32 hex digits of a SHA-256 over the architecture, the model's sizes, and the types, shapes and bytes of
     all routers, layer by layer.
 
     Raises ExpertIOError when the file cannot be read.
@@ -42,8 +42,8 @@ def fingerprint(layout: ExpertLayout) -> str:
 
 @functools.lru_cache(maxsize=16)
 def header_digest(shards: tuple[Shard, ...]) -> str:
-    """Returns 32 hex digits of a SHA-256 over the headers and sizes of all shards. Another vocabulary, shape or type
-    gives another digest. Raises ExpertIOError when a file cannot be read."""
+    """Returns 32 hex digits of a SHA-256 over the headers and sizes of all shards. A different vocabulary, shape or
+    type gives a different digest. Raises ExpertIOError when a file cannot be read."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
@@ -52,11 +52,11 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
-    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read. The
-    digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times that files had when their headers were read.
+    The digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
     Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
-    bytes from the tensors reveal another training or quantisation, because it changes every tensor. A write that
+    bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A write that
     changes none of these bytes is not detected there.
     """
     digest = hashlib.sha256()

@@ -58,7 +58,7 @@ class Keys:
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
         """Returns the key's whole number. If the key is missing, returns `default`, or raises an error if `default` is
-        None. Raises an error unless the number, also `default`, is from `low` to `high`."""
+        None. Raises an error unless the number, including `default`, is from `low` to `high`."""
         value = self.metadata.get(f"{self.arch}.{name}", default)
         if value is None:
             raise self.fail(name, f"is missing, but every {self.arch} model has it")
@@ -73,7 +73,7 @@ class Keys:
 
     def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
         """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's one number for every layer. A
-        missing key gives zeros. Raises an error for an array of another length."""
+        missing key gives zeros. Raises an error for an array of the wrong length."""
         value = self.metadata.get(f"{self.arch}.{name}", 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:

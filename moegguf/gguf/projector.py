@@ -18,11 +18,11 @@ MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 DECODED_BYTES = 192 << 20  # maximum number of bytes needed while an image is decoded
 
-# Kinds whose image tokens attend to each other, so that one pass must have the whole image: {kind: maximum number of
+# Kinds whose image tokens attend to each other, so that one pass must hold the whole image: {kind: maximum number of
 # tokens of an image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
 ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
 
-# Kinds with a fixed image size. Other kinds are expected to take images of up to DYNAMIC_PATCHES patches (4,096 tokens
+# Kinds with a fixed image size. Other kinds are assumed to accept images of up to DYNAMIC_PATCHES patches (4,096 tokens
 # of 2 x 2 patches), or of the header's image size if that is larger.
 FIXED_SIZE = {"mlp", "mlp_norm", "ldp", "ldpv2", "gemma3", "gemma3nv", "cogvlm", "janus_pro", "adapter", "yasa2"}
 DYNAMIC_PATCHES = 4096 * 4
@@ -47,7 +47,7 @@ class ProjectorHeader:
 
     @property
     def work_bytes(self) -> int:
-        """An upper bound of the compute buffers in bytes: residual stream, queries, keys, values and the wider of
+        """An upper bound on the bytes of the compute buffers: residual stream, queries, keys, values and the wider of
         attention and feed-forward, in float32."""
         return 4 * self.n_patches * (6 * self.n_embd + 2 * max(self.n_ff, 2 * self.n_embd))
 

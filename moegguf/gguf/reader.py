@@ -85,8 +85,8 @@ class Cursor:
         return n
 
     def keep(self, n: int) -> None:
-        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if all kept bytes are above
-        KEPT_TOTAL_BYTES."""
+        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if the kept bytes exceed KEPT_TOTAL_BYTES in
+        total."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far")
@@ -146,7 +146,7 @@ Value = bool | int | float | str | tuple[bool | int | float, ...]
 
 
 def ggml_type(name: str) -> int:
-    """Returns the number of the ggml type `name`, in any case. Raises OptionError for an unknown name."""
+    """Returns the number of the ggml type `name`, in upper or lower case. Raises OptionError for an unknown name."""
     for number, (known, *_) in GGML_TYPES.items():
         if known.lower() == name.lower():
             return number
@@ -173,7 +173,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileVersion:
-    """A file's path, size and identity at one time. A later change of the file is detected by comparing identities."""
+    """A file's path, size and identity at one point in time. A later change of the file is detected by comparing
+    identities."""
 
     path: Path
     n_bytes: int
@@ -184,7 +185,7 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, info: os.stat_result, **more: int) -> Self:
-        """Returns the FileVersion of the file at `path`, made from the file's status `info`. `more` has the values for
+        """Returns the FileVersion of the file at `path`, made from the file's status `info`. `more` holds the values of
         fields that a subclass adds."""
         return cls(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, **more)
 
@@ -200,16 +201,16 @@ class FileVersion:
     @property
     def identity(self) -> tuple[int, ...]:
         """Numbers that differ between files and change with every write, if the file system keeps change times. A
-        program can reset a file's modification time, but not its change time. The change time changes also when the
-        file is renamed, linked, or gets another owner or mode."""
+        program can reset a file's modification time, but not its change time. The change time also changes when the
+        file is renamed or linked, or its owner or mode changes."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Returns True if the open file `fd` is the file of this version and is unchanged since then."""
+        """Returns True if the open file `fd` is the file of this version and has not changed since."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Returns True if the file at this path now has another identity, for example because it was written to or
+        """Returns True if the file at this path now has a different identity, for example because it was written to or
         replaced. Returns False if there is no file now."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
@@ -219,7 +220,7 @@ class FileVersion:
 class Shard(FileVersion):
     """One file of the model."""
 
-    header_bytes: int = 0  # offset of the tensors' data; the file's size if it ends before
+    header_bytes: int = 0  # offset of the tensors' data; the file's size if the file ends earlier
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def _short(name: str) -> str:
 
 
 def _read_header(cur: Cursor) -> tuple[int, int]:
-    """Returns (number of tensors, number of key-values). Raises ModelFormatError for other magic bytes, for a version
+    """Returns (number of tensors, number of key-values). Raises ModelFormatError for wrong magic bytes, for a version
     that cannot be read, and for a count that is too large."""
     magic = cur.take(4)
     if magic != MAGIC:
@@ -366,8 +367,8 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
-    """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have one name, or
-    unless the tensors' data lie inside the file, with no gaps except for alignment."""
+    """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
+    name, or unless the tensors' data lies inside the file, with no gaps except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"

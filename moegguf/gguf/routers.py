@@ -19,8 +19,8 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Gating(IntEnum):
-    """The function that turns a router's logits into probabilities. Names and values are those that llama.cpp's enum
-    llama_expert_gating_func_type has."""
+    """The function that turns a router's logits into probabilities. Names and values match llama.cpp's enum
+    llama_expert_gating_func_type."""
 
     SOFTMAX = 1
     SIGMOID = 2
@@ -124,7 +124,7 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
     """Returns the tensor as float32. The array's shape is `shape` reversed: GGUF lists the dimension with the shortest
-    stride first, numpy lists the dimension with the longest stride first."""
+    stride first, whereas numpy lists the dimension with the longest stride first."""
     if tensor.shape != shape:
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     try:

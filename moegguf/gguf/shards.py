@@ -56,8 +56,8 @@ def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tup
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
     `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. A copy whose
-    name ends with -00001-of-N (N shards) has its further copies beside it, numbered in the same way. Beside a first
-    copy with any other name, the further copies have the shards' own names.
+    name ends with -00001-of-N (N shards) has the other copies beside it, numbered in the same way. Beside a first copy
+    with any other name, the other copies have the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():

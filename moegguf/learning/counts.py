@@ -40,7 +40,7 @@ def count_popularity(trace: Trace) -> Float32s:
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
-    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3). Row e of layer l has the
+    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3). Row e of layer l holds the
     shares of the experts of layer l + 1 in the choices of tokens that used expert e in layer l.
 
     Each row sums to 1. If there are no such choices, row e of layer l is the popularity of layer l + 1.
@@ -60,7 +60,7 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert),
     how often each token id used each expert, at most MAX_COUNT. Tokens whose id is unknown are left out. If there are
-    more than `most_tokens` token ids, only the smallest ones are kept."""
+    more than `most_tokens` token ids, only the smallest ids are kept."""
     known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
     tokens = np.unique(trace.tokens[known])[:most_tokens]
     kept = np.isin(trace.tokens, tokens)

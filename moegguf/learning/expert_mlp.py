@@ -80,7 +80,7 @@ def states(popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows:
     """Returns the network's inputs s_l = [h_l, p_l, a_{l-1,l}] (equation 5), (n, state_size), for n samples.
 
     `rows` (n,) is each sample's layer: its position among the layers with experts, at least 1. `expert_ids` (n,
-    n_layer, n_expert_used) has the choices in the router's order. Only choices in layers before the sample's layer
+    n_layer, n_expert_used) holds the choices in the router's order. Only choices in layers before the sample's layer
     count.
     """
     n_layer, n_expert = popularity.shape

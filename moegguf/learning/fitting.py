@@ -146,7 +146,7 @@ def rate_at(share: float) -> float:
 
 def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
     """Trains the network in place. Leaves the network in the state of the first epoch with the best validation
-    accuracy, or without validation samples in the state of the last epoch."""
+    accuracy, or, if there are no validation samples, in the state of the last epoch."""
     rng = np.random.default_rng(schedule.seed)
     optimizer = AdamW(trainee.parameters.values(), schedule.weight_decay)
     n_steps = schedule.epochs * trainee.n_batches

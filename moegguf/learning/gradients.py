@@ -165,11 +165,11 @@ def rows_of(table: Node, ids: Integers) -> Node:
 
 
 def reshape(x: Node, *shape: int) -> Node:
-    """Returns x with another shape."""
+    """Returns x with a different shape."""
     return Node(x.value.reshape(shape), (x,), lambda g: (g.reshape(x.value.shape),))
 
 
 def transpose(x: Node, *axes: int) -> Node:
-    """Returns x with its axes in another order."""
+    """Returns x with its axes in a different order."""
     back_axes = np.argsort(axes)
     return Node(x.value.transpose(axes), (x,), lambda g: (g.transpose(back_axes),))

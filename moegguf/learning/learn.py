@@ -3,7 +3,7 @@ folder.
 
 Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:
 the share of the predicted experts that the router chose, and the hit rate. The first is saved together with the share
-of a predictor that always predicts the most used experts, the second with the hit rate of LRU alone.
+of a predictor that always predicts the most used experts, and the second with the hit rate of LRU alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Learnt:
     tokens: int  # number of tokens in the requests for training and validation
     requests: int  # number of requests for training and validation
     seconds: float
-    validation: float | None  # accuracy on the validation requests; None: the predictor was only counted
+    validation: float | None  # accuracy on the validation requests; None: the predictor was counted, not trained
     right: float  # share of the strategy's predicted experts that the router chose
     popularity: float  # `right` of a predictor that always predicts the most used experts
     hits: float  # hit rate with the strategy
@@ -86,7 +86,7 @@ def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: in
 
 
 def needs_inputs(strategies: Iterable[str]) -> bool:
-    """Returns whether any of these strategies is learned from the routers' inputs."""
+    """Returns whether any of these strategies learns from the routers' inputs."""
     return any(find_strategy(name).predictor == MLP for name in strategies)
 
 
@@ -100,10 +100,10 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 
 
 class Learning:
-    """The requests of a trace, split into requests to learn from and requests that judge what was learned.
+    """The requests of a trace, split into requests to learn from and held-out requests that judge what was learned.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
-    model, with too few requests, or without decoded tokens in the judging requests.
+    model, with too few requests, or without decoded tokens in the held-out requests.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Learning:
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
         """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. An
-        interruption before the saving leaves the old files unchanged."""
+        interruption before saving leaves the old files unchanged."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -170,7 +170,7 @@ class Learning:
         return eamc.weights()
 
     def _judge(self, strategy: Strategy, learned: Mapping[str, Weights]) -> dict[str, Any]:
-        """Replays the judging requests with a strategy. Returns the results as facts for the strategy's files."""
+        """Replays the held-out requests with a strategy. Returns the results as facts for the strategy's files."""
         own = str(strategy.predictor)
         shape = self.training.shape
         found = self._replay(strategy, self._predictor(own, learned[own]))
@@ -220,5 +220,5 @@ class Learning:
 
 
 def _right(result: SimResult) -> float:
-    """Returns the share of the predicted experts that the router chose; 0 without predictions."""
+    """Returns the share of the predicted experts that the router chose; 0 if there are no predictions."""
     return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)

@@ -65,8 +65,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
-    """Returns the validation accuracy after each epoch, averaged over the networks. A network that stopped early counts
-    with its last accuracy."""
+    """Returns the validation accuracy after each epoch, averaged over the networks. A network that stopped early
+    contributes its last accuracy."""
     longest = max((course.epochs for course in courses), default=0)
     rows = [[*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)] for course in courses]
     return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []

@@ -48,7 +48,7 @@ from moegguf.trace.trace import Trace
 BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
 MIN_SHARE = 1e-3  # shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is computed
-PRIOR_TOKENS = 1.0  # popularity counts as much as this number of tokens in a token id's statistics
+PRIOR_TOKENS = 1.0  # popularity is weighted like this number of tokens in a token id's statistics
 N_POWER = 4  # power iterations for the largest singular values
 MASKED = np.float32(-1e9)  # attention score of positions that a token must not attend to
 VALIDATION_SHARE = 0.1
@@ -182,10 +182,10 @@ def logit(share: Floats) -> Floats:
 
 
 class Samples:
-    """The tokens of all requests of a trace in one array. Padding (token id n_vocab) lies before and after each
+    """The tokens of all requests of a trace in one array. Padding (token id n_vocab) comes before and after each
     request. Requests with unknown tokens are left out. Raises OptionError if no request remains.
 
-    seen (n_seen,): the different token ids that occur, ascending, including n_vocab for padding.
+    seen (n_seen,): the distinct token ids that occur, ascending, including n_vocab for padding.
 
     tokens (n,): the tokens as indices into `seen`.
 
@@ -271,8 +271,8 @@ class Samples:
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace. The requests in `validation` are not used for training, but measure the
-    accuracy after each epoch."""
+    """The network with the chunks of a trace. The requests in `validation` are used not for training, but to measure
+    the accuracy after each epoch."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
         self._training = [sequence for sequence in samples.sequences if sequence not in validation]

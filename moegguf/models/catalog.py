@@ -1,8 +1,8 @@
 """Finds, lists, copies, creates and removes the models of this machine by name.
 
 Sources, in this order: paths of files (where allowed), entries given to the catalog, the demo, MOEGGUF_MODELS, our
-index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have one name, the first is used.
-Only our own files are ever deleted, and files in the Hugging Face cache that no name uses any more.
+index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first is
+used. The only files that are ever deleted are our own, and files in the Hugging Face cache that no name uses any more.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Catalog:
     may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
-    A server needs False, because otherwise its clients could open any file of the machine.
+    A server needs False, because otherwise its clients could open any file on the machine.
 
-    given: further models, which are found before the models of all sources except paths.
+    given: additional models, which are found before the models of all sources except paths.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
@@ -102,13 +102,13 @@ class Catalog:
         )
 
     def modelfile(self, entry: ModelEntry) -> str:
-        """Returns a Modelfile that makes the same model again. For a model in our index, its base is a name or path
-        that stays when the entry's name is removed, except for uploaded files."""
+        """Returns a Modelfile that recreates the model. For a model in our index, its base is a name or path that
+        remains valid when the entry's name is removed, except for uploaded files."""
         if entry.source in ("demo", "hub", "ollama"):
             return render(entry, entry.name)
         if entry.path == demo_path():
             return render(entry, f"{sources.DEMO_NAME}:{DEFAULT_TAG}")
-        # Use another name of the same files if there is one, because it stays when the entry's name is removed.
+        # Use another name of the same files if there is one, because it remains valid when the entry's name is removed.
         cached = sources.cached_models(None, self.index.read().hidden)
         names = (each.name for each in cached if each.files == entry.files)
         return render(entry, next(names, str(entry.path)))
@@ -129,7 +129,7 @@ class Catalog:
 
         Raises ModelNotFoundError for a missing base, draft model or blob. Raises ModelFormatError for files that are
         not a model, or not an adapter for it. Raises OptionError for a name in use, and for values that are not
-        allowed. Warns of parts of the recipe that are left out.
+        allowed. Warns about parts of the recipe that are left out.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -207,8 +207,8 @@ class Catalog:
                 found.hidden -= keys
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
-        """Yields the models of all sources, one source after the other. With `text`, yields only models that `text`
-        may mean, the most likely one first."""
+        """Yields the models of all sources, one source after the other. With `text`, yields only models that `text` may
+        refer to, the most likely one first."""
         path = text if self.paths else None
         if path is not None and (file := _existing(path, Path.is_file)):
             yield sources.file_entry(file, "path", str(file.absolute()))
@@ -306,14 +306,14 @@ _REMOVAL_HINTS = {
 
 
 def _as_now(entry: ModelEntry) -> ModelEntry:
-    """Returns the entry unchanged if its files are unchanged or gone, else with their present sizes and digest."""
+    """Returns the entry unchanged if its files are unchanged or gone, else with their current sizes and digest."""
     now = updated(entry)
     return entry if now.missing or now.weights == entry.weights else now
 
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
-    """Returns the model with a LoRA adapter. Raises ModelFormatError for a file that is not an adapter for models of
-    this architecture, ModelNotFoundError if the file is missing."""
+    """Returns the model with the LoRA adapter at `path` added. Raises ModelFormatError for a file that is not an
+    adapter for models of this architecture, ModelNotFoundError if the file is missing."""
     adapter = Path(path).expanduser().absolute()
     read_adapter(adapter, read_layout(entry.path).arch)
     return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))

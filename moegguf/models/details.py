@@ -37,8 +37,8 @@ def details(entry: ModelEntry) -> Details:
     template = entry.template or layout.chat_template
     tool_template = None if entry.template else layout.tool_template
     total, _ = parameters(layout)
-    # Ollama's rules: a model with pooling computes embeddings, any other model completes text. Our rule: a model with
-    # pooling type RANK ranks texts.
+    # Ollama's rules: a model with pooling computes embeddings, and any other model completes text. Our rule: a model
+    # with pooling type RANK ranks texts.
     if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
         capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
     else:
@@ -75,7 +75,7 @@ def parameters_of(model: NamedModel) -> dict[str, Any]:
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
     """Returns the header of an entry's projector. Returns None if there is none or if it is damaged: the model then
-    reads only texts."""
+    accepts only text."""
     with suppress(OSError, MoeggufError):
         return read_projector(entry.mmproj) if entry.mmproj else None
     return None

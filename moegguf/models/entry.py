@@ -21,7 +21,7 @@ from moegguf.quantities import utc_time
 SAMPLE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
-_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # name of a file that is named by its SHA-256
+_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # name of a file that is named after its SHA-256
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
@@ -60,7 +60,7 @@ class ModelEntry(NamedModel):
     source: Source
     files: tuple[Path, ...]  # the shards in order
     size_bytes: int
-    # hex digits that identify the files and the adapter (`weights_digest`), equal for all names of the files
+    # hex digits that identify the files and the adapter (`weights_digest`), the same for all names of the files
     weights: str
     modified: datetime  # last change, as an aware datetime in UTC
     mmproj: Path | None = None  # a projector for images

@@ -1,18 +1,18 @@
 """Fetches from the Hub: a repository's list of files, the headers of a model, and whole files.
 
-Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. Files get their names
-only when all of them are there. Errors of the Hub become moegguf's errors.
+Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. These files get their
+names only when all files have been fetched. Errors of the Hub become moegguf's errors.
 
-Such a file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
-another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name. The
-locks are huggingface_hub's, so two programs do not fetch one file at the same time. In the cache, the file's name is a
-link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder gets a cache inside it, and
-hard links to the blobs.
+A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
+interruption, even by another process. A file of full size is read again for its digest. If the digest is right, the
+blob gets its name. The locks are huggingface_hub's, so two programs do not fetch the same file at the same time. In the
+cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder
+gets a cache inside it, and hard links to the blobs.
 
-huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file of a random name, deletes that file after a
-failure or an interruption, and no later call continues the file. Over HTTP it compares no digest, and a 5xx or a reset
-connection ends it. Within one call its `http_get` continues a file, but drops the bytes after the last full 10 MiB, and
-waits as long as Retry-After says.
+huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
+failure or an interruption, and no later call continues the file. Over HTTP it checks no digest, and fails after a 5xx
+status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last full
+10 MiB, and waits as long as Retry-After says.
 
 Importing this module is slow, because it imports huggingface_hub: import it only when something is fetched. Addresses
 and folders come from sources.py at each call, because huggingface_hub reads their environment variables only once.
@@ -57,7 +57,7 @@ TRIES = 4
 WAIT_S = 1.0  # seconds before the next try after a failure; doubled for each further failure in a row
 MAX_WAIT_S = 30.0
 TIMEOUT_S = 20.0  # seconds without a byte after which a request fails
-PROGRESS_BYTES = 1 << 20  # a try that receives at least this much sets the count of failures to 0
+PROGRESS_BYTES = 1 << 20  # a try that receives at least this much resets the count of failures
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 FIRST_BYTES = 2 << 20  # bytes fetched before the header is first read; a large vocabulary needs several times as many
 MOST_BYTES = 128 << 20
@@ -181,8 +181,8 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
 
 
 def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] = lambda: 0) -> Result:
-    """Returns the result of `call`. Repeats the call after transient errors, until TRIES calls in a row failed and
-    received less than PROGRESS_BYTES each. Then raises the last error. Raises other errors at once."""
+    """Returns the result of `call`. Repeats the call after transient errors, until TRIES calls in a row have failed and
+    received less than PROGRESS_BYTES each. Then raises the last error. Raises other errors immediately."""
     n_failures = 0
     while True:
         before = received_bytes()
@@ -204,7 +204,7 @@ def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] =
 
 @contextmanager
 def hub_errors(repo: str, path: str = "") -> Iterator[None]:
-    """Turns errors of the Hub, of the network and of huggingface_hub inside the `with` into moegguf's errors."""
+    """Turns errors of the Hub, of the network and of huggingface_hub inside the `with` block into moegguf's errors."""
     try:
         yield
     except MoeggufError:
@@ -255,7 +255,7 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
 
     Each of its files is a sparse file of its full size whose first bytes are the header. A reader of headers reads it
     like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at the end of
-    the `with`.
+    the `with` block.
 
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
@@ -355,7 +355,7 @@ def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Ev
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Fetches the whole file into the cache. If a resumed file has a wrong digest, fetches it once more from the
+    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it once more from the
     start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):
@@ -376,7 +376,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
-    """Takes the file's lock in the cache and returns it. While another thread or process holds the lock, reports the
+    """Acquires the file's lock in the cache and returns it. While another thread or process holds the lock, reports the
     bytes that are in the cache so far. Raises Stopped if `stopped` is set meanwhile."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -445,8 +445,8 @@ def _wrong_size(file: HubFile, sent: str) -> PullError:
 
 
 def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Fetches a file through huggingface_hub and its chunked storage, which verifies every chunk
-    and does not resume a file."""
+    """Fetches a file through huggingface_hub and its chunked storage, which verifies every chunk but does not resume a
+    file."""
 
     class Bar(tqdm):
         def update(self, n: float | None = 1) -> Any:
@@ -471,7 +471,7 @@ def link_commit(files: Sequence[HubFile]) -> Path:
         for file in files:
             link = snapshot / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
-            # A correct link stays, because another process may have made it just now.
+            # A correct link is kept, because another process may have just made it.
             if os.path.lexists(link) and not (link.exists() and link.samefile(file.blob)):
                 link.unlink(missing_ok=True)
             with suppress(FileExistsError):  # another process has made it in the meantime

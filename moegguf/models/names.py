@@ -2,7 +2,7 @@
 
 The rules for characters follow Ollama's (types/model/name.go), so that no part of a name leads out of a folder. A
 Hugging Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as
-a URL. The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case.
+a URL. The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
 
 The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
 library.json describes how its facts were checked. A short name without a tag means the first model of that name. No

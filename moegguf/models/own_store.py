@@ -1,9 +1,9 @@
 """Stores the index of names made here, and uploaded files, in our data folder.
 
-The index is one small JSON file, replaced atomically under a lock between processes. An entry has the locations of its
-files. A location is "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets, "demo:", or
-an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in the caches are
-found without the index.
+The index is one small JSON file, replaced atomically under a lock that all processes share. An entry has the locations
+of its files. A location is "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets,
+"demo:", or an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in
+the caches are found without the index.
 
 Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named by
 its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds all shards of
@@ -68,7 +68,7 @@ def _path_at(location: str) -> Path:
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
-    """Returns an entry with the present size and digest of its files. `missing` lists shards and an adapter that are
+    """Returns an entry with the current size and digest of its files. `missing` lists shards and an adapter that are
     gone. A projector or draft model that is gone becomes None. The digest is computed again only if nothing is missing
     and a file is not named by its digest."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
@@ -77,7 +77,7 @@ def updated(entry: ModelEntry) -> ModelEntry:
     weights = entry.weights
     named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
     if not missing and not named_by_digest:  # a file that is not named by digest may have been replaced
-        with suppress(OSError):  # a file cannot be read: the old digest stays
+        with suppress(OSError):  # a file cannot be read: the old digest is kept
             weights = weights_digest(entry.files, entry.adapter)
     return replace(
         entry,
@@ -94,7 +94,7 @@ class Contents:
     """The contents of an index."""
 
     entries: dict[str, ModelEntry] = field(default_factory=dict)  # {name in lower case: entry as stored}
-    # removed Hugging Face names, in lower case, whose files stay for other names
+    # removed Hugging Face names, in lower case, whose files are kept for other names
     hidden: set[str] = field(default_factory=set)
     is_intact: bool = True  # False: a part of the file could not be read
 
@@ -121,7 +121,7 @@ class Index:
 
     @contextmanager
     def changed(self) -> Iterator[Contents]:
-        """Provides the contents, which may be changed inside the `with`, under the index's lock. At the end the
+        """Provides the contents, which may be changed inside the `with` block, under the index's lock. At its end the
         contents are written if they have changed, unless the block raises. Raises PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def check_space(folder: Path, n_bytes: int, what: str) -> None:
 
 
 def sets_folder() -> Path:
-    """Returns the folder that has all sets of blobs."""
+    """Returns the folder that holds all sets of blobs."""
     return data_folder() / "sets"
 
 
@@ -225,7 +225,7 @@ class BlobStore:
         return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
-        """Returns whether the blob is there, which means that it is complete. Raises ModelNameError."""
+        """Returns whether the blob exists, which means that it is complete. Raises ModelNameError."""
         path = self.folder / blob_name(digest)
         return path.is_file() and not path.is_symlink()
 
@@ -246,7 +246,7 @@ class BlobStore:
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
-        except BaseException:  # even after Ctrl-C, no unchecked set stays
+        except BaseException:  # even after Ctrl-C, no unchecked set remains
             shutil.rmtree(folder, ignore_errors=True)
             raise
         digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
@@ -311,7 +311,7 @@ def _named(files: Mapping[str, str]) -> dict[str, str]:
 
 
 class BlobWriter(AbstractContextManager["BlobWriter"]):
-    """Receives the bytes of one blob. Without `commit` the bytes are deleted at the end of the `with`."""
+    """Receives the bytes of one blob. Without `commit` the bytes are deleted at the end of the `with` block."""
 
     def __init__(self, folder: Path, digest: str, size_bytes: int | None) -> None:
         self._path = folder / blob_name(digest)
@@ -364,7 +364,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(failed: str) -> Iterator[None]:
-    """Turns errors of the disk inside the `with` into PullError. Its message starts with `failed`."""
+    """Turns errors of the disk inside the `with` block into PullError. Its message starts with `failed`."""
     try:
         yield
     except OSError as error:

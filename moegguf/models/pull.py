@@ -2,9 +2,9 @@
 `fetch` takes a pattern for file names, as llama-cpp-python's `from_pretrained` does.
 
 Files get their names after all files of the model are downloaded, and `main` of the Hub's cache is updated last. Only a
-file above PLAIN_LIMIT_BYTES gets its name at once. If two pulls fetch the same file, in one process or in two, one of
-them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far. It fetches a file
-above PLAIN_LIMIT_BYTES from the start.
+file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one process
+or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far.
+It fetches a file above PLAIN_LIMIT_BYTES from the start.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
     """Downloads the files of the model `name` that are not in the cache, from Hugging Face. `name` is a name on Hugging
     Face or a short name of the library. Returns the model's entry.
 
-    Calls `report` in the calling thread. Raises ModelNameError, ModelNotFoundError (`name` is no name on Hugging Face,
-    or the repository or file does not exist), ModelFormatError for a .gguf file with other contents, and PullError. If
-    `cancelled` is set, raises PullError. Received bytes are kept for the next pull, except for a file above
-    PLAIN_LIMIT_BYTES.
+    Calls `report` in the calling thread. Raises ModelNameError, ModelNotFoundError (`name` is not a name on Hugging
+    Face, or the repository or file does not exist), ModelFormatError for a .gguf file with other contents, and
+    PullError. If `cancelled` is set, raises PullError. Received bytes are kept for the next pull, except for a file
+    above PLAIN_LIMIT_BYTES.
     """
     model = find_in_library(name)
     parsed = parse_name(model.hub_name if model else name)
@@ -106,8 +106,9 @@ def fetch(
 
     Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are already complete there
     are not fetched again. If the list of files cannot be read from the Hub, uses only files that are already there.
-    Raises PullError, ModelFormatError for a .gguf file with other contents, and ModelNotFoundError if the repository
-    does not exist or a pattern does not fit.
+    Raises PullError, and ModelFormatError for a .gguf file with other contents. Raises ModelNotFoundError if the
+    repository does not exist, if `filename` selects no model or several, or if one of `others` does not match exactly
+    one file.
     """
     from huggingface_hub.utils import tqdm
 
@@ -146,7 +147,7 @@ def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: 
     """Returns the shards of one model in order, then one file for each pattern in `others`. `filename` is a pattern
     that files of only one model match. If no file matches, `filename` is taken as a tag; None means the tag `latest`.
 
-    Raises ModelNotFoundError if no model or several models fit `filename`, or if a pattern in `others` does not match
+    Raises ModelNotFoundError if no model or several models match `filename`, or if a pattern in `others` does not match
     exactly one file.
     """
     matching = [path for path in paths if is_model(path) and filename is not None and fnmatch(path, filename)]

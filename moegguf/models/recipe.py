@@ -7,9 +7,9 @@ LICENSE, ADAPTER path (once). A value goes to the end of its line, or is in quot
 end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect. RENDERER
 and PARSER only cause a warning.
 
-moegguf adds two things to the grammar. DRAFT (once) has the name or path of a draft model, or a value of the option
+moegguf adds two things to the grammar. DRAFT (once) takes the name or path of a draft model, or a value of the option
 `draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
-quotes; `render` writes it if no other form reads back.
+quotes; `render` uses this form if no other form can be read back.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _is_in_range(name: str, value: Any) -> bool:
 
 def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
     """Returns the messages with only their keys `role` and `content` (default: ""). Raises OptionError if `messages` is
-    not a list, a role is unknown, or a content is too long or not a string."""
+    not a list, a role is unknown, or a message's content is too long or not a string."""
     if not isinstance(messages, list | tuple):
         raise OptionError(f"messages must be a list, but is {messages!r:.40}.")
     for message in messages:
@@ -177,10 +177,10 @@ def check_text(what: str, text: str | None) -> str | None:
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """Parses the value of the parameter `name` in a Modelfile or in `/set parameter`. For a parameter of type str or
-    list, returns `text` itself; it is one item of the list.
+    """Parses the value of the parameter `name` in a Modelfile or in `/set parameter`. For a parameter of type str, or
+    for an item of a list, returns `text` itself.
 
-    Raises OptionError if the name is unknown, or if `text` is not a number or switch as the parameter requires.
+    Raises OptionError if the name is unknown, or if `text` is not the number or switch that the parameter requires.
     """
     kind = PARAMETERS.get(name)
     if kind is None:
@@ -251,7 +251,7 @@ def parse(text: str) -> Recipe:
     """Parses a Modelfile into a recipe.
 
     Raises OptionError if the Modelfile is too long, has no FROM, or has an instruction or value that is not allowed. In
-    the last case the message has the number of the line.
+    the last case the message contains the line number.
     """
     if len(text) > MAX_MODELFILE:
         raise OptionError(

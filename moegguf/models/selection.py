@@ -41,7 +41,7 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
     """Returns the model among `paths` ("folder/name.gguf") that `tag` selects.
 
     `latest` selects Q4_K_M, else Q8_0, else the first path in sorted order. Raises ModelNotFoundError, with the names
-    of up to MAX_LISTED models, if no file fits. Also raises ModelNotFoundError if a shard is missing.
+    of up to MAX_LISTED models, if no file matches. Also raises ModelNotFoundError if a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
@@ -116,17 +116,17 @@ def _shard(path: str) -> ShardName:
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
-    """Returns the path of the file whose name is `tag`, or None. ".gguf", shard numbers and case are optional: the tag
-    may have them or not."""
+    """Returns the path of the file whose name is `tag`, or None. The tag may omit ".gguf" and shard numbers, and its
+    case does not matter."""
     wanted = tag.lower().removesuffix(".gguf")
     names = ((path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower()) for path in models)
     return next((path for path, *known in names if wanted in known), None)
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
-    """Returns the first path that contains the quantisation before a dot or dash, in any case; None if there is none.
-    Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as llama.cpp
-    does."""
+    """Returns the first path that contains the quantisation before a dot or dash, in upper or lower case; None if there
+    is none. Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as
+    llama.cpp does."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
         if found := next((path for path in firsts if pattern.search(path)), None):
@@ -162,7 +162,7 @@ def _bits(path: str) -> int:
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
     """Returns the path of a projector in the model's folder, or in the nearest folder above that has one; None if there
-    is none. Out of several, returns the projector whose bit width is closest to the model's."""
+    is none. If there are several, returns the projector whose bit width is closest to the model's."""
     folder = model.split("/")[:-1]
     found = []
     for path in paths:

@@ -96,7 +96,7 @@ def file_name(path: Path) -> str:
 
 
 def _plain_name(file: str) -> str:
-    """Returns `file` without ".gguf" and shard numbers. A dash replaces each character that names may not have."""
+    """Returns `file` without ".gguf" and shard numbers. A dash replaces each character that names may not contain."""
     stem = file[:-5] if file.lower().endswith(".gguf") else file
     return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
 
@@ -145,7 +145,7 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
 
 
 def hub_cache() -> Path:
-    """Returns the cache's folder by huggingface_hub's rules. Unlike huggingface_hub, this function reads the
+    """Returns the cache's folder according to huggingface_hub's rules. Unlike huggingface_hub, this function reads the
     environment at each call."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
@@ -196,9 +196,9 @@ def repo_folder(repo: str, cache: Path) -> Path:
 
 
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
-    """Yields every complete model in the cache, except models that no tag selects. If several commits have a name, the
-    model comes from the commit of `main`, or else from the newest commit. With `text`, yields only models that this Hub
-    name may mean. `hidden` has keys of names to leave out."""
+    """Yields every complete model in the cache, except models that no tag selects. If several commits have a model of
+    the same name, yields the model in the commit of `main`, or else in the newest commit. With `text`, yields only
+    models to which this Hub name may refer. `hidden` holds keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -218,8 +218,8 @@ def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iter
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
-    """Yields the cached commits of the repository `repo` (in any case), or of all repositories if `repo` is None. For
-    each repository, the commit of `main` comes first, then the other commits, newest first."""
+    """Yields the cached commits of the repository `repo` (in upper or lower case), or of all repositories if `repo` is
+    None. For each repository, the commit of `main` comes first, then the other commits, newest first."""
     wanted = None if repo is None else repo_folder(repo, cache).name.lower()
     for folder in sorted(cache.glob("models--*/")):
         _, *parts = folder.name.split("--")
@@ -235,7 +235,7 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
     """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
-    A blob to which other files of the same repository link stays. Raises PullError when a file cannot be deleted.
+    Keeps a blob to which other files of the same repository link. Raises PullError when a file cannot be deleted.
     """
     repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
     snapshots = repository / "snapshots"

@@ -1,7 +1,7 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
-// functions here take announced tokens, return failures of a pass, and resize a tier between passes. While every expert
-// of a tier is complete in its own slot and nothing listens, the functions here only count the events of its layers.
+// functions here record announced tokens, return failures of a pass, and resize a tier between passes. While every
+// expert of a tier is complete in its own slot and nothing observes its events, the functions here only count them.
 #include "store.h"
 #include "switches.h"
 
@@ -10,8 +10,8 @@
 namespace moegguf {
 namespace {
 
-// A layer counts as using nearly all of its experts if the routing event has at least this number of choices per
-// expert. Random choices then include 98 % of the experts (1 - e^-4).
+// A routing event with at least this many choices per expert counts as using nearly all of the layer's experts. Random
+// choices would include 98 % of them (1 - e^-4).
 constexpr int64_t sweep_choices_per_expert = 4;
 
 #ifdef MOEGGUF_CHECK
@@ -76,9 +76,9 @@ Supply * choose_supply(Context & context) {
 }
 
 // Queues prefetches for the next MoE layer after layer il, because the pass will probably need nearly all experts of
-// that layer. Checks the next layer's experts from number 0 on, and prefetches each one that has no slot. The number of
-// checked experts is the number of usable slots, less the experts of layer il if both layers share a tier. With
-// first_only, checks only expert 0. Does nothing after the last MoE layer.
+// that layer. Checks the next layer's experts in order, starting with expert 0, and prefetches each one that has no
+// slot. Checks at most as many experts as there are usable slots, minus the experts of layer il if both layers share a
+// tier. With first_only, checks only expert 0. Does nothing after the last MoE layer.
 void want_next_layer(Store & store, int il, bool first_only) {
     const auto & layers = store.layout.moe_layers;
     const size_t next_row = store.layout.row_of[il] + 1;
@@ -110,7 +110,7 @@ bool place(Context & context, Lock & lock) {
     return placed;
 }
 
-// Verifies the bookkeeping of all tiers. If the bookkeeping contradicts itself, the pass fails.
+// Verifies the bookkeeping of all tiers. Fails the pass if the bookkeeping is inconsistent.
 void check(Context & context) {
     try {
         context.store.tiers.check();
@@ -268,7 +268,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// The function that changes the number of slots of a tier.
+// The function that resizes a tier.
 
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);

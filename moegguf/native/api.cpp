@@ -1,5 +1,5 @@
-// api.cpp: implements the functions of moegguf.h for sizes of slots, and those that open, control and query a store and
-// its context. Most of them check their arguments and then call the store.
+// api.cpp: implements the functions of moegguf.h that compute slot sizes, and the ones that open, control and query a
+// store and its context. Most of them check their arguments and then call the store.
 #include "api.h"
 #include "switches.h"
 
@@ -64,8 +64,8 @@ void check_failure(const Context & context) {
 }
 
 // Divides n slots among tiers, and returns the number for each tier. Each tier gets its pass_slots. The remaining slots
-// are divided in proportion to the number of slots that each tier can still take. Throws Error(INVALID) if n is too
-// small or too large for the tiers.
+// are divided in proportion to each tier's remaining room. Throws Error(INVALID) if n is too small or too large for the
+// tiers.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {
@@ -89,7 +89,7 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
 }
 
 // Appends `more` to the string in a char array, after a comma if the array is not empty. Does nothing if `more` is
-// empty. Cuts off what does not fit into the array.
+// empty. Cuts off text that does not fit.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
     const size_t used = strlen(text);
@@ -118,7 +118,7 @@ void check_table(const Store & s, size_t n, const char * what) {
 
 // Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. If any of the tiers for
 // MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are left out, and keep their size. A
-// simulation leaves out none.
+// simulation leaves out no tier.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -133,7 +133,7 @@ void advance(Store & s, uint64_t ns) {
     s.shared.clock->advance(ns);
 }
 
-// Acquires the experts of routing events in order, until one fails. n_done must be 0 at the call. Afterwards it is the
+// Acquires the experts of routing events in order, until one fails. n_done must be 0 on entry. On return it is the
 // number of handled events, including the failed one.
 void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
     std::vector<int32_t> slot_ids;

@@ -15,10 +15,10 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertSt
     for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
 }
 
-// Returns the id, below n_as, that the calling kernel multiplies with next, and writes the index of its slot to
-// order->at; -1: none is left. An id is a slot id, or an expert id in a streamed layer. Ids that no row uses are
-// skipped. The layer's slots must be pinned. Matrices that will not arrive are left out, and the pass then ends after
-// this graph node (Store::must_abort).
+// Returns the id, below n_as, that the calling kernel multiplies with next; -1: none is left. Writes the index of the
+// id's slot to order->at. An id is a slot id, or an expert id in a streamed layer. Ids that no row uses are skipped.
+// The layer's slots must be pinned. Matrices that will not arrive are skipped, and the pass then ends after this graph
+// node (Store::must_abort).
 int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
     const PoolTensor & t = *(const PoolTensor *)order->next;
     return t.arrivals->next_id(t, *order, row_counts, n_as, ith == 0);
@@ -43,8 +43,8 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
         if (is_there(t, s)) { return take(id); }
         order.late[order.n_late++] = id;
     }
-    // A call of the stream's next() after the last streamed expert may end the stream, and own_slot() is not valid
-    // afterwards. So late matrices of experts that have their own slots are taken before that call.
+    // Calling the stream's next() past the last streamed expert may end the stream, and own_slot() is not valid
+    // afterwards. Late matrices of experts that have their own slots are therefore taken before that call.
     const int i = order.i - n_as;
     if (streams && i >= 0 && !(order.n_late > 0 && i >= stream_.n_experts())) {
         return stream_.next(order, i, t.kind, is_first_thread);
@@ -61,14 +61,14 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
 }
 
 // Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or no
-// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. Needs the store's
-// lock.
+// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. The caller must
+// hold the store's lock.
 bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not come. Returns the lowest
+// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not arrive. Returns the lowest
 // such index i; -1: the store was cancelled or closed, or this is a child process.
 template <typename Decided>
 int Arrivals::await_any(int n, Decided decided, bool is_first_thread) {

@@ -1,6 +1,6 @@
-// arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Matrices that are in memory come
-// first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed order.
-// This code runs and waits in the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
+// arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Matrices that are already in memory
+// come first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed
+// order. This code runs and waits in the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
 // kernels/multiply.cpp. It changes no slot and starts no transfer.
 #pragma once
 
@@ -17,12 +17,12 @@ class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
     virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer that is streamed now
-    // Returns the slot of an expert that has its own; negative: the expert is streamed or not chosen.
+    // Returns the expert's own slot; negative: the expert is streamed or not chosen.
     virtual int own_slot(int expert) const = 0;
     virtual int n_experts() const = 0; // number of streamed experts
     // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.
-    // Returns -1 if there is no such expert or its matrix will not come. Every thread of a kernel takes all streamed
-    // experts, in the order of i. A call also means that the thread has multiplied with the expert before (i - 1).
+    // Returns -1 if there is no such expert or its matrix will not arrive. Every thread of a kernel takes all streamed
+    // experts, in the order of i. A call also means that the thread has multiplied with the previous expert (i - 1).
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 
@@ -39,9 +39,9 @@ class Arrivals {
     bool covers(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
     // Waits until done() is true, and returns with the lock held. Returns false if the store is cancelled or closed
-    // first, or if nothing is left to wait for (virtual time). All threads of a kernel wait at once, so only the
-    // kernel's first thread counts the stall. In a child process, the function returns false at once, without the lock:
-    // a thread of the parent may have held the lock during the fork.
+    // first, or if nothing is left to wait for (virtual time). All threads of a kernel wait at the same time, so only
+    // the kernel's first thread counts the stall. In a child process, returns false immediately, without the lock: a
+    // thread of the parent may have held the lock during the fork.
     template <typename Done>
     bool wait(Lock & lock, bool is_first_thread, Done done) {
         if (shared_.forked()) { return false; }

@@ -1,8 +1,8 @@
-// clock.h: the clock of a store returns the time and runs the transfers of links, in real time or, for simulations, in
-// virtual time.
+// clock.h: a store's clock, which returns the time and runs the transfers of links, in real time or, for simulations,
+// in virtual time.
 //
-// A simulation has no memory for experts and no predictor's thread. The code that would use them checks for a
-// simulation itself. Compute threads wait through the clock. The clock does not know about slots or files.
+// A simulation has no memory for experts and no predictor thread. Code that would use either checks for a simulation
+// itself. Compute threads wait through the clock. The clock does not know about slots or files.
 #pragma once
 
 #include <chrono>
@@ -24,8 +24,8 @@ inline uint64_t now_ns() {
         .count();
 }
 
-// Updates an exponential moving average over about 32 values. A mean of 0 stands for no value yet, and is replaced by
-// `value`.
+// Updates an exponential moving average over about 32 values. A mean of 0 means that there is no value yet, and is
+// replaced by `value`.
 inline void update_ema(float & mean, float value) { mean += mean > 0 ? (value - mean) / 32 : value; }
 
 class Clock {
@@ -35,16 +35,16 @@ class Clock {
     virtual ~Clock() = default;
     virtual uint64_t now_ns() const = 0;
 
-    // Waits until another thread notifies `changed`, or a spurious wake-up. The lock is free meanwhile. Returns false
+    // Releases the lock and waits until another thread notifies `changed` or a spurious wake-up happens. Returns false
     // if the deadline has passed. A virtual clock does not wait: it starts transfers, or moves the time to the end of
-    // the next transfer. A virtual clock returns false if there is no transfer.
+    // the next transfer. It returns false if no transfer can start or end.
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
     // Runs the transfers of this link from now on. In real time, the link's own threads run them, and `speed` is
     // ignored. In virtual time, idle links start transfers in the order in which the links were added.
     virtual void carry(Link & link, LinkSpeed speed) = 0;
-    // Starts a thread that calls body(). In virtual time there is no thread: the result is empty, and the caller does
-    // the work. `what`: the thread's name in an error. Throws Error.
+    // Starts a thread that calls body(). In virtual time, starts no thread and returns an empty one; the caller then
+    // does the work itself. `what`: the thread's name in an error. Throws Error.
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
     // Lets `ns` nanoseconds of compute time pass, and runs the transfers that end meanwhile. The caller holds the
     // store's lock. Throws Error(INVALID) in real time.

@@ -92,7 +92,7 @@ void Copies::order(ggml_backend_t stream) {
 // The next functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
 
 void Copies::submit_own(Lock & lock) {
-    if (!own_.jobs.empty()) { // the copy thread has not yet recorded the end of this thread's previous batch
+    if (!own_.jobs.empty()) { // the copy thread has not yet recorded the completion of this thread's previous batch
         if (!idle()) { wake(); }
         return;
     }
@@ -122,9 +122,9 @@ void Copies::run() {
 }
 
 // Moves queued jobs into batch_. A batch has all queued matrices that layers wait for, so that one copy can move
-// neighbouring slots. If no layer waits, a batch has one prefetched matrix. For a staging tier it has up to most_ahead
-// or few_ahead prefetched matrices. Such a batch is small, so it does not delay a layer for long. Returns false if no
-// queued job is still needed.
+// neighbouring slots. If no layer waits, a batch has one prefetched matrix, or for a staging tier up to most_ahead or
+// few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long. Returns false if
+// no queued job is still needed.
 bool Copies::take_batch() {
     const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;
@@ -135,8 +135,8 @@ bool Copies::take_batch() {
     return !jobs.empty();
 }
 
-// Puts the copies of a batch into the backend's stream, and releases the lock meanwhile. If the device has events,
-// another stream can wait for the batch afterwards.
+// Puts the copies of a batch into the backend's stream, with the lock released. If the device has events, another
+// stream can wait for the batch afterwards.
 void Copies::submit(Batch & batch, Lock & lock) {
     lock.unlock();
     batch.start_ns = now_ns();
@@ -194,8 +194,8 @@ void Copies::copy(std::vector<Job> & jobs) const {
     }
 }
 
-// Returns the number of jobs, from jobs[first] on, that one copy can move: jobs for the same matrix whose slots lie
-// side by side in both tiers. Returns 1 for an interleaved matrix.
+// Returns the number of jobs, starting with jobs[first], that one copy can move: jobs for the same matrix whose slots
+// are adjacent in both tiers. Returns 1 for an interleaved matrix.
 int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const {
     const Job & job = jobs[first];
     size_t n = 1;

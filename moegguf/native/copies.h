@@ -1,7 +1,7 @@
 // copies.h: the link that copies experts into one tier's slots on a device, from slots in RAM or from other slots on
 // the same device. Its copy thread has its own ggml backend, and so its own stream if the device has streams. With
 // Remedy::own_copies, the compute thread submits the copies that its layer demands, and the copy thread records their
-// end.
+// completion.
 //
 // A link of this class fills only slots that already have a source (tier.h), and chooses no slots itself.
 #pragma once
@@ -21,9 +21,9 @@ class Copies final : public Link {
     // Callers of the next functions hold the store's lock.
     void queue(int s, uint8_t kinds, bool demand); // queues copies from the source of slot s; wake() starts them
     void wake() { work_.notify_one(); }
-    // Submits all queued demand copies on the calling compute thread. The copy thread records their end. If it has not
-    // yet recorded the end of the previous batch from submit_own(), the copy thread submits the new copies instead. The
-    // lock is free during the submission.
+    // Submits all queued demand copies on the calling compute thread. The copy thread records their completion. If it
+    // has not yet recorded the completion of the previous batch from submit_own(), the copy thread submits the new
+    // copies instead. Releases the lock during the submission.
     void submit_own(Lock & lock);
     void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay
     bool idle() const { return demand_.empty() && prefetch_.empty(); }
@@ -39,8 +39,9 @@ class Copies final : public Link {
 
     // Returns true if the device has events. The computing stream can then wait for copies by itself.
     bool has_events() const { return event_ != nullptr; }
-    uint8_t submitted(int s) const; // bits of slot s's matrices whose copies are submitted and not finished; any thread
-    // Makes later work of this stream wait for copies that are submitted and not finished; any thread.
+    // Returns the bits of slot s's matrices whose copies are submitted but not finished. Any thread may call this.
+    uint8_t submitted(int s) const;
+    // Makes later work in this stream wait for copies that are submitted but not finished. Any thread may call this.
     void order(ggml_backend_t stream);
 
   private:
@@ -62,9 +63,9 @@ class Copies final : public Link {
     ggml_backend_ptr backend_;
     ggml_backend_event_ptr event_; // event recorded after the last submitted batch; nullptr: the device has no events
     std::mutex event_mutex_;       // guards event_ and n_in_flight_
-    int n_in_flight_ = 0; // number of batches that are submitted and not finished; always 0 if the device has no events
-    std::mutex submit_mutex_; // held while copies are put into the backend's stream
-    // [n_slots] bits of matrices whose copies are submitted and not finished.
+    int n_in_flight_ = 0;          // number of batches submitted but not finished; always 0 if the device has no events
+    std::mutex submit_mutex_;      // held while copies are put into the backend's stream
+    // [n_slots] bits of matrices whose copies are submitted but not finished.
     std::vector<std::atomic<uint8_t>> submitted_;
     Batch batch_; // batch that the copy thread submits
     Batch own_;   // batch that the compute thread submits and the copy thread completes

@@ -10,15 +10,15 @@ namespace moegguf {
 namespace {
 
 // A drive that has finished fewer reads than this is assumed to be faster than any other drive
-// (unmeasured_ns_per_byte), because its first reads may have been exceptions.
+// (unmeasured_ns_per_byte), because its first reads may not be typical.
 constexpr uint64_t first_reads = 8;
 constexpr float unmeasured_ns_per_byte = 1e-4f;
 
 constexpr uint64_t averaged_reads = 32;
 
 // Each read from another drive multiplies an idle drive's measured time per byte by this factor, so that the idle drive
-// is tried again now and then. A drive that takes 10 times as long gets one of about 1,200 reads, and a drive that
-// takes 100 times as long gets one of about 2,400 reads.
+// is tried again now and then. A drive that takes 10 times as long gets about one read in 1,200, and a drive that takes
+// 100 times as long about one in 2,400.
 constexpr float idle_factor = 1 - 1.0f / 512;
 
 } // namespace
@@ -38,8 +38,8 @@ Drives::Drives(const Layout & layout, bool direct) {
     }
 }
 
-// Returns the expected time in ns until n more bytes are read. If reads are under way, the result is at least the time
-// since silent_ns.
+// Returns the expected time in ns until n more bytes have been read. If reads are under way, the result is at least the
+// time since silent_ns.
 float Drives::Drive::expected_ns(size_t n, uint64_t now) const {
     const float silent = under_way > 0 ? float(now - silent_ns) : 0;
     return std::max(silent, float(under_way + n) * (n_reads >= first_reads ? ns_per_byte : unmeasured_ns_per_byte));

@@ -1,4 +1,4 @@
-// drives.h: reads from copies of the model's files on several drives, or from the only copy. Reader threads read only
+// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads read only
 // through this file, which calls files.h. Each read goes to the copy that is expected to finish it first. A copy that
 // fails is no longer used, unless it is the last one.
 //
@@ -12,9 +12,9 @@ namespace moegguf {
 class Drives {
   public:
     // Opens the model's own files and its mirrors (copies on other drives). A mirror that cannot be read is dropped.
-    // Throws Error(INVALID) if a file of a mirror is the model's own file, or has another size or other bytes in the
-    // middle of an expert matrix. Other bytes are not compared. Throws Error(IO) if the model's own files cannot be
-    // opened.
+    // Throws Error(INVALID) if a file of a mirror is the model's own file, or has a different size or different bytes
+    // in the middle of an expert tensor. No other bytes are compared. Throws Error(IO) if the model's own files cannot
+    // be opened.
     Drives(const Layout & layout, bool direct);
 
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
@@ -31,7 +31,7 @@ class Drives {
         Shards shards;
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
-        uint64_t under_way = 0; // number of bytes that were requested and are not read yet
+        uint64_t under_way = 0; // number of bytes that were requested but have not been read yet
         uint64_t silent_ns = 0; // now_ns() when a read last ended, or when an idle drive got a read
         float ns_per_byte = 0;  // moving average of the read time per byte; 0: not measured yet
         std::string dropped;    // reason why this copy is no longer read; empty: it is read

@@ -42,8 +42,8 @@ bool Events::has_space(size_t n_words) const {
 }
 
 // Copies an event and the arrays that it points to into the ring. Does nothing if the listener has no callback for the
-// event. If the ring is full, the event is dropped, or the call waits (MOEGGUF_LISTEN_EVERYTHING). An event for which
-// there is no memory is dropped, too.
+// event. If the ring is full, the event is dropped, or the call waits (MOEGGUF_LISTEN_EVERYTHING). An event is also
+// dropped if memory runs out.
 template <typename Event>
 void Events::post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays) {
     constexpr bool routed = std::is_same_v<Event, moegguf_routing_event>;
@@ -54,7 +54,7 @@ void Events::post(Event & event, Event Record::* kind, std::initializer_list<Arr
     if (flags_ & MOEGGUF_LISTEN_EVERYTHING) {
         delivered_.wait(lock, [&] { return !on_ || has_space(n_words); });
     }
-    if (!on_) { // the listener has stopped meanwhile, and the next one must not get this event
+    if (!on_) { // the listener was stopped in the meantime, and the next one must not get this event
         return;
     }
     Record & record = ring_[(head_ + size_) % capacity];

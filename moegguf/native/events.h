@@ -56,13 +56,13 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    // Most 4-byte words in the ring's arrays; a lone event may have more.
+    // Limit on the 4-byte words of all arrays in the ring; a lone event may have more.
     static constexpr size_t most_words = 64u << 20;
     static constexpr size_t lazy_events = 512; // number of waiting events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
     static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees its memory after delivery
 
-    std::mutex control_; // lets one start() or stop() run at a time
+    std::mutex control_; // lets only one start() or stop() run at a time
     mutable std::mutex mutex_;
     std::condition_variable arrived_;
     std::condition_variable delivered_;

@@ -9,9 +9,9 @@
 
 namespace moegguf {
 
-// Holds the slots whose experts may be evicted, by layer. A layer's slot with the lowest score is evicted first; among
-// equal scores, the least recently used slot. first() finds this slot in one scan of the layer's slots. The result is
-// kept until the slot is removed, scores of the layer change, or another policy is set.
+// Holds the slots whose experts may be evicted, by layer. In each layer, the slot with the lowest score is evicted
+// first. Among equal scores, the least recently used slot is evicted first. first() finds this slot in one scan of the
+// layer's slots. The result is cached until the slot is removed, scores of the layer change, or another policy is set.
 class EvictionOrder {
   public:
     struct Entry {

@@ -1,5 +1,5 @@
-// files.cpp: implements files.h: reads a model's files, past the page cache if O_DIRECT works, and notices if a file
-// was written to after the model was loaded.
+// files.cpp: implements files.h: reads a model's files, bypassing the page cache if O_DIRECT works, and detects writes
+// to a file after the model was loaded.
 #include "files.h"
 
 #include "huge_pages.h"
@@ -19,11 +19,11 @@
 namespace moegguf {
 namespace {
 
-// Number of bytes that are read with and without O_DIRECT, and compared. One block is enough, because a file system
-// that returns wrong bytes with O_DIRECT is expected to do so on the first block, too.
+// Number of bytes that are read both with and without O_DIRECT, and then compared. One block is enough, because a file
+// system that returns wrong bytes with O_DIRECT is expected to do so on the first block, too.
 constexpr size_t check_bytes = Shard::alignment;
 
-// A read fails when signals have interrupted it this number of times, because it would probably never end.
+// A read fails when signals have interrupted it this many times, because it would probably never end.
 constexpr int most_interruptions = 1000;
 
 uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
@@ -40,8 +40,8 @@ bool may_be_renamed(const struct stat & before, const struct stat & now, const s
            named.st_dev != now.st_dev;
 }
 
-// Returns the spans of a shard that are sampled. Each expert tensor of the shard has one: up to one page, from the
-// tensor's middle on.
+// Returns the spans of a shard that are sampled. Each expert tensor of the shard has one: up to one page, starting at
+// the tensor's middle.
 std::vector<Span> sampled_spans(const Layout & layout, int shard) {
     std::vector<Span> spans;
     for (const Matrix & m : layout.matrices) {
@@ -94,7 +94,7 @@ struct stat Shard::status() const {
 
 std::vector<Shard::Sample> Shard::sample() const {
 #ifdef POSIX_FADV_WILLNEED
-    for (const Span & span : sampled_) { // lets the disk read all places at the same time
+    for (const Span & span : sampled_) { // lets the disk read all spans at the same time
         posix_fadvise(buffered_.fd, (off_t)span.offset, (off_t)span.n, POSIX_FADV_WILLNEED);
     }
 #endif
@@ -187,7 +187,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
         const uint64_t begin = direct ? down(offset) : offset;
         const uint64_t end = direct ? up(offset + n) : offset + n;
         if (fill(direct ? direct_.fd : buffered_.fd, buffer.data(), begin, end - begin, offset + n - begin, error)) {
-            check_unchanged(); // comes after the read, so that a write that changed the bytes is seen
+            check_unchanged(); // comes after the read, so that a write that changed the bytes is detected
             return buffer.data() + (offset - begin);
         }
         if (direct && error == EINVAL) {

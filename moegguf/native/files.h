@@ -1,7 +1,7 @@
-// files.h: reads bytes of the GGUF's shards. If the caller requests it, reads bypass the page cache (O_DIRECT). This
-// requires that a test read with O_DIRECT has returned the right bytes.
+// files.h: reads bytes of the GGUF's shards. Reads bypass the page cache (O_DIRECT) if the caller requests this and a
+// test read with O_DIRECT returned the right bytes.
 //
-// This file only reads, at offsets of the layout. It does not know about slots or experts.
+// This file only reads, at offsets from the layout. It does not know about slots or experts.
 #pragma once
 
 #include "layout.h"
@@ -30,7 +30,7 @@ class ReadBuffer {
     size_t size_;
 };
 
-// A file descriptor that the destructor closes. fd below 0: there is none.
+// A file descriptor that the destructor closes. fd < 0: no descriptor.
 struct Descriptor {
     explicit Descriptor(int fd = -1) : fd(fd) {}
     ~Descriptor();
@@ -46,15 +46,15 @@ struct Span {
     size_t n;
 };
 
-// One open shard. Its descriptors stay open, so a renamed or deleted file can still be read. After a write to the file
-// reads fail, because slots already hold experts of the earlier content.
+// One open shard. Its descriptors stay open, so a renamed or deleted file can still be read. After a write to the file,
+// reads fail, because slots may already hold experts from the old content.
 //
-// Size, modification time and change time show if the file was written to. A new name, owner, mode or number of hard
-// links also changes the change time. Such a new change time is accepted only if one of these differs, and if the
-// sampled bytes are still equal. The sample has up to a page from the middle of every expert tensor. An expert tensor
-// is one kind of matrix of all experts of a layer. The sample of another model, training run or quantisation would
-// differ. A write stays unnoticed if it keeps the size and all sampled bytes, restores the modification time, and comes
-// with another name, owner, mode or number of hard links.
+// The size, modification time and change time show whether the file was written to. A new name, owner, mode or number
+// of hard links also updates the change time. A new change time is accepted only if one of these differs and the
+// sampled bytes are unchanged. The sample has up to a page from the middle of every expert tensor (the matrices of one
+// kind of all experts of a layer). The sample of another model, training run or quantisation would differ. A write goes
+// unnoticed if it keeps the size and all sampled bytes, restores the modification time, and coincides with a new name,
+// owner, mode or number of hard links.
 class Shard {
   public:
     Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO) or Error(MEMORY).
@@ -64,8 +64,8 @@ class Shard {
     // read.
     void check_copy(const Shard & copy) const;
 
-    // Reads n bytes at an offset, and returns their address in `buffer`. Throws Error(IO) if the file was written to
-    // since it was opened, or if two attempts fail. `retries`: counter of reads that were tried again.
+    // Reads n bytes at an offset, and returns their address in `buffer`. Throws Error(IO) if the file has been written
+    // to since it was opened, or if two attempts fail. `retries`: counter of reads that were tried again.
     const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
 
     bool direct() const { return use_direct_; }
@@ -90,9 +90,9 @@ class Shard {
     Descriptor buffered_;
     Descriptor direct_;
     struct stat opened_;
-    std::vector<Sample> sample_;              // samples from when the file was opened
+    std::vector<Sample> sample_;              // samples taken when the file was opened
     mutable std::mutex checking_;             // guards checked_
-    mutable struct stat checked_;             // the latest status that was accepted as unchanged content
+    mutable struct stat checked_;             // the latest status for which the content was accepted as unchanged
     mutable std::atomic<int64_t> changed_ns_; // change time (st_ctim) of checked_
     mutable std::atomic<bool> use_direct_{false};
 };

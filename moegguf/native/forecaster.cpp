@@ -117,9 +117,9 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
     });
 }
 
-// Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, at even
-// distances. If the pass has token ids, also writes up to most_known ids of each kept sequence to record.tokens: the
-// last ones in the pass.
+// Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, evenly
+// spaced. If the pass has token ids, also writes the last ids of each kept sequence, up to most_known, to
+// record.tokens.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
@@ -163,7 +163,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
         choose_last(of, record);
         fill(record);
     } catch (const std::bad_alloc &) {
-        return; // the record is lost, but the pass goes on
+        return; // the record is lost, but the pass continues
     }
     if (!thread_.joinable()) { // a simulation has no thread: the caller predicts
         follow(record, true);
@@ -207,7 +207,7 @@ void Forecaster::run() {
 
 // Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
-// In lockstep it is always true, because the next pass may be announced before the last layer's record was read.
+// In lockstep, it is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -272,8 +272,8 @@ void Forecaster::select_sequences(const Record & record) {
     }
 }
 
-// Returns the predictor of a sequence. A new sequence gets a new predictor, or the least recently used one if there are
-// most_sequences already.
+// Returns the predictor of a sequence. A new sequence gets a new predictor, or the least recently used one if
+// most_sequences predictors already exist.
 Forecaster::SequencePredictor & Forecaster::predictor_of(int sequence) {
     const auto end = predictors_.end();
     auto found =
@@ -355,7 +355,7 @@ bool Forecaster::predict_sequences(int il, int distance) {
 }
 
 // Computes for each expert the raw and the calibrated probability that any sequence of the pass uses the expert, from
-// the predictions for single sequences. Each sequence that was not selected counts like an average selected one. A
+// the predictions for individual sequences. Each sequence that was not selected counts like an average selected one. A
 // selected sequence without a prediction counts as not using the expert.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
@@ -410,16 +410,16 @@ void Forecaster::issue_prefetches() {
     transfers_.wake_idle_reader();
 }
 
-// Adds prefetches of a layer's most probable experts that have no slot, at most as many as the pass's tokens can use.
-// The worth of a prefetch is its expected gain minus its expected cost, and must be above 0. If the expert is used, the
-// gain is the share of the transfer that ends before the layer is reached. If the expert is not used, the cost is
-// waste_weight, because the transfer keeps the link busy. With waste_weight 0, the worth is infinite. A prefetch may
-// evict only an expert that is worth less.
+// Adds prefetches of a layer's most probable experts, up to the number that the pass's tokens can use, and skips
+// experts that have a slot. The worth of a prefetch is its expected gain minus its expected cost, and must be above 0.
+// If the expert is used, the gain is the share of the transfer that ends before the layer is reached. If the expert is
+// not used, the cost is waste_weight, because the transfer keeps the link busy. With waste_weight 0, the worth is
+// infinite. A prefetch may evict only an expert that is worth less.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    // Raw probabilities are seldom equal. Calibrated probabilities often are, because all experts in a bin share one.
+    // Raw probabilities are rarely equal. Calibrated probabilities often are, because all experts in a bin share one.
     const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances;
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {

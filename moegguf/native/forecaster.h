@@ -1,9 +1,9 @@
 // forecaster.h: predicts on its own thread which experts a pass will use, and issues prefetches. Compute threads put
 // each choice of a router into a ring, and wait for predictions only with MOEGGUF_PREDICT_LOCKSTEP. In a simulation
-// there is no such thread, and the caller itself predicts.
+// there is no such thread, and the calling thread predicts.
 //
-// Under the store's lock the forecaster passes forecasts to the eviction policies of tiers, and prefetches to the
-// transfer queue. It pins and evicts nothing itself. A forecast changes only the speed, never a token.
+// Under the store's lock, the forecaster passes forecasts to the eviction policies of tiers, and prefetches to the
+// transfer queue. It pins and evicts nothing itself. A forecast affects only speed, never a token.
 #pragma once
 
 #include "predictors/predictor.h"
@@ -22,10 +22,10 @@ struct PassTokens {
     const int32_t * tokens = nullptr;    // [n_tokens] token ids; NULL: unknown
 };
 
-// Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were really used.
-// This is needed because only the order of a predictor's probabilities is reliable, and layers further ahead are less
-// certain. Each distance in layers has its own bins of equal width; distances from n_distances on share their bins. Old
-// counts lose their weight: a bin's counts are halved whenever it has counted most_seen experts.
+// Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were actually
+// used. This is needed because only the order of a predictor's probabilities is reliable, and predictions further ahead
+// are less certain. Each distance in layers has its own bins of equal width; distances of n_distances or more share
+// bins. Old counts fade: a bin's counts are halved whenever `seen` exceeds most_seen.
 class Calibration {
   public:
     Calibration() {
@@ -34,8 +34,7 @@ class Calibration {
         }
     }
 
-    // Returns the share of experts that were used, among experts whose predicted probability at this distance was about
-    // p.
+    // Returns the share of used experts among the experts whose predicted probability at this distance was about p.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;
@@ -67,10 +66,10 @@ class Calibration {
 };
 
 // Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
-// serves them better. Each sequence has its own predictor, which sees only this sequence. The chance of an expert is
-// the chance that any sequence uses the expert, 1 - prod(1 - p). Of more than most_selected sequences, only
-// most_selected are predicted, evenly spaced. Every other sequence counts as the average of the predicted ones. Passes
-// of more than most_sequences sequences are not predicted, because they use most experts.
+// serves them better. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
+// chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences, only most_selected
+// evenly spaced ones are predicted, and each other sequence counts as an average predicted one. Passes of more than
+// most_sequences sequences are not predicted, because they use most experts.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -100,7 +99,7 @@ class Forecaster {
   private:
     static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
-    // A predictor gets at most this number of its sequence's last tokens in a pass.
+    // Largest number of a sequence's last tokens in a pass that its predictor receives.
     static constexpr int most_known = 512;
 
     struct LastToken { // the last token of one sequence in a pass
@@ -164,7 +163,7 @@ class Forecaster {
     Tiers & tiers_;
     Transfers & transfers_;
 
-    std::mutex control_; // lets one set() run at a time
+    std::mutex control_; // lets only one set() run at a time
     std::atomic<bool> on_{false};
     std::atomic<bool> wants_inputs_{false};
     std::atomic<bool> lockstep_{false};
@@ -181,7 +180,7 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // The thread that predicts uses the next fields. set() changes them while this thread does not run, and read()
+    // The thread that predicts uses the next fields. set() changes them while this thread is not running, and read()
     // reads layers_.
     std::optional<PredictorFactory> factory_;   // kept while prediction is off, because calibration_ belongs to it
     std::vector<SequencePredictor> predictors_; // one per sequence, at most most_sequences

@@ -6,8 +6,8 @@
 //   There the supply waits. No layer of a tier needs a stop while every expert of the tier is complete in its own slot
 //   and nothing observes routing events.
 //
-// The hook may add and move nodes. It replaces the expert ids of a node by the slot ids from Store::acquire(). It
-// changes no slot itself.
+// The hook may add and move nodes. It replaces the expert ids of a node with the slot ids from Store::acquire(). It
+// does not change slots itself.
 #include "store.h"
 
 #include "ggml-backend-impl.h" // defines buffer types; patches/README.md lists the internals that we use
@@ -33,8 +33,8 @@ const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
 size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
-// Reserves address space without memory. ggml's writes into the buffer are ignored, and its reads return zeros (for
-// example if the model is saved). Returns nullptr if the system refuses.
+// Reserves address space without memory. ggml's writes to the buffer are ignored, and ggml's reads from it return zeros
+// (for example if the model is saved). Returns nullptr if the system refuses.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
@@ -51,15 +51,15 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size)
     return ggml_backend_buffer_init(buft, iface, address, size);
 }
 
-// Returns the store that keeps this tensor's experts; nullptr: no store keeps them.
+// Returns the store that holds this tensor's experts; nullptr: no store holds them.
 Store * store_of(const ggml_tensor * t) {
     if (!t || !t->buffer) { return nullptr; }
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(t->buffer);
     return buft->iface.get_name == get_name ? (Store *)buft->context : nullptr;
 }
 
-// Beginnings of the names of the nodes at which the callback acts. The layer's number follows. The name for `down` is
-// also in patches/slot-ids.patch.
+// Prefixes of the names of the nodes at which the callback acts. The layer's number follows the prefix. The name for
+// `down` is also in patches/slot-ids.patch.
 
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
 constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the nodes of gate and up
@@ -67,8 +67,8 @@ constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node tha
 // The router's ids, if the layer multiplies by them; the callback does not stop here.
 constexpr char own_ids_node[] = "ffn_moe_own_ids-";
 
-// Returns true if the node's name begins like all names at which the callback acts. The test is short, because it runs
-// at every node.
+// Returns true if the node's name starts with the common part of these prefixes. The test is cheap, because it runs at
+// every node.
 bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
 
 // Returns the number of the layer in the node's name if the name begins with the prefix; otherwise -1.
@@ -107,8 +107,8 @@ const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, st
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
 // The tensors that a layer's delayed nodes make, write and read. A node is delayed if it must follow the layer's slot
-// ids or another delayed node (must_follow). Delayed nodes are moved behind all other nodes before the next layer's
-// slot ids.
+// ids or another delayed node (must_follow). Delayed nodes are moved to the end of the layer, just before the next
+// layer's slot ids.
 class Delayed {
   public:
     explicit Delayed(const ggml_cgraph & graph)
@@ -133,8 +133,9 @@ class Delayed {
         }
     }
 
-    // Returns true if the node must stay after the layer's slot ids or after a delayed node. It then has such a node as
-    // a source, reads memory that a delayed node writes, or writes as a view into memory that a delayed node uses.
+    // Returns true if the node must stay after the layer's slot ids or after a delayed node. Such a node has one of
+    // them as a source, reads memory that a delayed node writes, or writes through a view into memory that a delayed
+    // node uses.
     bool must_follow(const ggml_tensor * t) const {
         const bool touches = !ggml_op_is_empty(t->op);
         if (touches && t->view_src && (has(written_, t->view_src) || has(read_, t->view_src))) { return true; }
@@ -156,7 +157,7 @@ class Delayed {
 
 // Functions for the nodes at which the callback stops.
 
-// Returns the kinds of matrices to wait for after this node was computed, a bit for each kind; 0: no wait.
+// Returns the kinds of matrices to wait for once this node has been computed, one bit per kind; 0: no wait.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
     if (!context.store.layout.has_experts(il) || context.store.streamed->computes_on_arrival(il)) { return 0; }
@@ -195,8 +196,8 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
     }
 }
 
-// Returns the backend that computes the node; nullptr: the scheduler is not known. The node's work has then already
-// ended.
+// Returns the backend that computes the node; nullptr: the scheduler is not known. In that case, the node's work has
+// already ended.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
@@ -209,7 +210,7 @@ ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     return waits && ggml_backend_get_device(backend) == tier.pool()->memory().device ? backend : nullptr;
 }
 
-// Acquires the experts whose ids the node `t` has computed, and replaces the ids by slot ids. If the ids are in a
+// Acquires the experts whose ids the node `t` has computed, and replaces the ids with slot ids. If the ids are in a
 // device's memory, they are copied to the host and back. If the backend is known, its stream makes both copies, and
 // this thread waits only for the copy to the host.
 void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
@@ -236,7 +237,7 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     }
 }
 
-// Does the work at a stop. No exception leaves the function, because the caller is C.
+// Handles a stop of the scheduler. Lets no exception escape, because the caller is C.
 void stopped(Context & context, ggml_tensor * t) {
     const int il = layer_of(t, ids_node);
     ggml_backend_t backend = backend_of(context, t);

@@ -1,5 +1,6 @@
-// huge_pages.h: requests memory pages of 2 MiB ("huge pages") where the system has them, and zeroes memory by giving
-// its huge pages back. On other systems the functions change nothing. They touch only memory that callers pass.
+// huge_pages.h: requests memory pages of 2 MiB ("huge pages") where the system has them, and zeroes memory by returning
+// its huge pages to the system. On other systems, the functions change nothing. They touch only memory that callers
+// pass.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,8 +13,9 @@ namespace moegguf {
 
 constexpr size_t huge_page_bytes = 2u << 20;
 
-// Requests huge pages for the whole huge pages in memory that nothing has touched yet. Reading a file into huge pages
-// takes a third of the processor time and fewer disk requests. Weights in huge pages need fewer page-table look-ups.
+// Requests huge pages for every whole, aligned huge page inside this memory. Nothing should have touched the memory
+// yet. Reading a file into huge pages takes a third of the processor time and fewer disk requests. Weights in huge
+// pages need fewer page-table look-ups.
 inline void ask_for_huge_pages(void * memory, size_t n) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;

@@ -19,9 +19,9 @@ namespace {
 
 #if defined(__SSE2__)
 
-// A block of Q4_0 has a scale of 2 bytes, and 32 quants of 4 bits in 16 bytes. A block of the interleaved form holds a
-// block of each of 8 rows: the scales, then the first 8 bytes of each row, then the second 8 bytes. Quants change from
-// unsigned to signed.
+// A block of Q4_0 has a scale of 2 bytes, and 32 quants of 4 bits in 16 bytes. A block of the interleaved form combines
+// one block from each of 8 rows: the scales, then the first 8 bytes of each row, then the second 8 bytes. Quants change
+// from unsigned to signed.
 constexpr int q4_0_rows = 8, q4_0_cols = 32, q4_0_bytes = 18;
 
 void interleave_q4_0x8(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols) {
@@ -58,7 +58,8 @@ constexpr Interleave q4_0x8 = nullptr;
 
 #endif
 
-// Returns true if `ours` and upstream's function lay out a few random rows equally. Returns false if `ours` is nullptr.
+// Returns true if `ours` and upstream's function lay out a few random rows identically. Returns false if `ours` is
+// nullptr.
 bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
     if (!ours) { return false; }
     ggml_tensor piece = slot;

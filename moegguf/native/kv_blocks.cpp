@@ -1,8 +1,9 @@
 // kv_blocks.cpp: reads states of sequences from files into a KV cache, and checks their digests. A thread starts when
-// the first block is added, and fills blocks while llama.cpp lists the next ones. moegguf_kv_blocks_fill fills the
-// remaining blocks together with this thread, and waits for its end.
+// the first block is added. It fills blocks, which means that it writes their bytes into tensors, while llama.cpp lists
+// the parts of the next ones. moegguf_kv_blocks_fill fills the remaining blocks together with this thread, and waits
+// for it to end.
 //
-// It writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
+// This file writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
 #include "api.h"
 #include "files.h"
 
@@ -55,8 +56,8 @@ struct Block {
     bool is_right = false; // true: the file was read, and its bytes have the expected digest
 };
 
-// Opens a block's file and returns its descriptor; -1: it cannot be opened, or is not a regular file of this user.
-// Symbolic links are refused. Opening or reading a pipe could wait forever.
+// Opens a block's file and returns its descriptor; -1: it cannot be opened, or is not a regular file that this user
+// owns. Symbolic links are refused. So are pipes, because opening or reading one could wait forever.
 int open_own(const char * path) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     struct stat status;
@@ -124,7 +125,7 @@ struct moegguf_kv_blocks {
         if (filling.valid()) { filling.get(); }
     }
 
-    // Returns the offset, in the last block's file, of the n bytes for which this address stands; 0: the bytes are not
+    // Returns the offset, in the last block's file, of the n bytes that this address stands for; 0: the bytes are not
     // in the block's state.
     uint64_t position(const void * address, size_t n) const {
         const Block & block = blocks.back();
@@ -132,9 +133,10 @@ struct moegguf_kv_blocks {
         return first <= here && here + n <= first + (block.end - block.begin) ? block.begin + (here - first) : 0;
     }
 
-    std::deque<Block> blocks;             // a deque, because its elements stay where they are
-    std::unique_ptr<Descriptor> file;     // open file of the last block
-    std::unique_ptr<uint8_t[]> addresses; // addresses for the last block's state; never touched, so they take no memory
+    std::deque<Block> blocks;         // a deque, because it never moves its elements
+    std::unique_ptr<Descriptor> file; // open file of the last block
+    // Addresses for the last block's state; never touched, so they occupy no memory.
+    std::unique_ptr<uint8_t[]> addresses;
     size_t n_addresses = 0;
 
   private:
@@ -147,7 +149,7 @@ struct moegguf_kv_blocks {
         changed.notify_one();
     }
 
-    // Takes groups of blocks and fills them, until no blocks are left and no more will come. Two threads call this.
+    // Takes groups of blocks and fills them, until no blocks are left and no more will be added. Two threads call this.
     void fill_some() {
         std::unique_lock<std::mutex> lock(mutex);
         while (true) {
@@ -166,7 +168,7 @@ struct moegguf_kv_blocks {
     std::mutex mutex; // guards the next fields and the number of blocks
     std::condition_variable changed;
     size_t n_known = 0; // number of blocks whose list of parts is complete
-    size_t n_begun = 0; // number of blocks that a thread fills or has filled
+    size_t n_begun = 0; // number of blocks that a thread has begun to fill
     bool is_complete = false;
     std::future<void> filling; // ready when the other thread has ended
 };

@@ -8,8 +8,8 @@ namespace {
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
-// Upper limits, far above the values of any known model. They are so low that the number of all experts' matrices fits
-// into an int.
+// Upper limits, far above the values of any known model. They are low enough that the total number of experts' matrices
+// fits into an int.
 constexpr int max_layers = 4096, max_experts = 65536;
 constexpr int64_t max_width = INT32_MAX;
 

@@ -1,6 +1,6 @@
-// layout.h: the layout has the place of each expert in the model's files, and the sizes of slots. The numbering has the
-// slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever
-// changes. They do not know about memory, devices, or which experts are loaded.
+// layout.h: the layout holds the place of each expert in the model's files, and the sizes of slots. The numbering holds
+// the slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering
+// ever changes. They do not know about memory, devices, or which experts are loaded.
 #pragma once
 
 #include "moegguf.h"
@@ -103,7 +103,7 @@ struct LayerSet {
     int token_cycle = 0;         // number of experts that one token uses in all these layers
     int n_used_max = 0;          // largest number of experts that a token uses in one layer
 
-    // Selects the layers with experts for which holds(il) is true.
+    // Selects the MoE layers for which holds(il) is true.
     template <typename Holds>
     LayerSet(const Layout & layout, Holds holds) : has(layout.layers.size(), 0) {
         for (int il : layout.moe_layers) {
@@ -148,8 +148,8 @@ class Numbering {
     // Returns the slot that is reserved for this expert. Valid only while resident.
     int own_slot(int il, int expert) const { return windows_[il].first_slot + expert; }
 
-    // Lets all layers share all slots, for a pool that shrinks below one slot per expert. The numbering stays like
-    // this, even if the pool grows again.
+    // Makes all layers share all slots, for a pool that shrinks below one slot per expert. This is permanent, even if
+    // the pool grows again.
     void share_all_slots() {
         resident_ = false;
         for (Window & window : windows_) { window = {0, window.n_slots > 0 ? n_slots_ : 0}; }

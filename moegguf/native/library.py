@@ -34,9 +34,10 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR of enum ggml_log_level
-# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a good part of a millisecond;
+# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a large part of a millisecond;
 # GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
-# 100 times without `active`. With all experts present, this low number of polls would cost up to a fifth of the speed.
+# 100 times without `active`. With all experts present, such a low number of polls would cost up to a fifth of the
+# speed.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
@@ -62,7 +63,7 @@ def find_library() -> Path:
 def check_processor(folder: Path) -> None:
     """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
 
-    Such a library would end the process with SIGILL. Nothing is checked if the needed instructions or the processor's
+    Such a library would end the process with SIGILL. Checks nothing if the needed instructions or the processor's
     instructions are unknown.
     """
     listed = folder / "CPU_FEATURES"
@@ -77,9 +78,9 @@ def check_processor(folder: Path) -> None:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Shortens the time for which OpenMP's threads spin before they sleep, by environment variables.
+    """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
 
-    Does nothing if one of the variables in SPINNING is set already. OpenMP must be loaded inside the block. With GNU's
+    Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the block. With GNU's
     default, threads spin for longer than a time slice of the scheduler. Threads that share a processor, as on a busy
     machine, then wait for each other's whole slices at every barrier, hundreds of times a token.
     """
@@ -105,7 +106,7 @@ def build_identity() -> str:
 class BackendProblems(NamedTuple):
     """Reasons why ggml backends were not loaded, or found no devices."""
 
-    refused: list[str]  # a sentence for each plug-in that was not loaded because it was built from other sources
+    refused: list[str]  # a sentence for each plug-in that was not loaded because it was built from different sources
     errors: list[str]  # error messages that ggml logged while backends were loaded
 
 
@@ -123,7 +124,7 @@ def _keep_errors(level: int, text: bytes, _user: object) -> None:
 
 
 _LOG_CALLBACK = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-# ggml's log callback from the end of load() until the bindings set theirs. It prints errors only. Without a callback
+# ggml's log callback from the end of load() until the bindings set theirs. It prints errors only. Without a callback,
 # ggml prints every line of its log, for example the devices that it found.
 _LOG_ERRORS = _LOG_CALLBACK(_log_errors)
 _KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these errors
@@ -133,7 +134,7 @@ _KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these erro
 def load() -> c.CDLL:
     """Returns the native library. The first call loads it.
 
-    Raises LibraryError when the library is missing or cannot be loaded, has another ABI than this package, or needs
+    Raises LibraryError when the library is missing or cannot be loaded, has a different ABI than this package, or needs
     instructions that this processor lacks.
     """
     folder = find_library()
@@ -282,7 +283,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
 def error(status: int, message: str) -> MoeggufError:
     """Returns an exception with this message, of the type that belongs to a status of the C ABI.
 
-    An unknown status gives MoeggufError.
+    For an unknown status, the type is MoeggufError.
     """
     return _ERRORS.get(status, MoeggufError)(message)
 
@@ -290,7 +291,7 @@ def error(status: int, message: str) -> MoeggufError:
 def check(status: int) -> None:
     """Raises an exception for a status other than abi.OK, with the library's reason as its text.
 
-    This function is called after each call of the library that returns a status.
+    ctypes calls this function after each library call that returns a status.
     """
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))

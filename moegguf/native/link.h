@@ -1,8 +1,8 @@
-// link.h: a link has queues of transfers into slots. The link chooses the next transfer, and updates the slot when a
+// link.h: a link has queues of transfers into slots. The link chooses the next transfer, and updates the slot when the
 // transfer has ended.
 //
-// In real time, a link's own threads carry its transfers. In virtual time, the clock carries one transfer of each link
-// at a time (clock.h). Class Link assigns no slots: it queues transfers into slots that are assigned already.
+// In real time, a link's own threads carry out its transfers. In virtual time, the clock carries out one transfer of
+// each link at a time (clock.h). Class Link assigns no slots: it queues transfers into slots that are already assigned.
 #pragma once
 
 #include "tier.h"
@@ -73,10 +73,10 @@ class Link {
     Link(const Link &) = delete;
     Link & operator=(const Link &) = delete;
 
-    // Starts the threads that carry transfers. Callers do not hold the store's lock. Throws Error.
+    // Starts the threads that carry out transfers. Callers do not hold the store's lock. Throws Error.
     virtual void start_threads() = 0;
 
-    // Writes the next transfer that is still needed to `job`, and records that the transfer begins. Returns false if
+    // Writes to `job` the next transfer that is still needed, and records that the transfer begins. Returns false if
     // there is none.
     virtual bool begin_next(Job & job) = 0;
     // Records the end of a transfer. `why`: the reason for a failure; empty: the transfer succeeded.
@@ -105,7 +105,7 @@ class Link {
         job.streamed = -1;
         to.residency.queue(s, kinds);
     }
-    // Takes transfers from a queue up to the first one that is still needed, and writes that transfer to `job`. Returns
+    // Removes transfers from a queue, up to the first one that is still needed, and writes that one to `job`. Returns
     // false if no transfer is needed.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
@@ -122,8 +122,8 @@ class Link {
         count(shared_.counters.chunks_reading);
     }
     // Ends a transfer. After a success, marks its matrices as READY, unless they were streamed, and returns true. After
-    // a failure, queues a new transfer and returns true if the pinned slot was requested again since this transfer was
-    // queued. Otherwise marks the slot as failed, and returns false.
+    // a failure, queues a new transfer and returns true if the matrices are not streamed, the slot is pinned, and it
+    // was requested again since this transfer was queued. Otherwise marks the slot as failed, and returns false.
     //
     // A slot keeps its expert while a transfer is under way, so the job's generation is still valid.
     bool end(const Job & job, const std::string & why) {

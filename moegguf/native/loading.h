@@ -1,6 +1,6 @@
 // loading.h: functions that the patched llama.cpp calls while it loads a model. They read tensors that do not belong to
-// the store, and write them into the tensors' memory. A tensor in a CPU buffer that converts weights is thereby
-// converted for the CPU's kernels.
+// the store, and write them into the tensors' memory. Writing a tensor into a CPU buffer that converts weights also
+// converts the tensor for the CPU's kernels.
 #pragma once
 
 #include "huge_pages.h"
@@ -19,8 +19,8 @@
 
 namespace moegguf {
 
-// Returns true if the CPU writes this tensor's memory: a host buffer, or a CPU buffer that converts weights (which does
-// not count as a host buffer).
+// Returns true if the CPU writes this tensor's memory. The memory is then a host buffer, or a CPU buffer that converts
+// weights (which does not count as a host buffer).
 inline bool is_on_cpu(const ggml_tensor * tensor) {
     ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
     ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
@@ -30,7 +30,7 @@ inline bool is_on_cpu(const ggml_tensor * tensor) {
 
 // Reads n bytes of a llama_file. Two threads share a read of at least 1 MiB, because one thread copies from the page
 // cache at only half of the memory's speed. Smaller reads use llama.cpp's own function. That function also repeats a
-// failed read, and throws its error.
+// failed large read, and throws the error.
 template <typename File>
 void read_tensor(File & file, void * to, size_t offset, size_t n) {
     constexpr size_t least_bytes = 1u << 20;
@@ -85,7 +85,7 @@ class ConvertAhead {
 
   private:
     ReadBytes next_, last_;
-    std::future<void> before_; // conversion of the previous tensor; an assignment waits for its end
+    std::future<void> before_; // conversion of the previous tensor; an assignment waits for it to end
 };
 
 } // namespace moegguf

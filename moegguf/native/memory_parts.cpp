@@ -1,6 +1,6 @@
-// memory_parts.cpp: implements memory_parts.h: lists the parts of llama.cpp's classes of memory.
+// memory_parts.cpp: implements memory_parts.h: lists the parts of llama.cpp's memory classes.
 //
-// A class that is not listed counts as a plain KV cache, whose cells can be removed after any position.
+// A class that is not listed is treated as a plain KV cache, whose cells can be removed after any position.
 #include "memory_parts.h"
 
 #include "llama-io.h"
@@ -38,8 +38,8 @@ llama_memory_hybrid_idx * indexed(llama_memory_i & memory) {
     return found && found->get_mem_idx() ? found : nullptr;
 }
 
-// Marks an indexer's pooled keys of a sequence as out of date from position p0 on, so that they are computed again.
-// Does nothing for a memory without pooled keys.
+// Marks a sequence's pooled keys in an indexer as out of date from position p0 on, so that they are recomputed. Does
+// nothing for a memory without pooled keys.
 void note_change(llama_memory_i & memory, llama_seq_id seq, llama_pos p0) {
     const llama_memory_hybrid_idx * found = indexed(memory);
     if (found && found->get_kpool() > 0) { memory.seq_add(seq, p0, -1, 0); }
@@ -78,7 +78,7 @@ std::vector<llama_memory_i *> chosen(llama_memory_i & memory, uint32_t kinds) {
 }
 
 // Reads a sequence's cells into the caches of the attention and of its indexer, at the same places in both. After a
-// failure, clears the sequence in both caches and throws the error again.
+// failure, clears the sequence in both caches and rethrows the error.
 void read_indexed(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq) {
     llama_kv_cache::slot_info_vec_t places;
     try {
@@ -143,8 +143,8 @@ class Writer : public llama_io_write_i {
     size_t n_left_, n_written_ = 0;
 };
 
-// Reads a state from memory. Tensors are written at the end by set_tensors(), after the whole state was read without an
-// error.
+// Reads a state from memory. Tensors are written at the end by set_tensors(), after the whole state has been read
+// without an error.
 class Reader : public llama_io_read_i {
   public:
     Reader(const void * at, size_t n) : at_((const uint8_t *)at), n_left_(n) {}

@@ -3,7 +3,7 @@
 //
 // Cells of full attention can be cut after any token. Cells of a sliding window are reused for later tokens. A
 // recurrent state cannot be cut. memory_parts.cpp is compiled into libllama, because it uses libllama's internal
-// classes. `parts`: bits of memory_part; 0: the whole memory.
+// classes. The argument `parts` has bits of memory_part; 0: the whole memory.
 #pragma once
 
 #include "llama.h"
@@ -22,14 +22,15 @@ extern "C" {
 // Returns the parts that a memory has, as bits of memory_part; 0: the memory cannot be divided.
 LLAMA_API uint32_t moegguf_memory_parts(llama_memory_t memory);
 
-// The next two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts `parts`.
+// The next two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts in `parts`.
 LLAMA_API bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama_seq_id seq, llama_pos p0,
                                     llama_pos p1);
 LLAMA_API void moegguf_parts_seq_cp(llama_memory_t memory, uint32_t parts, llama_seq_id from, llama_seq_id to,
                                     llama_pos p0, llama_pos p1);
 
-// The next two functions return the largest of a sequence's first positions in these parts, and the smallest of its
-// last positions. A part without cells of the sequence has the position -1.
+// moegguf_parts_seq_pos_min returns the largest of a sequence's first positions in these parts.
+// moegguf_parts_seq_pos_max returns the smallest of its last positions. A part without cells of the sequence has the
+// position -1.
 LLAMA_API llama_pos moegguf_parts_seq_pos_min(llama_memory_t memory, uint32_t parts, llama_seq_id seq);
 LLAMA_API llama_pos moegguf_parts_seq_pos_max(llama_memory_t memory, uint32_t parts, llama_seq_id seq);
 
@@ -41,8 +42,8 @@ LLAMA_API size_t moegguf_parts_state_bytes(struct llama_context * context, uint3
 LLAMA_API bool moegguf_parts_state_write(struct llama_context * context, uint32_t parts, llama_seq_id seq, void * to,
                                          size_t n);
 
-// Replaces these parts of a sequence by a saved state of n bytes. `at`: the state's address in memory, or the address
-// that moegguf_kv_blocks_add has written. In the second case moegguf_kv_blocks_fill writes the tensors later. Returns
+// Replaces these parts of a sequence with a saved state of n bytes. `at`: the state's address in memory, or the address
+// that moegguf_kv_blocks_add has written. In the second case, moegguf_kv_blocks_fill writes the tensors later. Returns
 // false if llama.cpp cannot read the state.
 LLAMA_API bool moegguf_parts_state_read(struct llama_context * context, uint32_t parts, llama_seq_id seq,
                                         const void * at, size_t n);

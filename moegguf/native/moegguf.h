@@ -1,7 +1,7 @@
 // moegguf.h: the C ABI of the expert store.
 //
 // Memory map
-//   A MoE GGUF holds, per layer il, some of the matrices ffn_{gate,up,gate_up,down}_exps.weight, each
+//   An MoE GGUF holds, per layer il, some of the matrices ffn_{gate,up,gate_up,down}_exps.weight, each
 //   [ne0, ne1, n_expert] and contiguous per expert. The store keeps n_slots experts in fast memory:
 //
 //     arena of a kind   | slot 0 | slot 1 | ... | slot S-1 | guard |        one arena per matrix kind
@@ -10,7 +10,7 @@
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
 //
 //   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
-//   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier all
+//   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
 //   layers share one window of all slots.
 //
 //   Each layer is computed on one device. Each device has its own tier for its layers: arenas, residency and numbering
@@ -18,30 +18,30 @@
 //   (staged_supply.cpp).
 //
 // Ordering
-//   1. At a routing event, the store's context unpins the slots of the last event and pins the needed experts that
-//      are there. Only then are victims chosen. Slots into which copies are still under way are unpinned later.
-//      A slot that is pinned or being read keeps its expert.
+//   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
+//      experts that are present. Only then are victims chosen. Slots into which copies are still under way are
+//      unpinned later. A slot that is pinned or being filled keeps its expert.
 //   2. A matrix in a slot becomes READY, with a release operation, after its bytes were written. The slot's generation
 //      increases whenever the slot is assigned or vacated, which happens only under the store's lock.
-//   3. Unless every expert of the layer's tier is there in its own slot, a compute thread multiplies from a slot only
+//   3. Unless every expert of the layer's tier is present in its own slot, a compute thread multiplies from a slot only
 //      after its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix
-//      READY with an acquire load. On the CPU the kernel does this load; on other devices the load comes before the
+//      READY with an acquire load. On the CPU, the kernel does this load; on other devices, the load comes before the
 //      kernel. The pin lasts at least until the context's next event. On devices with events, the thread only sees that
-//      the copy was submitted, and its stream waits for the copy. For streamed experts an acquire load of the stream's
+//      the copy was submitted, and its stream waits for the copy. For streamed experts, an acquire load of the stream's
 //      own record replaces READY.
-//   4. A slot from which another slot is filled stays pinned until the other slot has all matrices or was vacated.
+//   4. A slot from which another slot is filled stays pinned until the other slot is complete or has been vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
 //                      They take the store's lock at a routing event, and to wait for absent matrices. A layer takes
-//                      no lock if every expert of its tier is there in its own slot, and nothing observes its events.
+//                      no lock if every expert of its tier is present in its own slot, and nothing observes its events.
 //   reader threads   : read with pread into read buffers, and write into slots.
-//   copy threads     : one for each tier that is filled from RAM (also for staging tensors). They copy from slots in
+//   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
 //   predictor thread : takes records from compute threads, predicts, and requests prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks, which may call the functions below. No other thread of the
-//                      store calls code of the application.
+//                      store calls application code.
 //   any thread       : may call all other functions below, unless a comment says otherwise. Counters change without
 //                      the lock, so during an event some of them may be newer than others.
 //
@@ -71,13 +71,14 @@ enum moegguf_status {
     MOEGGUF_OK = 0,
     MOEGGUF_INVALID = 1, // an argument is missing or invalid
     MOEGGUF_MEMORY = 2,  // an allocation failed
-    // A read or copy of an expert failed, the file was written to since it was opened, or reads did not end in time.
+    // A read or copy of an expert failed, the file has been written to since it was opened, or reads did not end in
+    // time.
     MOEGGUF_IO = 3,
     MOEGGUF_CANCELLED = 4, // the store was cancelled, or a time limit has passed
     MOEGGUF_FORKED = 5,    // the call came from a child process, which has none of the store's threads
     MOEGGUF_ROUTING = 6,   // the router chose an expert that its layer does not have
-    MOEGGUF_SLOTS = 7,     // one pass needs more slots for a layer than there are, or than become free
-    MOEGGUF_BROKEN = 8,    // the store's bookkeeping contradicts itself, or a graph is out of date
+    MOEGGUF_SLOTS = 7,     // one pass needs more slots for a layer than exist, or than become free
+    MOEGGUF_BROKEN = 8,    // the store's bookkeeping is inconsistent, or a graph is out of date
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
@@ -85,25 +86,25 @@ enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_
 enum moegguf_flag {
     MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU's kernels support it
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
-    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for one matrix only
+    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for only one matrix
     MOEGGUF_PREEMPT = 1 << 3, // a routing event drops queued prefetches of its layer, except for chosen experts
-    MOEGGUF_OVERLAP = 1 << 4, // a layer may begin to compute before all of its matrices are there
+    MOEGGUF_OVERLAP = 1 << 4, // a layer may begin to compute before all of its matrices have arrived
     // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
-    // that the layer leaves.
+    // that the layer does not need.
     //
-    // A pass of several tokens also counts as a sweep if the previous pass, of several tokens too, used more experts
-    // than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the policy's
-    // scores decide.
+    // A pass of several tokens also counts as a sweep if the previous pass also had several tokens and used more
+    // experts than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the
+    // policy's scores decide.
     MOEGGUF_SWEEP = 1 << 5,
     MOEGGUF_FILL = 1 << 6,     // tiers that have a slot for each of their experts are filled in the background
     MOEGGUF_SIMULATE = 1 << 7, // nothing is read, and slots have no memory: transfers only take virtual time
-    // Experts of several tokens stream through a few of the CPU's slots, even if all of them fit.
+    // The experts that several tokens choose stream through a few of the CPU's slots, even if all of them would fit.
     MOEGGUF_STREAM = 1 << 8,
     MOEGGUF_DEMAND_FIRST = 1 << 9, // demands are read before prefetches; otherwise after requests and forecasts
 };
 
-// A tensor of the model's files: the matrices of one kind of all experts of a layer. `offset`: position of the tensor's
-// first byte in its shard.
+// A tensor in the model's files: the matrices of one kind for all experts of a layer. `offset`: position of the
+// tensor's first byte in its shard.
 struct moegguf_matrix {
     const char * name;
     int32_t il;
@@ -124,9 +125,10 @@ struct moegguf_device {
     int32_t n_slots;
     // 1: missing experts are copied from slots in RAM, if the store has such slots; 0: they are read from the file.
     int32_t through_ram;
-    int32_t n_staging_tensors; // number of tensors with a place for each expert of a layer, for prompts: 0, 1 or 2
-    // Slots that a layer may need at once in a pass that is not staged; moegguf_store_resize refuses fewer. A number
-    // below the count of one token's experts is raised to that count.
+    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2.
+    int32_t n_staging_tensors;
+    // Number of slots that a layer may need at once in a pass that is not staged; moegguf_store_resize refuses fewer.
+    // The store raises it to the number of experts that one token uses in a layer, if it is lower.
     int32_t n_pass_slots;
     double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into its slots; 0: copies take no time
     double sim_copy_latency_ns;   // simulation: latency of each copy
@@ -144,16 +146,16 @@ struct moegguf_config {
     int32_t n_mirrors;   // number of copies of the shards on other drives
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;      // [1 + n_mirrors][n_shards]; first the model's own shards
-    const int32_t * n_expert_used;         // [n_layer] experts that a token uses; 0: the layer has no experts
+    const int32_t * n_expert_used;         // [n_layer] number of experts that a token uses; 0: the layer has no experts
     const struct moegguf_device * devices; // [n_devices]
     const int32_t * device_of_layer;       // [n_layer] index of the device that computes the layer; NULL: 0 for all
     double sim_bytes_per_ns;               // simulation: bandwidth of reads from the file; 0: reads take no time
     double sim_latency_ns;                 // simulation: latency of each read
 };
 
-// COMPUTE: the slots with which layers compute, on all devices together unless a function says something else. RAM: the
-// slots in host memory from which slots of devices are filled. STAGING: the staging tensors of all devices, for
-// prompts. DEVICE + i: the slots of device i alone.
+// COMPUTE: the slots with which layers compute, on all devices together unless a function's comment says otherwise.
+// RAM: the slots in host memory from which slots of devices are filled. STAGING: the staging tensors of all devices,
+// for prompts. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
 // Counters since the store was opened. Fields about reads and bytes count transfers from the file into slots, not
@@ -176,12 +178,12 @@ struct moegguf_counters {
     uint64_t prefetch_useful;  // prefetched experts that were complete when a pass first needed them
     uint64_t prefetch_late;    // prefetched experts that were not yet complete when a pass first needed them
     uint64_t prefetch_dropped; // requested prefetches that never got a slot, for example because they came too late
-    uint64_t events_dropped;   // events that were dropped because the listener was too slow, or memory was short
+    uint64_t events_dropped;   // events that were dropped because the listener was too slow, or memory ran out
     // Number of experts that the native predictor ranked best: n_expert_used per layer and sequence.
     uint64_t forecast_picks;
     uint64_t forecast_right; // number of forecast_picks that the router chose
     uint64_t forecast_ns;    // time spent predicting
-    // The next fields are gauges: present values, not sums.
+    // The next fields are gauges: current values, not sums.
     uint64_t chunks_reading;
     uint64_t queue_needed;
     uint64_t queue_wanted;
@@ -189,25 +191,26 @@ struct moegguf_counters {
 };
 
 // Counters of a tier, or of several tiers together, since the store was opened. The fields from slots_used on describe
-// the present state.
+// the current state.
 //
 // Each expert that a pass uses in a layer is looked up once: lookups = hits_ready + hits_late + misses. If every expert
 // of a layer has its own slot, the store may not know which experts are used. Each choice of the router then counts as
 // a different expert, up to the layer's number of experts. An expert that is missing on a device is also looked up in
-// RAM, unless other slots on the device have it.
+// RAM, unless other slots on the device hold it.
 struct moegguf_tier_info {
     uint64_t lookups;
-    uint64_t hits_ready; // look-ups of experts whose matrices were all there
-    uint64_t hits_late;  // look-ups of experts with a slot, but not yet with every matrix
+    uint64_t hits_ready; // look-ups of experts whose matrices were all present
+    uint64_t hits_late;  // look-ups of experts that had a slot, but not yet every matrix
     uint64_t misses;
     uint64_t evictions;
-    uint64_t prefetch_wasted;  // prefetched experts that lost their slot before any use
-    uint64_t bytes_missed;     // number of bytes that came into its slots on demand, from the file or from other slots
-    uint64_t bytes_prefetched; // number of bytes that came into its slots before any layer waited for them
-    // Time compute threads spent waiting for this tier's experts; RAM: only the part in which bytes had yet to come
-    // from the file.
+    uint64_t prefetch_wasted; // prefetched experts that lost their slot before any use
+    // Number of bytes transferred into its slots on demand, from the file or from other slots.
+    uint64_t bytes_missed;
+    uint64_t bytes_prefetched; // number of bytes transferred into its slots for prefetches and for free slots
+    // Time compute threads spent waiting for this tier's experts; RAM: only the part during which bytes still had to
+    // arrive from the file.
     uint64_t stall_ns;
-    uint64_t stream_waits; // number of times that the computing stream waited for copies, instead of a thread
+    uint64_t stream_waits; // number of times that the computing stream, instead of a thread, waited for copies
     uint64_t copy_ns;      // time spent copying into its slots
     uint64_t slots_used;
     uint64_t slots_pinned;
@@ -217,13 +220,13 @@ struct moegguf_tier_info {
     int32_t direct;             // 1: all shards in use are read with O_DIRECT
     int32_t n_experts;          // number of the model's experts in all layers
     int32_t n_repacked;         // number of expert tensors whose slots are interleaved
-    int32_t n_uncached;         // number of these tensors that are written with stores that bypass the cache
+    int32_t n_uncached;         // number of these tensors whose slots are written with stores that bypass the cache
     int32_t n_slots;
-    int32_t n_slots_usable; // slots that may be used; moegguf_store_resize changes this number
+    int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
-    int32_t pinned_memory;  // 1: pinned host memory, from which the device copies by itself
+    int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
     char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
-    char note[192];         // reason why its memory is not pinned for all devices; empty: no such reason
+    char note[192];         // reason why its memory is not pinned for all devices; empty: there is none
 };
 
 // Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
@@ -231,7 +234,7 @@ struct moegguf_tier_info {
 struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
-    uint64_t bytes_per_s; // estimated read speed of the drive, all concurrent reads together; 0: not measured yet
+    uint64_t bytes_per_s; // estimated read speed of the drive, summed over concurrent reads; 0: not measured yet
     int32_t dropped;      // 1: opening or reading the copy failed, and it is no longer used
     char note[256];       // reason why the copy was dropped; empty: it is in use
 };
@@ -239,8 +242,8 @@ struct moegguf_drive_info {
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
 // The next types describe a predictor that the store itself computes: its name and its trained arrays. The class of
-// each predictor in moegguf/native/predictors reads its arrays by their names. The error for an unknown predictor lists
-// the names of all predictors.
+// each predictor in moegguf/native/predictors reads its arrays by name. The error for an unknown predictor lists the
+// names of all predictors.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
 
 struct moegguf_array {
@@ -261,7 +264,7 @@ struct moegguf_predictor {
     int32_t n_arrays;
     uint32_t flags; // enum moegguf_predict_flag
     const struct moegguf_array * arrays;
-    int32_t window;          // number of MoE layers ahead that are predicted
+    int32_t window;          // number of MoE layers that are predicted ahead
     int32_t most_prefetches; // largest number of prefetches in a pass; 0: forecasts only protect experts in slots
     float waste_weight;      // cost of a useless prefetch, as a share of the stall that a useful one saves; 0: no cost
 };
@@ -323,7 +326,7 @@ enum moegguf_listen_flag {
     MOEGGUF_LISTEN_WEIGHTS = 1 << 0,
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
     MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for free space instead of dropping events
-    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3, // routing events wait until earlier events were delivered: slow, but reproducible
+    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3, // routing events wait for the delivery of earlier events: slow, but reproducible
     MOEGGUF_LISTEN_LAZY = 1 << 4,     // the listener's thread wakes rarely: events come in groups, up to 100 ms late
 };
 
@@ -343,12 +346,12 @@ struct moegguf_failure {
 // Measured speeds of the CPU, of a device, and of copies to the device. The measurement uses the experts of one layer.
 struct moegguf_speeds {
     double cpu_bytes_per_ns;    // speed at which the CPU multiplies with experts, for one token
-    double cpu_op_ns;           // time of one more small node in a graph on the CPU
+    double cpu_op_ns;           // mean time of a small node in a graph on the CPU
     double device_bytes_per_ns; // speed at which the device multiplies with experts, for one token
-    double device_op_ns;        // time of one more small node in a graph on the device
+    double device_op_ns;        // mean time of a small node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
     double copy_ns;             // fixed time of a batch of copies, in addition to the time for the bytes
-    double stop_ns;      // extra time of a stop at a layer: the device ends its work, the host reads and writes ids
+    double stop_ns;      // extra time of a stop at a layer: the device finishes its work, the host reads and writes ids
     double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
 };
 
@@ -369,22 +372,22 @@ MOEGGUF_API uint32_t moegguf_abi_version(void);
 // Returns the bits of all remedies that the environment variable MOEGGUF_SWITCHES can switch on or off (switches.h).
 MOEGGUF_API uint32_t moegguf_switches(void);
 
-// Returns why this thread's last call with a moegguf_status failed; empty if that call succeeded. The text is valid
-// until the thread's next such call.
+// Returns the reason for the failure of this thread's last call that returned a moegguf_status; empty if that call
+// succeeded. The text is valid until the thread's next such call.
 MOEGGUF_API const char * moegguf_last_error(void);
 
-// Writes the sizes, in bytes, of the pool that a store would have with n_slots slots for these matrices. INVALID: a
-// number is negative, or a matrix has a kind or a type that does not exist.
+// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. INVALID: a number is negative, or a
+// matrix has a kind or a type that does not exist.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
 
 // Raises padding_bytes of these matrices to the number of bytes that a device's kernels read after each expert. device:
-// ggml's name. Nothing changes for NULL (the CPU) and for a device that ggml does not know.
+// ggml's name. Does nothing for NULL (the CPU) or for a device that ggml does not know.
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
 // Writes the largest number of slots, from 1 to n_slots, that one pool of these matrices can have on a device (NULL:
 // the CPU). The limits are the device's largest buffer, the largest tensor of its kernels, and 32-bit offsets in
-// kernels. INVALID: there is no such device, no matrix or no slot.
+// kernels. INVALID: ggml does not know the device, or n_matrices or n_slots is below 1.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 
@@ -404,12 +407,12 @@ MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int
                                        struct moegguf_speeds * speeds);
 
 // Opens a store: allocates its slots, opens its files and starts its threads. A mirror that cannot be opened is
-// dropped. INVALID: the config contradicts itself or has another ABI version, or a mirror differs from the model's own
+// dropped. INVALID: the config is inconsistent or has a different ABI version, or a mirror differs from the model's own
 // shards; MEMORY: memory or a thread was refused; IO: one of the model's own shards cannot be opened.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 
-// Joins the store's threads and frees its slots. The llama_context and the models that use the store must be gone, and
-// no other call may be under way. Does nothing for NULL and in a child process.
+// Joins the store's threads and frees its slots. The llama_context and the models that use the store must already be
+// freed, and no other call may be under way. Does nothing for NULL and in a child process.
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 
 // Returns the buffer type that reserves address space for the expert tensors of a model; NULL for NULL.
@@ -418,7 +421,7 @@ MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store)
 // Writes the store's counters. Does not take the store's lock.
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 
-// Writes the counters and the state of the slots that `tier` (enum moegguf_tier) stands for. INVALID: the store has no
+// Writes the counters and the state of the slots that `tier` (enum moegguf_tier) selects. INVALID: the store has no
 // such slots.
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
 
@@ -430,8 +433,8 @@ MOEGGUF_API int moegguf_store_drive(moegguf_store * store, int32_t index, struct
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
 
 // Writes two tables of counts since the store was opened, for the tiers that compute layers: how often each expert was
-// looked up, and how often it got a slot. In layers whose experts are all there, look-ups count only while
-// moegguf_store_watch is on or something listens.
+// looked up, and how often it got a slot. In a tier whose experts are all complete in their own slots, look-ups are
+// counted only while moegguf_store_watch is on or there is a listener.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 
 // Switches watching on or off. While watching is on, the store also handles routing events of layers whose experts are
@@ -439,7 +442,7 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 
 // Sets the eviction policy of a tier by name. values [n]: numbers that replace the policy's own constants. INVALID:
-// there is no such policy, or a value is out of range; the earlier policy stays.
+// there is no such policy, or a value is out of range; the earlier policy stays in effect.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
                                          size_t n);
 
@@ -451,23 +454,24 @@ MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_fore
 // among equal scores, the least recently used expert. NULL: the policy decides again.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 
-// Sets a forecast for policies: a table of the probabilities that experts are used when their layer comes next. known
-// [n_layer]: not 0 for layers with probabilities. NULL: there is no forecast. The store drops a layer's probabilities
-// when the layer's router has chosen.
+// Sets a forecast for policies: a table of the probabilities that experts are used the next time their layer is
+// computed. known [n_layer]: not 0 for layers with probabilities. NULL: removes the forecast. The store drops a layer's
+// probabilities when the layer's router has chosen.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
 
 // Starts a thread that predicts with this predictor, and prefetches experts if that probably saves time. It predicts
 // passes in which each of up to 64 sequences decodes one token. An expert's probability is the probability that any
-// sequence uses the expert. Of more than eight sequences, only eight are predicted; every other sequence counts as
-// their average.
+// sequence uses the expert. If there are more than eight sequences, only eight are predicted, and each other sequence
+// counts as an average predicted one.
 //
-// The arrays must stay valid until a later call has returned that replaces or removes the predictor. NULL: no
-// predictor. INVALID: an unknown name, a missing or unfit array, or a limit out of range; the earlier predictor stays.
+// The arrays must stay valid until a later call that replaces or removes the predictor has returned. NULL: removes the
+// predictor. INVALID: an unknown name, a missing or unsuitable array, or a limit out of range; the earlier predictor
+// stays in effect.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 
 // Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect experts in
-// slots from eviction. Prefetching is on at first.
+// slots from eviction. Prefetching is initially on.
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 
 // Writes a table with the forecast of the store's own predictor, and known [n_layer]. known is 1 for layers that have a
@@ -475,12 +479,12 @@ MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 
 // Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Experts that do not
-// exist or already have a slot are dropped, and counted as prefetch_dropped. warm 1: the experts only fill free slots,
-// and replace earlier warm requests. They are not counted.
+// exist or already have a slot are dropped, and counted as prefetch_dropped. If warm is 1, the experts only fill free
+// slots, replace earlier warm requests, and are not counted.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
 
-// Pauses the filling of free slots in the background while `on` is 1, so that other work has the processor and the
+// Pauses the filling of free slots in the background while `on` is 1, so that other work can use the processor and the
 // disk.
 MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int on);
 
@@ -488,15 +492,16 @@ MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int on);
 // callback.
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener);
 
-// Cancels the running pass and later passes, which end with the status CANCELLED, until a call with `on` = 0.
+// Cancels the running pass and all later passes until a call with `on` = 0. Cancelled passes end with the status
+// CANCELLED.
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
-// Pageable host memory of unused slots goes back to the system. Any other pool is allocated again. If a smaller pool
-// does not fit beside the old pool, the slots are emptied first, and the tier may get fewer than n_slots. COMPUTE
-// divides n_slots among the devices, without the CPU if there are other devices. INVALID: the tier cannot have n_slots;
-// MEMORY: the device refuses a larger pool, and the slots are as before, or it refuses every pool, and no slot is left;
-// IO: reads did not end within a minute.
+// Pageable host memory of unused slots is returned to the system. Any other pool is reallocated. If a smaller pool does
+// not fit beside the old pool, the slots are emptied first, and the tier may get fewer than n_slots. COMPUTE divides
+// n_slots among the devices, excluding the CPU if there are other devices. INVALID: the tier cannot have n_slots;
+// MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every pool (no slot is then
+// left); IO: reads did not end within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like
@@ -504,19 +509,19 @@ MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s);
 
 // Verifies the bookkeeping of every slot: free + owned = usable, pins >= 0, slots from which others are filled are
-// pinned, maps and slots match. BROKEN: the error names the broken rule and the values. Holds the lock for some
+// pinned, maps and slots match. BROKEN: the error names the broken rule and the values. Holds the lock for a few
 // microseconds per hundred slots.
 MOEGGUF_API int moegguf_store_check(moegguf_store * store);
 
 // Lets ns nanoseconds of compute time pass in virtual time. INVALID: the store is not a simulation.
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
-// Functions of the context. A store serves one llama_context. Only the thread that computes calls the functions of this
-// section.
+// Functions of the context. A store serves one llama_context. Only the thread that computes may call the functions of
+// this section.
 
-// Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix is
-// there. expert_ids and slot_ids are [n_tokens][n_expert_used]; inputs [n_tokens][n_embd] are the router's inputs,
-// NULL: unknown. INVALID: a size is out of range. After a failure of the pass, returns the status of this failure.
+// Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix has
+// arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. inputs [n_tokens][n_embd]: the router's inputs; NULL:
+// unknown. INVALID: a size is out of range. After a failure of the pass, returns the status of this failure.
 MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
@@ -526,8 +531,8 @@ MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
 // Forgets the tokens announced last. The next tokens have this sequence and phase, unless they are announced. Returns 1
-// if the next tokens have to be announced, and 0 while every expert is complete in its own slot and nothing listens.
-// Takes no lock. store must not be NULL.
+// if the next tokens have to be announced, and 0 while every expert is complete in its own slot and there is no
+// listener. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 
 // Announces the tokens that are evaluated next. The listener and the predictor receive them, and later routing events
@@ -570,14 +575,14 @@ MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
 
 // Returns the tensor that replaces `w` in the multiplication by experts. If a store holds the experts of `w`, this is
-// the pool tensor of `w`, or for many tokens its staging tensor. Otherwise it is `w` itself. Only the number of tokens
-// is read from `ids`.
+// the pool tensor of `w`, or its staging tensor if there are many tokens. Otherwise it is `w` itself. Only the number
+// of tokens is read from `ids`.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
-// memory until then. NULL: the graph chooses matrices by expert_ids. The reason is that no store holds `w`, or
-// that every expert of the layer's tier is complete in its own slot and nothing observes its events.
+// memory until then. Returns NULL if the graph selects matrices by expert_ids. The reason is that no store holds `w`,
+// or that every expert of the layer's tier is complete in its own slot and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);
@@ -592,10 +597,10 @@ MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, st
 MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 
 // Copies n bytes of a sequence's state from the block's file to `to`. `at`: an address from moegguf_kv_blocks_add, or
-// inside that state. Returns false for any other address. A failed read yields zeros.
+// an address inside that state. Returns false for any other address. A failed read yields zeros.
 MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
 
-// Notes that n bytes of the state at `at` belong at `offset` of a tensor. moegguf_kv_blocks_fill writes them later.
+// Records that n bytes of the state at `at` belong at `offset` of a tensor. moegguf_kv_blocks_fill writes them later.
 // Returns false if `at` is not inside a state from moegguf_kv_blocks_add.
 MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);
 
@@ -624,9 +629,9 @@ MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
 
-// Reads all blocks, and writes the parts that moegguf_state_put has noted into their tensors. Writes to n_right the
-// number of blocks before the first one that could not be read or has another digest. The parts of all such blocks are
-// set to zero.
+// Reads all blocks, and writes the parts that moegguf_state_put has recorded into their tensors. Writes to n_right the
+// number of blocks before the first one that could not be read or has a different digest. The parts of all such blocks
+// are set to zero.
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// os.cpp: implements os.h: the table of the real operations of the system, and the function that replaces this table.
+// os.cpp: implements os.h: the table of the system's real operations, and the function that replaces this table.
 #include "os.h"
 
 #include <atomic>

@@ -1,7 +1,7 @@
 // os.h: a table of operations that the operating system or a device may refuse. The store calls these operations
 // through the table.
 //
-// Tests replace the table by one in which the Nth operation fails (moegguf/testing/faults.cpp).
+// Tests replace the table with one in which the Nth operation fails (moegguf/testing/faults.cpp).
 #pragma once
 
 #include "moegguf.h"

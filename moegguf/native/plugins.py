@@ -1,6 +1,6 @@
 """Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
-Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without
+Each package adds one folder to the namespace package `moegguf_backends`. The folder is named like the package, without
 `moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library was
 built. `tools/gpu/plugin.py` builds such packages.
 """
@@ -22,7 +22,7 @@ GPU = 1  # value of enum ggml_backend_dev_type
 
 
 def read_pin(folder: Path) -> dict[str, str]:
-    """Reads the lines `key = value` of the file UPSTREAM in a folder. Returns {} if there is no such file."""
+    """Reads the `key = value` lines of the file UPSTREAM in a folder. Returns {} if there is no such file."""
     file = folder / "UPSTREAM"
     lines = file.read_text().splitlines() if file.exists() else []
     pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
@@ -30,7 +30,7 @@ def read_pin(folder: Path) -> dict[str, str]:
 
 
 def plugin_folders() -> list[Path]:
-    """Returns the folders of installed backends in the order of loading, for example cuda13, cuda12, vulkan."""
+    """Returns the folders of installed backends in loading order, for example cuda13, cuda12, vulkan."""
     found = importlib.util.find_spec(NAMESPACE)
     places = found.submodule_search_locations if found else None
     inside = [path for place in places or () for path in Path(place).iterdir()]
@@ -43,7 +43,7 @@ def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
     """Loads installed backends into `ggml`, one after another, until ggml has a GPU.
 
     A second backend would list the same GPU again. Returns a sentence for each backend that was skipped because it was
-    built from other sources. If a library does not load, for example because the driver is missing, ggml logs the
+    built from different sources. If a library does not load, for example because the driver is missing, ggml logs the
     reason.
     """
     by_type, load = ggml.ggml_backend_dev_by_type, ggml.ggml_backend_load

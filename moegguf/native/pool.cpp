@@ -38,8 +38,8 @@ ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type
         ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne0, 1, 1);
         ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
         ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
-        // The distance between slots is computed from the file's bytes. So a matrix with another size in this buffer
-        // type keeps the file's layout.
+        // The distance between slots is computed from the file's bytes. So a matrix that has a different size in this
+        // buffer type keeps the file's layout.
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
         w->buffer = probe.get();
@@ -53,7 +53,7 @@ bool is_of(ggml_backend_dev_t device, std::initializer_list<const char *> backen
     return std::any_of(backends.begin(), backends.end(), [&](const char * of) { return strcmp(name, of) == 0; });
 }
 
-// Returns true if a device has a host buffer type whose memory it copies from by itself (pinned memory). The type may
+// Returns true if a device has a host buffer type whose memory it copies from directly (pinned memory). The type may
 // belong to the backend's first device. Memory that CUDA, ROCm or MUSA has pinned is pinned for all of the backend's
 // devices. For a second Vulkan device, host memory of the first one is ordinary memory.
 bool pins(ggml_backend_dev_t device) {
@@ -257,7 +257,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        // The anchor is a dummy weight (cpu_anchor()). It lies in plain memory, because interleaved memory holds only
+        // The anchor is a dummy weight (cpu_anchor()). It is in plain memory, because interleaved memory holds only
         // weights of multiplications.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
@@ -343,9 +343,9 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
     pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
-// When a tensor is bound, the backend may write after the tensor's end, where other slots are: CUDA sets the padding to
+// When a tensor is bound, the backend may write past the tensor's end, where other slots are: CUDA sets the padding to
 // zero. Operations on buffers wait for these writes, but streams of backends do not. So the arena is cleared and the
-// slots are copied after rebind(), by operations on buffers.
+// slots are copied only after rebind(), by operations on buffers.
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -363,7 +363,7 @@ bool Pool::reallocate(int n_slots, bool keep) {
 }
 
 // Copies the contents of all slots that exist in both buffers. Each slot is copied on its own, as a tensor of one row
-// of bytes. A whole arena may be longer than the longest row that a backend can copy.
+// of bytes: a whole arena may be longer than the longest row that a backend can copy.
 void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
     const int64_t stride = (int64_t)strides_.of_kind[kind];
     const uint64_t bytes = std::min(ggml_backend_buffer_get_size(from), ggml_backend_buffer_get_size(to));
@@ -446,7 +446,7 @@ ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
 }
 
 void Pool::release(int first, int last) const {
-    if (!host_ || memory_.pinned || first >= last) { // only pageable host memory can be given back to the system
+    if (!host_ || memory_.pinned || first >= last) { // only pageable host memory can be returned to the system
         return;
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);

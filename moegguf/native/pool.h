@@ -1,7 +1,7 @@
 // pool.h: the memory of expert slots on one ggml device, and the tensors that llama.cpp multiplies with.
 //
 // A pool allocates, writes and frees its own arenas (one for each matrix kind), and binds its tensors to them. It does
-// not know which expert is in a slot. Callers make sure that only one thread at a time writes a matrix of a slot.
+// not know which expert is in a slot. Callers ensure that only one thread at a time writes a matrix of a slot.
 #pragma once
 
 #include "layout.h"
@@ -11,12 +11,12 @@
 namespace moegguf {
 
 // Returns the size in bytes of a piece: the rows of a matrix that are read and written at once. A piece is at most
-// about 4 MiB, or 64 rows if these are larger. So buffers stay small even if an expert has 50 MB. A piece has whole
+// about 4 MiB, or 64 rows if they are larger. So buffers stay small even if an expert has 50 MB. A piece has whole
 // groups of 64 rows, because interleaved layouts work on groups of up to 16 rows.
 uint64_t piece_bytes(const Matrix & m);
 
-// Returns true if the CPU's kernels can multiply with the experts of these matrices in any order. Each matrix counts as
-// interleaved if the CPU supports this.
+// Returns true if the CPU's kernels can multiply with the experts of these matrices in any order. Assumes that each
+// matrix is interleaved if the CPU supports this.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
 // The kind of memory in which a pool is allocated.
@@ -24,7 +24,7 @@ struct PoolMemory {
     ggml_backend_dev_t device = nullptr; // device that computes with the memory or copies from it
     ggml_backend_buffer_type_t buft = nullptr;
     bool repack = false; // true: interleaves weights of types that the device's kernels support
-    bool pinned = false; // true: pinned host memory, from which the device copies by itself
+    bool pinned = false; // true: pinned host memory, from which the device copies directly
     // The reason why the memory is not pinned for all devices. Empty: it is pinned for all of them, or needs no
     // pinning.
     std::string note;
@@ -32,8 +32,8 @@ struct PoolMemory {
 
 // Returns the device of this name; NULL: the CPU. Throws Error(INVALID) for an unknown name.
 ggml_backend_dev_t find_device(const char * name);
-// Makes a ggml backend of a device. n_threads: the number of threads that compute, for devices that compute with
-// threads. Throws Error(MEMORY) if the device refuses.
+// Makes a ggml backend for a device. n_threads: the number of compute threads, for devices that use threads. Throws
+// Error(MEMORY) if the device refuses.
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
 // Describes memory of the device itself. Throws Error(INVALID) for an unknown device.
 PoolMemory device_memory(const char * name, bool repack);
@@ -44,13 +44,12 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 // Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond the matrix's end.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
-// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. Limits
-// are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of the
-// device can multiply set no limit.
+// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. The
+// limits are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of
+// the device can multiply set no limit.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
 
-// Alignment in bytes of interleaved rows that are written with stores that bypass the processor's caches
-// (interleave.cpp).
+// Alignment in bytes of interleaved rows that are written with cache-bypassing stores (interleave.cpp).
 constexpr uintptr_t uncached_alignment = 16;
 
 // A function that interleaves n_rows rows of n_cols values. It reads `rows` in the file's layout, and writes `out`,
@@ -58,9 +57,9 @@ constexpr uintptr_t uncached_alignment = 16;
 using Interleave = void (*)(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols);
 
 // Returns a function that lays out a tensor's rows exactly as its buffer type does, but faster; nullptr: there is none.
-// Upstream chooses a layout by type, shape and processor. So upstream's function and the faster one lay out a few
-// random rows here, and the results are compared. The pool calls this once per interleaved matrix. `slot` describes one
-// expert [ne0, ne1] in an interleaving buffer. The slot's memory is not written.
+// Upstream chooses a layout by type, shape and processor. So this function lays out a few random rows both ways, and
+// compares the results. The pool calls this once per interleaved matrix. `slot` describes one expert [ne0, ne1] in an
+// interleaving buffer. The slot's memory is not written.
 Interleave find_interleave(const ggml_tensor & slot);
 
 class Pool {
@@ -88,21 +87,21 @@ class Pool {
     bool kernels_ask_for_order() const;
     void set_op_params(int matrix, const void * pointer);
     // Returns a dummy weight in the CPU's memory, or nullptr if kernels cannot choose the order of experts. ggml
-    // computes a node on the device on which the node's weights lie. The node that holds the ids has this dummy weight
-    // as a source, so ggml computes it on the CPU. Kernels then read the ids in the memory into which the hook has
+    // computes a node on the device that holds the node's weights. The node that holds the ids has this dummy weight as
+    // a source, so ggml computes it on the CPU. Kernels then read the ids from the memory into which the hook has
     // written them.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 
-    // Lets every layer's tensor cover all slots, for a pool that no longer has a slot for every expert.
+    // Makes every layer's tensor cover all slots, for a pool without a slot for every expert.
     void share_all_slots(int n_slots);
 
     // Returns the whole pages of slots [first, last) to the system, if they are pageable host memory.
     void release(int first, int last) const;
 
-    // Allocates the arenas again for n_slots slots, in memory of the same kind, and frees the old ones. Returns false
-    // if the device refuses. `keep`: copies the contents of slots, so the old and the new memory of one arena exist at
-    // the same time. After a refusal, all slots that both sizes have are as before. Without `keep` the slots must be
-    // empty. After a refusal, the pool may have no memory at all.
+    // Allocates new arenas for n_slots slots, in memory of the same kind, and frees the old ones. Returns false if the
+    // device refuses. `keep`: copies the contents of slots, so the old and the new memory of one arena exist at the
+    // same time. After a refusal, all slots that exist in both sizes keep their contents. Without `keep`, the slots
+    // must be empty, and after a refusal the pool may have no memory at all.
     bool reallocate(int n_slots, bool keep);
     bool gives_pages_back() const { return host_ && !memory_.pinned; } // true: release() alone can shrink the pool
 
@@ -143,7 +142,7 @@ class Pool {
     std::vector<uint64_t> padding_; // [n_matrices] number of padding bytes, all zero, after an expert in a slot
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;
-    // Least size of a pool tensor in its third dimension, if kernels may get expert ids, which can exceed n_slots;
+    // Minimum size of a pool tensor's third dimension, if kernels may get expert ids, which can exceed n_slots;
     // otherwise 0.
     int n_ids_ = 0;
     bool host_;

@@ -38,12 +38,12 @@ class NativePredictor:
 class NativeForecast:
     """Options that control how the store uses a predictor."""
 
-    window: int = 2  # number of MoE layers ahead that are predicted
-    once: bool = False  # predicts each layer only once per pass, when it comes into the window
+    window: int = 2  # number of MoE layers that are predicted ahead
+    once: bool = False  # predicts each layer only once per pass, when it enters the window
     most_prefetches: int = 0  # largest number of prefetches in a pass; 0: forecasts only protect resident experts
     waste_weight: float = 0.1  # cost of a useless prefetch, relative to the stall that a useful prefetch saves
-    lockstep: bool = False  # routing events wait for all earlier predictions, so that runs are reproducible, but slow
-    # Orders prefetches by probability times nearness of the layer; False: nearest layer first.
+    lockstep: bool = False  # routing events wait for all earlier predictions; runs are then reproducible, but slow
+    # Orders prefetches by probability times the layer's proximity; False: nearest layer first.
     by_proximity: bool = False
 
 
@@ -79,7 +79,7 @@ def integers(*values: int) -> npt.NDArray[np.int32]:
 
 
 class QuantizedMatrix:
-    """The matrix W (n_rows, n_cols) and the bias of y = W x + bias. W is stored as signed bytes, one scale per row.
+    """The matrix W (n_rows, n_cols) and the bias of y = W x + bias. W is stored as signed bytes with one scale per row.
 
     Rounding changes a weight by at most 1/254 of the largest absolute weight in its row.
     """

@@ -54,8 +54,8 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
 
 // Sets floor_, the number of slots that each layer keeps while another layer has more slots than its own floor. The
 // floors are 0 if all experts of one token fit into the slots. If they do not fit, a global LRU would always evict the
-// experts of the next layers, and never have a hit. Then the slots that one layer needs at once stay available to all
-// layers, and the layers share the remaining slots equally.
+// experts of the next layers, and never have a hit. In that case, the number of slots that one layer needs at once
+// stays available to all layers, and the layers share the remaining slots equally.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }
@@ -79,11 +79,11 @@ void Residency::update_order(int s) {
     if (!order_.contains(s) && evictable(s)) { order_.insert(s, slot.il, slot.expert, slot.last_use); }
 }
 
-// Returns the slot whose expert is evicted next; -1: none. Each layer has one candidate, and the lowest rank decides:
-// by score, then in a sweep by the distance of the layer's next use, then by age. A layer at its floor loses a slot
-// only if no layer above its floor has a candidate.
+// Returns the slot whose expert is evicted next; -1: none. Each layer has one candidate. The candidate with the lowest
+// rank is evicted: ranks compare the score, then in a sweep the distance of the layer's next use, then the age. A layer
+// at its floor loses a slot only if no layer above its floor has a candidate.
 //
-// In a sweep every layer is needed again in order, so the layer that was just computed is needed last.
+// In a sweep, every layer is needed again in order, so the layer that was just computed is needed last.
 int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
@@ -235,7 +235,7 @@ void Residency::end_read(int s, uint8_t kinds) {
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
     for (const Slot & slot : slots_) {
         if (slot.expert >= 0) {
-            policy->on_load(slot.il, slot.expert); // reports to the new policy the experts that are in slots already
+            policy->on_load(slot.il, slot.expert); // reports to the new policy the experts that are already in slots
         }
     }
     policy_.swap(policy);

@@ -2,9 +2,10 @@
 //
 // In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot, or else the slot
 // of a victim. Each layer has one candidate (eviction_order.h). A slot that is pinned, or into which a transfer is
-// under way, is no candidate. A slot whose transfers are only queued can be one. Among the candidates the lowest score
-// of the policy decides; then, in a sweep, the layer that is needed last; then the age. A layer with no more than its
-// share of slots loses one only if no layer with more slots than its share can.
+// under way, is not a candidate. A slot whose transfers are only queued can be one. The candidate with the lowest
+// policy score is evicted. Equal scores are ordered first, in a sweep, by layer (the layer that is needed last goes
+// first), and then by age. A layer with no more than its share of slots loses one only if no layer above its share has
+// a candidate.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
 // (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call pin() for the slots of a
@@ -25,13 +26,13 @@ struct Slot {
     int il = -1;     // layer that owns the slot; -1: the slot is free
     int expert = -1; // expert in the slot; -1 with a layer: experts are streamed through the slot (streamed_supply.cpp)
     uint32_t generation = 0; // increases whenever the slot is assigned or vacated
-    // Number of layers that compute with the slot, plus slots that are filled from it; 0: may be evicted, unless a
-    // transfer into it is under way.
+    // Number of layers that compute with the slot, plus number of slots that are filled from it; 0: may be evicted,
+    // unless a transfer into it is under way.
     int pins = 0;
     uint32_t requests = 0;   // number of calls of request() for this slot
     uint8_t queued = 0;      // bits of the slot's matrices that wait for their transfer
     uint8_t reading = 0;     // bits of the slot's matrices whose transfer is under way
-    bool prefetched = false; // true: the expert was prefetched, and not requested since
+    bool prefetched = false; // true: the expert was prefetched and has not been requested since
     uint64_t last_use = 0;   // value of the tier's counter of uses at the slot's last use
 
     bool streams() const { return il >= 0 && expert < 0; }
@@ -54,21 +55,21 @@ class Residency {
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    // Any thread; true: every expert of the tier is complete in a slot.
+    // True: every expert of the tier is complete in a slot. Any thread may call this.
     bool all_ready() const { return n_absent_ == 0; }
     void publish(int s, uint8_t kinds); // marks these matrices of the slot as complete
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
     void clear_failed(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); }
 
     // Chooses a slot for expert (il, expert): the expert's own slot in a resident tier, otherwise a free slot or the
-    // slot of a victim. Returns -1 if each such slot is pinned or being read, or if the victim is worth at least as
+    // slot of a victim. Returns -1 if each such slot is pinned or being filled, or if the victim is worth at least as
     // much as the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
     void assign(int s, int il, int expert); // assigns a free slot to an expert, or to a layer's stream (no_expert)
     void end_stream(int s, int expert);     // assigns a streaming slot to the last expert that was streamed through it
     void vacate(int s);
 
-    // Adds a pin. is_use: the slot also becomes the most recently used one, and the policy counts a use.
+    // Adds a pin. If is_use, the slot also becomes the most recently used one, and the policy counts a use.
     void pin(int s, bool is_use = true);
     void unpin(int s);
     void touch(int s); // makes the slot the most recently used one
@@ -87,7 +88,7 @@ class Residency {
     const std::vector<uint32_t> & loads() const { return loads_; }
     void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
-    // Exchanges the present policy with `policy`.
+    // Exchanges the current policy with `policy`.
     void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
     // Exchanges the table of scores; an empty table: the policy decides.
     void exchange_scores(std::vector<float> & scores);
@@ -99,14 +100,14 @@ class Residency {
     bool ordered(const LayerStep & now) const { return policy().orders(now); }
     float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() returns true
 
-    // Returns the chance that an expert is used when its layer comes next. This is the forecast; without a forecast it
-    // is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
+    // Returns the chance that an expert is used the next time its layer is computed. This is the forecast; without a
+    // forecast it is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
     float chance(int il, int expert) const;
     void count_uses(bool on);
 
     void set_usable(int n);
 
-    // Verifies that the bookkeeping is consistent. The free and the owned slots add up to the usable ones, no slot has
+    // Verifies that the bookkeeping is consistent: the free and owned slots add up to the usable ones, no slot has
     // negative pins, and the map of experts matches the slots. Also verifies the gauges, the number of absent matrices,
     // and the eviction order. Throws Error(BROKEN) with the broken rule and the values.
     void check() const;

@@ -1,7 +1,7 @@
 // shared.h: the state that all parts of one store share: the lock, switches, counters, the clock, and the functions
 // with which compute threads wait.
 //
-// READY bits (Residency::ready) are read without the lock. A thread that does not find them set takes the lock and
+// READY bits (Residency::ready) are read without the lock. A thread that finds a needed bit unset takes the lock and
 // waits on `done`, which is notified at the end of each transfer. The wait also ends when the store is cancelled or is
 // being closed. This file knows nothing about slots and queues.
 #pragma once
@@ -64,8 +64,8 @@ struct Shared {
     const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
-    std::string error; // reason of the last failed transfer; guarded by the lock
-    // Number of times that a kernel stopped waiting because the store was cancelled or closed, and left matrices out.
+    std::string error; // reason for the last failure of a transfer; guarded by the lock
+    // Number of times that a kernel stopped waiting because the store was cancelled or closed, and skipped matrices.
     std::atomic<uint64_t> given_up{0};
 
     bool has(moegguf_flag flag) const { return flags & flag; }
@@ -74,15 +74,15 @@ struct Shared {
     // so the child must not touch them.
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
-    // Waits until done() returns true. done() is called under the lock, at first and after each notification; the lock
-    // is free in between. Returns false if the store is cancelled or closed, or if nothing is left to wait for (virtual
-    // time).
+    // Waits until done() returns true. done() is called under the lock, once at the start and then after each
+    // notification; the lock is free in between. Returns false if the store is cancelled or closed, or if nothing is
+    // left to wait for (virtual time).
     template <typename Done>
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
     // Waits until done() returns true or the deadline passes, and returns the last result of done(). Unlike wait(), it
-    // goes on waiting while the store is cancelled or being closed.
+    // continues to wait while the store is cancelled or being closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

@@ -36,8 +36,8 @@ def pad(matrices: Any, devices: Iterable[str | None]) -> None:
 def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
     """Returns the layout with padding_bytes set for these devices.
 
-    padding_bytes is the largest number of bytes after each expert in a slot that the kernels of one of the devices
-    read. devices: ggml's names; None is the CPU. A device that ggml does not know needs no padding.
+    padding_bytes is the largest number of bytes that any of the devices' kernels read after an expert in a slot.
+    devices: ggml's names; None is the CPU. A device that ggml does not know needs no padding.
     """
     padding = iter([m.padding_bytes for m in matrices_of(layout, devices)])
     layers = [

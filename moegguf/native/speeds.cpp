@@ -9,19 +9,18 @@
 namespace moegguf {
 namespace {
 
-// The largest number of tokens in a measured graph. Each token multiplies with slots of its own, so the graph reads
-// each slot at most once.
+// The largest number of tokens in a measured graph. Each token multiplies with its own slots, so the graph reads each
+// slot at most once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
-// The number of nodes in a graph that runs until a stop. A layer has about this number of nodes.
+// The number of nodes in a graph that runs until a stop. A layer has about this many nodes.
 constexpr int n_part_ops = 25;
 constexpr int least_runs = 3;
-// The runs end after longest * `seconds` at the latest, even if there are
-// fewer than least_runs.
+// No run starts after longest * `seconds`, even if there were fewer than least_runs.
 constexpr int longest = 10;
 
-// Repeats run() for about `seconds`, and at least a few times. Returns the time of an undisturbed run in ns: the lower
-// quartile of all times.
+// Repeats run() for about `seconds`, and normally at least least_runs times. Returns the time of an undisturbed run in
+// ns: the lower quartile of all times.
 double run_ns(double seconds, const std::function<void()> & run) {
     run(); // not measured: the first run allocates memory and compiles kernels
     std::vector<double> times;
@@ -88,7 +87,7 @@ class Experts {
     std::vector<std::vector<uint8_t>> bytes_;
 };
 
-// A graph that one backend computes. Its inputs and results lie in the backend's memory.
+// A graph that one backend computes. Its inputs and results are in the backend's memory.
 class Graph {
   public:
     Graph(ggml_backend_t backend, size_t n_tensors) : backend_(backend) {
@@ -143,7 +142,7 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
 }
 
 // Returns how many bytes of expert weights the backend multiplies per ns, one token at a time. No two tokens of the
-// graph use the same slot, so no token finds its weights in a cache from the token before.
+// graph use the same slot, so no token finds its weights in a cache because of the previous token.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;
@@ -176,14 +175,14 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ggml_backend_tensor_set(ids[token], slots.data(), 0, slots.size() * sizeof(int32_t));
     }
     const double ns = run_ns(seconds, [&] { graph.compute(); });
-    // The time of the nodes themselves, which is subtracted. It is at most half of the total, because node_ns is only
-    // an estimate.
+    // The time of the nodes themselves, which is subtracted. It is limited to half of the total, because node_ns is
+    // only an estimate.
     const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2);
     return experts.expert_bytes() * experts.n_used() * n_tokens / (ns - of_nodes_ns);
 }
 
 // Measures copies from RAM to the device, of one expert and of several experts together. Sets copy_bytes_per_ns, and
-// copy_ns, the fixed time of a batch of copies. The copies take all slots of both pools in turn.
+// copy_ns, the fixed time of a batch of copies. The copies go through the slots of both pools in turn.
 void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool & from, const Pool & to, double seconds,
                     moegguf_speeds & out) {
     int next = 0;

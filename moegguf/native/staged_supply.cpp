@@ -13,12 +13,12 @@
 namespace moegguf {
 namespace {
 
-// An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used the
+// An expert may evict another one after a prompt's last pass if at least this many of the pass's tokens used the
 // expert. In a pass that decodes, one token is enough.
 constexpr int least_tokens_to_evict = 2;
 
-// A layer's experts are copied ahead if the pass has at least this number of choices per expert. Tokens that choose
-// evenly then use more than half of the layer's experts (1 - e^-0.7).
+// A layer's experts are copied ahead if the pass has at least this many choices per expert. Tokens that choose evenly
+// would then use about half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
 // The staged supply for all devices of a store. Layers use the staging tensors of a device in turn. If a device has
@@ -32,7 +32,7 @@ class StagedSupply final : public Supply {
           counts_(layout.n_expert_max, 0) {}
 
     // Records which layers are computed only for tokens whose logits are needed. If this event is not staged, drops the
-    // copies for later layers, and waits for those that have begun.
+    // copies for later layers, and waits for copies that have begun.
     void observe(Context & context, Lock & lock) override {
         if (tiers_.staging.empty()) { return; }
         const Pass & pass = context.pass;
@@ -53,8 +53,8 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Pins the event's experts in the layer's staging tensor, and demands those that are not there. First it waits for
-    // copies ahead, so that later choices do not depend on the speed of copies.
+    // Pins the event's experts in the layer's staging tensor, and demands the absent ones. First waits for copies
+    // ahead, so that later choices do not depend on the speed of copies.
     bool place(Context & context, Lock & lock) override {
         if (!take_tensor(context, lock)) {
             context.fail(MOEGGUF_CANCELLED, "cancelled");
@@ -73,14 +73,14 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // Drops the copies for later layers. A copy that has begun goes on, and the slot that it comes from stays pinned
-    // until its end.
+    // Drops the copies for later layers. A copy that has begun continues, and its source slot stays pinned until the
+    // copy ends.
     void drop_ahead() override {
         for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
     // Assigns slots to the most used experts if the pass is the last one of the announced tokens. Then queues copies of
-    // the next layer's experts, and replaces expert ids by slot ids.
+    // the next layer's experts, and replaces expert ids with slot ids.
     void finish(Context & context) override {
         Lock lock(shared_.mutex);
         std::fill(counts_.begin(), counts_.end(), 0);
@@ -98,7 +98,7 @@ class StagedSupply final : public Supply {
 
   private:
     // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies from them.
-    // Then pins the event's experts that are there or on their way, demands their missing matrices, and waits for all
+    // Then pins the event's experts that are present or on their way, demands their missing matrices, and waits for all
     // copies into the tensors. Returns false if a wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;
@@ -114,8 +114,8 @@ class StagedSupply final : public Supply {
     }
 
     // Pins the event's experts that are in the tensor or on their way, and counts look-ups. An expert that is not
-    // complete in a slot on the device counts as a miss there, even if it is in the tensor. In that case it also counts
-    // as a hit in RAM.
+    // complete in a slot on the device counts as a miss there, even if it is in the tensor. In that case, it also
+    // counts as a hit in RAM.
     void pin_there(Context & context) {
         Event & event = context.event;
         Tier &tier = *context.pinned.tier, &slots = *tier.staged_for, &ram = *tier.ram();
@@ -140,8 +140,8 @@ class StagedSupply final : public Supply {
     }
 
     // Vacates unpinned slots of a staging tier, so that the result does not depend on the speed of copies. Experts that
-    // the event `keep` chose stay. Incomplete experts of every layer go. Prefetched experts that no event has used go,
-    // too, if they belong to the event's layer, or if there is no event.
+    // the event `keep` chose stay. All other incomplete experts are dropped, in every layer. Prefetched experts that no
+    // event has used are dropped, too, if they belong to the event's layer, or if there is no event.
     void drop(Tier & tier, const Event * keep) {
         for (int s = 0; s < tier.residency.n_slots(); s++) {
             const Slot & slot = tier.residency.slot(s);
@@ -155,9 +155,10 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Assigns slots to the experts that most tokens of the pass used, because the answer will probably use them, too.
-    // The number of candidates is at most a layer's equal share of the slots, or one token's experts if this is more.
-    // Candidates without a slot take free slots or the slots of victims. Waits for the copies into these slots.
+    // Assigns slots to the pass's most used experts, because the answer will probably use them, too. The number of
+    // candidates is at most a layer's equal share of the slots, or the number of experts that one token uses, if that
+    // is larger. Candidates without a slot get free slots or the slots of victims. Waits for the copies into these
+    // slots.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;

@@ -53,7 +53,7 @@ Store::~Store() {
     stop_links();
 }
 
-// Stops the threads of all links. After this call no link uses a supply, so supplies can be destroyed.
+// Stops the threads of all links. After this call, no link uses a supply, so supplies can be destroyed.
 void Store::stop_links() {
     for (const auto & link : copies) { link->stop(); }
     transfers.stop();

@@ -1,6 +1,6 @@
-// store.h: the expert store, which owns its parts and connects them. There is one object of each supply, and one
-// context. The store's function acquire() runs between a router's choice and the multiplications of the chosen experts
-// (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
+// store.h: the expert store, which owns its parts and connects them. There is one object for each kind of supply, and
+// one context. The store's function acquire() runs between a router's choice and the multiplications of the chosen
+// experts (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
 #pragma once
 
 #include "events.h"
@@ -18,46 +18,47 @@ class Store {
     ~Store();
 
     // Handles a routing event on a compute thread: chooses a supply, notifies observers, waits for the choice's
-    // wait_kinds, and replaces expert ids by slot ids (except in a stream).
+    // wait_kinds, and replaces expert ids with slot ids (except in an expert stream).
     //
-    // After the call every chosen expert has a slot or is streamed, and the matrices of wait_kinds are there, or a
-    // stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After a failure the
-    // context has the reason, and all ids are 0, which is safe to compute with. The function itself moves no bytes and
-    // changes no slot.
+    // After the call, every chosen expert has a slot or is streamed, and the matrices of wait_kinds have arrived, or
+    // the computing stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After
+    // a failure, the context holds the reason, and all ids are 0, which is safe to compute with. The function itself
+    // moves no bytes and changes no slot.
     void acquire(const Choice & choice);
 
-    // Returns true if a routing event of layer il needs no work. Every expert of the layer's tier is then complete in
-    // its own slot, no listener is registered, and watch() is off. The store is not cancelled, and this is not a forked
-    // child process. Needs no lock.
+    // Returns true if a routing event of layer il needs no work. This requires that every expert of the layer's tier is
+    // complete in its own slot, no listener is registered, and watch() is off. In addition, the store must not be
+    // cancelled, and this must not be a forked child process. Needs no lock.
     bool idle(int il) const;
     // Counts a routing event of an idle layer. The chosen experts are not known. Each choice counts as a different
     // expert, up to the layer's number of experts.
     void count_idle(int il, int n_expert_used, int n_tokens);
 
-    // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier. Then
-    // Remedy::shared_ids is on, every expert is in its own slot, and no listener and no watch() needs the routing
-    // events.
+    // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier. This
+    // requires that Remedy::shared_ids is on, every expert is complete in its own slot, and neither a listener nor
+    // watch() needs the routing events.
     bool passes_over(const Tier & tier) const;
     // Returns a set of bits, one for each device: 1 if passes_over() is true for the device's tier. A graph multiplies
     // by the right ids while these bits stay the same.
     uint64_t passed_over() const;
-    // Counts a routing event of a layer whose graph uses the router's own expert ids. The pass fails in a child
+    // Counts a routing event of a layer whose graph uses the router's own expert ids. Fails the pass in a child
     // process, after a cancellation, or if experts no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);
 
-    // Returns true if the pass must end: it failed, the store was cancelled, or a matrix of its layer did not come.
+    // Returns true if the pass must end: it failed, the store was cancelled, or a matrix of its layer did not arrive.
     // ggml calls this between nodes. It takes no lock unless something failed.
     bool must_abort();
     bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; needs no lock
     void take_failure(moegguf_failure & out, bool clear);
 
-    // Returns true if the next tokens have to be announced, and forgets the tokens announced before. Needs no lock.
+    // Returns true if the next tokens have to be announced, and forgets the previously announced tokens. Needs no lock.
     bool awaits_tokens(int sequence, int phase);
     void announce_tokens(const moegguf_tokens_event & event);
 
-    void watch(bool on) { watched_ = on; }   // while on, no layer is idle, so that every look-up is counted
-    void resize(Tier & tier, int n_slots);   // changes the number of slots; no pass may be under way
-    std::vector<Tier *> tiers_at(int index); // returns the tiers of a value of enum moegguf_tier. Throws Error(INVALID)
+    void watch(bool on) { watched_ = on; } // while on, no layer is idle, so that every look-up is counted
+    void resize(Tier & tier, int n_slots); // changes the number of slots; no pass may be under way
+    // Returns the tiers for a value of enum moegguf_tier. Throws Error(INVALID).
+    std::vector<Tier *> tiers_at(int index);
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
@@ -72,8 +73,7 @@ class Store {
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
-    // A counter that increases before pool tensors move to other memory. Graphs that were built before are then
-    // invalid.
+    // A counter that increases before pool tensors move to other memory, which makes all earlier graphs invalid.
     uint64_t n_bindings = 0;
 
   private:

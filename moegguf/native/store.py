@@ -36,7 +36,7 @@ class Tier(enum.IntEnum):
 
 
 STAGING_TENSORS = 2  # one tensor is filled while a layer computes with the other one; a third one brings no gain
-# The largest share of a device's memory for experts that two staging tensors may take. Slots get the rest.
+# The largest share of a device's memory for experts that two staging tensors may occupy. Slots get the rest.
 STAGING_SHARE = 0.25
 
 
@@ -69,9 +69,9 @@ def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options for the way in which the store moves experts.
+    """Options that control how the store moves experts.
 
-    The defaults were chosen by measurements. Tests and ablations turn single options off.
+    The defaults were chosen by measurement. Tests and ablations turn individual options off.
     """
 
     readers: int = 4  # number of threads that read each copy of the model's files
@@ -80,10 +80,10 @@ class StoreOptions:
     chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops queued prefetches of its layer, except for chosen experts
     demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
-    overlap: bool = True  # a layer may begin to compute before all of its matrices are there
+    overlap: bool = True  # a layer may begin to compute before all of its matrices have arrived
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
-    # that the layer leaves. In successive passes of several tokens that use more experts than there are slots, experts
-    # of the layer that is needed last are evicted first, unless the policy's scores decide.
+    # that the layer does not need. In successive passes of several tokens that use more experts than there are slots,
+    # experts of the layer that is needed last are evicted first, unless the policy's scores decide.
     sweep: bool = True
     # If True, the experts of passes with several tokens are streamed through a few of the CPU's slots in each layer,
     # and each expert is read once. If False, experts are streamed only if the experts of a layer do not fit into the
@@ -143,7 +143,7 @@ def _routing(event: Any) -> RoutingEvent:
 
 
 def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
-    """Returns (layers, experts, n): two C arrays, and their common length n. The longer sequence is cut."""
+    """Returns (layers, experts, n): two C arrays, and their common length n. The longer sequence is truncated."""
     n = min(len(il), len(experts))
     return (c.c_int32 * n)(*il[:n]), (c.c_int32 * n)(*experts[:n]), n
 
@@ -168,11 +168,11 @@ def native_policies() -> Mapping[str, NativePolicy]:
 class Store:
     """A cache of experts of `layout`, with n_slots slots in the memory of the device that computes.
 
-    With n_ram_slots = 0 there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
+    With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
     the device is then copied from RAM; an expert that RAM does not have is read from the file into RAM first. `tiers`
     lists the tiers that exist. `context` has the calls for the llama_context that uses the store.
 
-    n_slots: a number, or a list of several devices with their slots. In the second case every layer with experts is on
+    n_slots: a number, or a list of several devices with their slots. In the second case, every layer with experts is on
     one of the devices, `options.device` and `options.staging` have no effect, and devices with `through_ram` share the
     slots in RAM.
 
@@ -197,7 +197,7 @@ class Store:
         self._handle: int | None = None
         self._listener: Any = None  # struct moegguf_listener, kept because C calls its functions
         self._callback_error: BaseException | None = None
-        self._callback_thread = 0  # identifier of the thread on which a callback runs now; 0: none
+        self._callback_thread = 0  # identifier of the thread on which a callback is running; 0: none
         self._predictor: NativePredictor | None = None  # kept because the store reads its arrays
         self.layout = layout
         self.options = options
@@ -322,9 +322,9 @@ class Store:
     def staging(self) -> dict[str, Any]:
         """Returns the fields of struct moegguf_tier_info for the staging tensors of all devices; {} without any.
 
-        Each look-up is for one expert of a prompt. It is a hit if the expert was in the tensor already, or was on its
-        way. bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time
-        of all copies, and stall_ns is the time that layers waited.
+        Each look-up is for one expert of a prompt. It is a hit if the expert was already in the tensor or on its way.
+        bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time of
+        all copies, and stall_ns is the time that layers waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
@@ -342,7 +342,7 @@ class Store:
         """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
         Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that has every
-        expert, look-ups are counted only while `watch` is on or something listens.
+        expert, look-ups are counted only while `watch` is on or there is a listener.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
@@ -371,8 +371,8 @@ class Store:
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
         """Replaces the forecast that policies read.
 
-        probabilities: (n_layer, n_expert) probability that an expert is used when its layer comes next; None: nothing
-        is known.
+        probabilities: (n_layer, n_expert) probability that an expert is used the next time its layer is computed; None:
+        nothing is known.
 
         known: the layers with a forecast.
         """
@@ -391,7 +391,7 @@ class Store:
 
         values: numbers that replace the policy's constants, for tests; the policy's file in `moegguf/native/policies`
         describes them. While scores are set (`set_scores`), they decide in the compute tier. Raises OptionError for an
-        unknown name or a value out of range; the earlier policy then stays.
+        unknown name or a value out of range; the earlier policy then stays in effect.
         """
         numbers = np.array(values, np.float32)
         self._library.moegguf_store_set_policy(self.handle, tier, name.encode(), numbers.ctypes.data, numbers.size)
@@ -401,14 +401,14 @@ class Store:
 
         The predictor runs on the store's own thread, in passes in which each sequence decodes one token. The store
         passes the forecasts to policies, and prefetches experts. Raises OptionError for an unknown name, a missing
-        array, an array of a wrong size, or a limit out of range; the earlier predictor then stays.
+        array, an array of the wrong size, or a limit out of range; the earlier predictor then stays in effect.
         """
         chosen = None if predictor is None else c.byref(predictor_struct(predictor, forecast))
         self._library.moegguf_store_set_predictor(self.handle, chosen)
         self._predictor = predictor
 
     def act_on_forecasts(self, on: bool) -> None:
-        """Switches prefetching for forecasts of the store's own predictor on or off. Prefetching is on at first."""
+        """Switches prefetching for forecasts of the store's own predictor on or off. Prefetching is initially on."""
         self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
@@ -440,7 +440,7 @@ class Store:
     def pause_fill(self, on: bool) -> None:
         """Pauses the filling of free slots in the background, or resumes it.
 
-        A caller pauses the filling while the processor and the disk have other work.
+        Callers pause it while the processor and the disk have other work.
         """
         self._library.moegguf_store_pause_fill(self.handle, on)
 
@@ -452,8 +452,8 @@ class Store:
     ) -> None:
         """Calls on_routing for each routing event, and on_tokens for each announcement, on the store's event thread.
 
-        Without arguments it stops the calls, and returns after the last one. The functions may keep an event's arrays.
-        An exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
+        Without arguments, stops the calls, and returns after the last one. The functions may keep an event's arrays. An
+        exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
@@ -501,15 +501,15 @@ class Store:
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
-        No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory a
-        new pool is allocated. If there is too little memory for the old and a smaller new pool, all slots are emptied
-        first, and the tier may get fewer slots.
+        No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory, a
+        new pool is allocated. If there is too little memory for both the old pool and a smaller new one, all slots are
+        emptied first, and the tier may get fewer slots.
 
         device: index of the one device that is resized. Without it, several devices share the slots: each gets the
         slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also compute
         layers, the number of the CPU's slots does not change.
 
-        Raises AllocationError if the device refuses a larger pool (the slots are then as before), or refuses every pool
+        Raises AllocationError if the device refuses a larger pool (the slots are then unchanged), or refuses every pool
         after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier
         cannot have, and ExpertIOError if reads do not end within a minute.
         """
@@ -600,7 +600,7 @@ class StoreContext:
         """Forgets the announced tokens, and notes the sequence and phase of the next tokens.
 
         Returns True if the next tokens have to be announced (`announce`). Returns False if every expert is complete in
-        a slot of its own and there is no listener.
+        its own slot and there is no listener.
         """
         return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 

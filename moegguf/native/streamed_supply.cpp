@@ -38,9 +38,9 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Returns true if this supply can serve the event. The event has several tokens and is computed on the CPU, in a
-    // tier that has fewer slots than experts and is filled directly from the file. Either the event's experts outnumber
-    // the usable slots, or MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
+    // Returns true if this supply can serve the event. The event must have several tokens and be computed on the CPU,
+    // in a tier that has fewer slots than experts and is filled directly from the file. The event's experts must
+    // outnumber the usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
     // (Arrivals::possible).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
@@ -49,7 +49,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
             return false;
         }
         // Kernels themselves must wait for matrices, and must read the ids in place, because has() compares the address
-        // of the ids. In a simulation no kernel runs.
+        // of the ids. In a simulation, no kernel runs.
         const bool asked = !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place);
         return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
     }
@@ -74,8 +74,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         Supply::release(context);
     }
 
-    // Waits for these matrices of the experts that have slots of their own. Kernels themselves wait for streamed
-    // experts. In a simulation, which has no kernels, this function first waits until the stream has ended.
+    // Waits for these matrices of the experts that have their own slots. Kernels themselves wait for streamed experts.
+    // In a simulation, which has no kernels, this function first waits until the stream has ended.
     void wait(Context & context, uint8_t kinds) override {
         if (!kernels_take()) {
             Lock lock(shared_.mutex);
@@ -108,8 +108,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
     }
 
-    // Assigns slots to the stream. Waits for the first slot, and takes further slots only while they are available at
-    // once. If no slot becomes available, fails the pass and returns false.
+    // Assigns slots to the stream. Waits for the first slot, and takes further slots only while they are immediately
+    // available. If no slot becomes available, fails the pass and returns false.
     bool take_slots(Context & context, size_t n_absent, Lock & lock) {
         const Event & event = context.event;
         const auto assign = [&] { return tier_->assign(event.il, no_expert, event.step); };
@@ -171,7 +171,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (!context_ || job.requests != number_) { return; }
         Kind & kind = of(job.kinds);
         kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
-        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used at once
+        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used immediately
             give_free(kind);
         }
     }
@@ -225,7 +225,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (all) { end(); }
     }
 
-    // Ends the stream. The expert that was streamed last through each slot keeps this slot.
+    // Ends the stream. The last expert that was streamed through each slot keeps that slot.
     void end() {
         const int n = (int)experts_.size(), n_slots = (int)slots_.size();
         for (int i = std::max(0, n - n_slots); i < n; i++) {
@@ -246,7 +246,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     uint32_t number_ = 0;      // number of this stream; late reads of an earlier stream have a lower number
     std::vector<int> slots_;   // slots through which the experts are streamed
     std::vector<int> experts_; // streamed experts, in this order
-    // [n_expert_max] slot of each expert that has a slot of its own; negative: the expert is streamed or not chosen.
+    // [n_expert_max] slot of each expert that has its own slot; negative: the expert is streamed or not chosen.
     std::vector<int> slot_of_;
 };
 

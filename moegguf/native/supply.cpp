@@ -84,8 +84,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        // The time at which the last awaited matrix had come from the file. Until then the stall also counts in the
-        // tier in RAM.
+        // The time at which the last awaited matrix had arrived from the file. Until then, the stall also counts for
+        // the tier in RAM.
         uint64_t file_done = start;
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {
@@ -206,7 +206,7 @@ void Context::fail(moegguf_status status, const std::string & why) {
 void Context::note_failures(const Shared & shared) {
     failure.read_errors = get(shared.counters.read_errors);
     const uint64_t given_up = shared.given_up;
-    // A kernel has stopped waiting after a cancellation, and left matrices out. So the pass fails, even if the
+    // A kernel has stopped waiting after a cancellation, and skipped matrices. So the pass fails, even if the
     // cancellation has been revoked since then.
     if (failure.given_up != given_up && !pinned.slots.empty()) { fail(MOEGGUF_CANCELLED, "cancelled"); }
     failure.given_up = given_up;
@@ -243,8 +243,8 @@ void Context::set_aside(Shared & shared, Lock & lock) {
 }
 
 // Collects the sequence and the phase of each token of the event. A layer may be computed for only those tokens of the
-// pass whose logits are needed. Returns false if no sequence was announced for each token, or if the number of tokens
-// found is not n_event_tokens.
+// pass whose logits are needed. Returns false if the tokens were announced without a sequence for each token, or if the
+// number of tokens found is not n_event_tokens.
 bool Context::gather_tokens(int n_event_tokens) {
     if (pass.first_token < 0 || announced.sequences.empty()) { return false; }
     event.sequences.clear();

@@ -1,8 +1,8 @@
 // supply.h: a supply makes the experts that a layer has chosen available to the layer's multiplications. There are
 // three supplies: one slot for each expert (class Supply), a stream through a few slots (streamed_supply.cpp), and a
 // staging tensor of the layer's full shape (staged_supply.cpp). Store::acquire chooses one supply for each routing
-// event. A new supply is a class like these, which store.cpp makes and acquire.cpp chooses. If a layer needs more slots
-// at once than there are, the pass fails. moegguf/engine/solver.py plans passes that fit.
+// event. To add a supply, write a class like these, construct it in store.cpp, and choose it in acquire.cpp. If a layer
+// needs more slots at once than exist, the pass fails. moegguf/engine/solver.py plans passes that fit.
 //
 // A store has one context, because it serves one llama_context. The context is the state of this llama_context in the
 // store: the announced tokens, the position in a pass, the routing event, the pinned slots, and the failure.
@@ -54,7 +54,7 @@ struct Pass {
 // A router's choice of experts at one layer, and how the caller will use the experts.
 struct Choice {
     int il = -1;
-    // [n_tokens][n_expert_used] expert ids; Store::acquire replaces them by slot ids unless experts are streamed.
+    // [n_tokens][n_expert_used] expert ids; Store::acquire replaces them with slot ids unless experts are streamed.
     int32_t * ids = nullptr;
     int n_expert_used = 0;
     int n_tokens = 0;
@@ -122,7 +122,7 @@ struct Failure {
 };
 
 // Host memory for expert ids that are copied between a device and the compute thread. The memory is pinned if
-// Remedy::pinned_ids is on and the device supports this. The device then copies by itself.
+// Remedy::pinned_ids is on and the device supports this. The device then copies directly.
 class HostIds {
   public:
     // Returns memory for n ids of a device. Calls for one device share the memory until a call needs more. The earlier
@@ -138,7 +138,7 @@ struct Context {
     Context(Store & store, Tier & tier, int n_expert_max);
 
     // Records a failure of the pass, unless an earlier failure has not been cleared. After a failure, Store::acquire
-    // replaces all ids of the pass by 0.
+    // replaces all ids of the pass with 0.
     void fail(moegguf_status status, const std::string & why);
     void fail_forked() { fail(MOEGGUF_FORKED, forked_text); }
     bool failed() const { return failure.failed; }
@@ -152,11 +152,11 @@ struct Context {
     void note_failures(const Shared & shared);
 
     // Waits until the copy thread has recorded the end of all copies for which the stream waits, and unpins the slots
-    // in `late`. Afterwards neither the next victim nor a failure of the pass depends on when the copy thread runs.
+    // in `late`. Afterwards, neither the next victim nor a failure of the pass depends on when the copy thread runs.
     void await_copies(Shared & shared, Lock & lock);
     void free_late(Shared & shared, Lock & lock);
     // Moves the pinned slots into `late` if the end of a copy into one of them has not been recorded. The next layer
-    // then need not wait for the record. If `late` has slots, waits for their copies and unpins them first.
+    // then does not have to wait for the record. If `late` has slots, waits for their copies and unpins them first.
     void set_aside(Shared & shared, Lock & lock);
 
     // Fills event.sequences and event.phases. Returns false if the tokens were announced without a sequence for each
@@ -174,9 +174,9 @@ struct Context {
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // scheduler that computes the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
-    HostIds ids;                              // host copies of ids that lie in a device's memory
-    std::vector<float> weights;               // host copy of routing weights that lie in a device's memory
-    std::vector<float> inputs;                // host copy of router inputs that lie in a device's memory
+    HostIds ids;                              // host copies of ids that are in a device's memory
+    std::vector<float> weights;               // host copy of routing weights that are in a device's memory
+    std::vector<float> inputs;                // host copy of router inputs that are in a device's memory
 };
 
 // Supplies each expert in its own slot. An absent expert gets a free slot or the slot of a victim. This class serves
@@ -192,12 +192,12 @@ class Supply {
     Supply & operator=(const Supply &) = delete;
 
     // Returns true if kernels themselves wait for matrices of this layer, so that they can begin before all matrices
-    // are there.
+    // have arrived.
     virtual bool computes_on_arrival(int /*il*/) const { return false; }
 
     // Callers of the next functions hold the store's lock.
     virtual bool can_stream(const Context &) const { return false; } // true: this supply can stream the event's experts
-    virtual void observe(Context &, Lock &) {}                       // is called at each event before place()
+    virtual void observe(Context &, Lock &) {}                       // called at each event before place()
     virtual void drop_ahead() {} // drops transfers that were queued ahead for later layers
     // Pins the slots of the event's experts, assigns slots to experts that have none, and queues transfers of missing
     // matrices. May add to the matrices for which Store::acquire waits (event.wait_kinds). Releases the lock while it
@@ -210,7 +210,7 @@ class Supply {
     // Waits until each slot has these matrices or has failed, or until the store is cancelled. Does not wait for
     // streamed experts, nor for submitted copies if the context has a stream: the stream then waits for them.
     virtual void wait(Context & context, uint8_t kinds);
-    virtual void finish(Context & context); // replaces the event's expert ids by slot ids; a stream keeps them
+    virtual void finish(Context & context); // replaces the event's expert ids with slot ids; a stream keeps them
 
   protected:
     // Looks up the event's experts, and pins at most `most` of those that have slots. All others count as misses. Must

@@ -1,6 +1,6 @@
 // switches.h: the remedies. A remedy is an optimisation that can be switched on or off, so that its effect can be
-// measured with one build of the library (docs/gpu.md, "The short run"). Remedies change only the speed, never a bit of
-// a result.
+// measured with one build of the library (docs/gpu.md, "The short run"). Remedies affect only speed, never a bit of a
+// result.
 //
 // The environment variable MOEGGUF_SWITCHES is the decimal sum of the bits of the remedies that are on. It is read when
 // the library is loaded. If it is unset or empty, default_remedies are on.
@@ -14,7 +14,7 @@ namespace moegguf {
 enum class Remedy : uint32_t {
     quiet_copies = 1, // a layer's demands wake the copy thread only if a copy is queued
     pinned_ids = 2,   // expert ids are copied to and from a device through pinned host memory
-    // The compute thread submits the copies that its layer demands; the copy thread only records their end.
+    // The compute thread submits the copies that its layer demands; the copy thread only records their completion.
     own_copies = 4,
     // The compute thread does not wait at each layer until the copy thread has recorded the end of the layer's copies.
     // It waits when it needs slots, when a second layer has unrecorded copies, or when the pass ends.

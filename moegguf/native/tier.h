@@ -1,11 +1,11 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
 // slots are filled. A store has a tier for each device that computes layers. It may also have a tier in RAM that fills
-// the tiers of devices. The staging tensors of a device are one more tier, for prompts.
+// the tiers of devices. The staging tensors of a device form another tier, for prompts.
 //
-// Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches and
-// in RAM, and borrows the slots from which slots of devices are filled. Both links settle a slot when a transfer into
-// it has ended. A slot that failed is vacated when it has no pins.
+// Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches,
+// and assigns and borrows the slots in RAM from which slots of devices are filled. Both kinds of links settle a slot
+// when a transfer into it has ended. A slot that failed is vacated once it has no pins.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
 // counted only here: ready hits, late hits (the expert has a slot but is not complete) and misses. A tier queues no
@@ -83,7 +83,7 @@ class Tier {
     SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
     // Returns the bits of a transfer's matrices that are still needed. They are needed while they are queued, the slot
-    // has not changed its owner or failed, and no other transfer has brought them or is bringing them.
+    // has neither changed owners nor failed, and no other transfer has brought them or is bringing them.
     uint8_t still_wanted(const Job & job) const {
         const int s = job.destination.slot;
         const Slot & slot = residency.slot(s);
@@ -97,9 +97,9 @@ class Tier {
     Tier * staged_for = nullptr; // if this is a staging tier: the tier with slots on the same device; else nullptr
     Tier * staging = nullptr;    // if this is a tier with slots: the staging tier of the same device; nullptr: none
     int slot_tokens = 0;         // events with more tokens use the staging tier, if there is one
-    int pass_slots = 0;          // slots that a pass may need at once; Store::resize() refuses fewer slots
+    int pass_slots = 0;          // number of slots that a pass may need at once; Store::resize() refuses fewer
 
-    // The verbs that change a slot. A slot is free, or has an expert, or experts of a layer are streamed through it.
+    // The verbs that change a slot. A slot is free, holds an expert, or has a layer's experts streamed through it.
     // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
     // - borrow makes a slot of another tier the source of a slot. The source is pinned until the slot is complete or
     //   vacated.
@@ -108,8 +108,8 @@ class Tier {
     // - unpin drops one pin, and settles the slot.
     // - settle unpins the source of a complete slot. It vacates an unpinned, incomplete slot if no transfer into the
     //   slot is under way, and if none is queued or the slot failed.
-    // - vacate frees a slot. It does nothing while a transfer into the slot is under way; the slot is settled at the
-    //   end of the transfer.
+    // - vacate frees a slot. It does nothing while a transfer into the slot is under way; the slot is settled when the
+    //   transfer ends.
     int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // returns the slot; -1: none
     // is_use: counts as a use of the source, which becomes its tier's most recently used slot.
     void borrow(int s, Tier & from, int source, bool is_use);

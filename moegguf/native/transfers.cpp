@@ -164,8 +164,8 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Finds or assigns sources for slots of one layer that need one. Experts that are in RAM are pinned before any other
-// expert gets a slot there, so that they are not evicted for it.
+// Finds or assigns a source for each slot in `slots` that needs one. All of these slots belong to one layer. Experts
+// that are in RAM are pinned before any other expert gets a slot there, so that they are not evicted for it.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();
@@ -182,8 +182,8 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
 }
 
 // Looks for a slot on the same device or in RAM from which the expert of slot s can be copied. Returns true if the
-// expert was looked up in RAM, found or not. Returns false if no look-up was needed. Then slot s is complete, belongs
-// to a stream, or has a source or a transfer, or another slot on the device has the expert.
+// expert was looked up in RAM, whether or not it was found. Returns false if no look-up was needed. In that case, slot
+// s is complete, belongs to a stream, or has a source or a transfer, or another slot on the device has the expert.
 bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
@@ -204,7 +204,7 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     return looks_up;
 }
 
-// Assigns a slot in RAM as the source of slot s. If no slot in RAM can be assigned, slot s is filled straight from the
+// Assigns a slot in RAM as the source of slot s. If no slot in RAM can be assigned, slot s is filled directly from the
 // file.
 void Transfers::take_source(Tier & to, int s, const Worth & worth) {
     const Slot & slot = to.residency.slot(s);
@@ -297,10 +297,10 @@ bool Transfers::start_prefetch(const Want & want) {
     return true;
 }
 
-// Returns the worth of a prefetch in one tier. For a forecast it is want.value, which is compared with the victim's
+// Returns the worth of a prefetch in one tier. For a forecast, it is want.value, which is compared with the victim's
 // chance of use. The expert's score in the policy does not matter, because after a miss the expert would get a slot
-// with any score. For a request, or a forecast with an infinite value (waste_weight 0), only the score matters, if the
-// policy orders by scores.
+// regardless of its score. For a request, or a forecast with an infinite value (waste_weight 0), only the score
+// matters, if the policy orders by scores.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};
@@ -339,8 +339,8 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
 }
 
 // Takes the next expert for a free slot. Experts of the warm start come first. They get free slots of the tier that
-// computes, or else of RAM. With MOEGGUF_FILL, every expert of each tier that has a slot for each of its experts
-// follows. Returns false if no expert is left, or while filling is paused.
+// computes, or else of RAM. With MOEGGUF_FILL, all experts of each tier that has a slot for every one of its experts
+// come next. Returns false if no expert is left, or while filling is paused.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
@@ -375,7 +375,7 @@ bool Transfers::fill(Tier & to, int il, int expert) {
 }
 
 void Transfers::wake_all(const Tier & to) {
-    wake_readers(); // other readers take the expert's further matrices
+    wake_readers(); // other readers take the expert's other matrices
     if (to.copies) { to.copies->wake(); }
 }
 

@@ -9,7 +9,8 @@
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
 // the slot that has the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
-// device takes a slot on the device and one in RAM. This class may assign, borrow, fill and vacate slots of every tier.
+// device occupies a slot on the device and one in RAM. This class may assign, borrow, fill and vacate slots of every
+// tier.
 #pragma once
 
 #include "copies.h"
@@ -39,7 +40,7 @@ class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
     virtual bool next_read(Job & job) = 0;     // writes to `job` the next read for which a slot is free; false: none
-    virtual void arrived(const Job & job) = 0; // is called when a streamed matrix has been read into its slot
+    virtual void arrived(const Job & job) = 0; // called when a streamed matrix has been read into its slot
 };
 
 class Transfers final : public Link {
@@ -53,13 +54,13 @@ class Transfers final : public Link {
     void stop(); // sets the stop flag of the whole store, and joins the reader threads
 
     // Callers of the next functions hold the store's lock. Queues demands for every matrix of these slots that is
-    // neither there nor under way. Slots of a stream are left out. `submits`: the caller itself will call submit_own()
-    // of the tier's copies, so the copy thread is not woken.
+    // neither present nor under way. Slots of a stream are left out. `submits`: the caller itself will call
+    // submit_own() of the tier's copies, so the copy thread is not woken.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
     void copy(Tier & to, int s, bool demand); // queues transfers of all matrices of slot s from its source
     // Adds an expert to prefetch. Drops a request or forecast if the expert has a slot or does not exist, or if
-    // most_wants wait. Causes are served in the order of enum Cause. Experts of one cause are served in the order in
-    // which they were added. Call wake_readers() after the last expert.
+    // most_wants are already waiting. Causes are served in the order of enum Cause. Experts of one cause are served in
+    // the order in which they were added. Call wake_readers() after the last expert.
     void want(const Want & want);
     void forget(Cause cause); // drops prefetches of this cause that have no slot yet
     void wake_readers() { shared_.work.notify_all(); }
@@ -71,7 +72,7 @@ class Transfers final : public Link {
     void pause_fill(bool on); // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // true: nothing is queued or under way, and no slot is left to fill
-    // Number of waiting requests and forecasts; any thread.
+    // Number of waiting requests and forecasts; any thread may call this.
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); }
 
     void set_step(const LayerStep & now);

@@ -1,8 +1,8 @@
 """/v1/files and /v1/batches: a client uploads a file of requests and gets a file of answers. The requests of a batch
 have lower priority than other requests.
 
-A batch calls OpenAI's endpoints in this process, with the same checks and objects as over HTTP. Its requests pass no
-access control, since the client that created the batch passed it. They do not count towards `ALL_BODIES_BYTES`.
+A batch calls OpenAI's endpoints in this process, with the same checks and objects as over HTTP. Its requests skip
+access control, since the client that created the batch has passed it. They do not count towards `ALL_BODIES_BYTES`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _FileForm(Body):
 
 
 async def _create_file(request: Request) -> Response:
-    """Stores an uploaded file. Raises HttpError, StorageError, BusyError."""
+    """Stores an uploaded file. Raises HttpError, StorageError or BusyError."""
     with _batches(request).files.new() as file:
         filename, fields = await read_form(request, file.write, request.app.state.settings.upload_bytes)
         if filename is None:
@@ -192,7 +192,7 @@ def _batch_object(batch: Batch) -> dict[str, Any]:
 
 
 async def _create_batch(request: Request) -> Response:
-    """Creates a batch from an uploaded file. Raises HttpError, UnknownIdError, BatchFileError, BusyError,
+    """Creates a batch from an uploaded file. Raises HttpError, UnknownIdError, BatchFileError, BusyError or
     StorageError."""
     body = await read_body(request, _BatchBody)
     kept_s = body.output_expires_after.seconds if body.output_expires_after else None
@@ -210,8 +210,8 @@ async def _retrieve_batch(request: Request) -> Response:
 
 
 async def _cancel_batch(request: Request) -> Response:
-    """Begins to cancel a batch. Raises HttpError 409 if the batch has ended or writes its files already,
-    UnknownIdError, BusyError, StorageError."""
+    """Starts cancelling a batch. Raises HttpError 409 if the batch has ended or is already writing its files. Also
+    raises UnknownIdError, BusyError or StorageError."""
     batches = _batches(request)
     batch = batches.get(request.path_params["batch"])
     if batch.status in CANCELLABLE:

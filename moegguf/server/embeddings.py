@@ -127,8 +127,8 @@ class _EmbeddingRequest(ModelBody, Loading):
 
 
 async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
-    """Replies with the vector of one text, not normalized. If there is no text or it is empty, loads the model and
-    replies with an empty vector."""
+    """Replies with the vector of one text, not normalized. If the text is missing or empty, loads the model and replies
+    with an empty vector."""
     texts = [body.prompt] if body.prompt else []
     found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
     return {"embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []}
@@ -149,7 +149,7 @@ async def _compute(
 async def _embed_texts(
     state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
 ) -> tuple[Embeddings, float]:
-    """Returns the vectors of texts, and the seconds that loading the model took (0 if it was loaded already). `model`
+    """Returns the vectors of texts, and the seconds that loading the model took (0 if it was already loaded). `model`
     is a name or an entry. If there are no texts, the model is only loaded."""
     async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
@@ -204,8 +204,8 @@ class _RerankBody(Loading):
 
 
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
-    """Replies with the scores of the documents for the query, best first. Leaves out all but the best `top_n` documents
-    if the body has `top_n`."""
+    """Replies with the scores of the documents for the query, best first. If the body has `top_n`, the reply has only
+    the best `top_n` documents."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing or empty; send one with at least one text")

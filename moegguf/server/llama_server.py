@@ -73,7 +73,7 @@ STOP_TYPES = {"stop": "eos", "length": "limit"}  # {`finish` of an answer: llama
 
 
 async def _health(request: HttpRequest) -> Response:
-    """Replies with the status "ok", or with "degraded" and the failed reads of each loaded model that had some. Raises
+    """Replies with the status "ok", or with "degraded" and the failed reads of each loaded model that had any. Raises
     HttpError 503 while the models that were named at the server's start are being loaded."""
     check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
@@ -189,7 +189,7 @@ def _sampling_object(sampling: Sampling) -> Json:
 
 
 class _TokenizeBody(Body):
-    """The body of /tokenize. If `with_pieces` is true, the reply has the text of each token, too."""
+    """The body of /tokenize. If `with_pieces` is true, the reply also has the text of each token."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
     add_special: bool | None = Field(None, validation_alias=AliasChoices("add_special", "add_special_tokens"))
@@ -200,7 +200,7 @@ class _TokenizeBody(Body):
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds the tokens that the
-    model has around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
+    model puts around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
     as these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
@@ -212,7 +212,8 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Returns the text of a token, or a list of its bytes if they are not UTF-8, as in a part of a character."""
+    """Returns the text of a token, or a list of its bytes if they are not UTF-8, for example if the token is part of a
+    character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -251,7 +252,7 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
 
 def _biases_of(given: Any) -> Any:
     """Converts `logit_bias`, an object or a list of pairs, to {token id or text: bias}. A bias of false becomes -100,
-    with which the token is practically never chosen. Returns a value of another type unchanged. Raises ValueError for a
+    so that the token is practically never chosen. Returns a value of another type unchanged. Raises ValueError for a
     bad pair or token id."""
     pairs = given = without_nulls(given)
     if isinstance(given, dict):
@@ -273,8 +274,8 @@ def _biases_of(given: Any) -> Any:
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share.
 
-    The reasoning tags are the texts between which the model thinks. The model's own tags count unless both a start tag
-    and an end tag are given. When the thinking budget is used up, the first end tag is forced.
+    The reasoning tags are the texts between which the model thinks. The model's own tags are used unless both a start
+    tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
     """
 
     limit = limits.BODY_BYTES
@@ -324,7 +325,7 @@ class _ExtraFile(Body):
 
 
 class _InfillBody(_NativeBody):
-    """The body of /infill. The gap lies between `input_prefix` followed by `prompt`, and `input_suffix`."""
+    """The body of /infill. The gap is between `input_prefix` followed by `prompt`, and `input_suffix`."""
 
     input_prefix: str
     input_suffix: str
@@ -425,8 +426,8 @@ class _AdaptersBody(Body):
 
 
 async def _set_adapters(request: HttpRequest) -> Response:
-    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the server ends. An adapter that
-    the body does not list gets the scale 0. Raises HttpError 501 in front of Ray's replicas, which share no
+    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the server exits. An adapter that
+    the body does not list gets the scale 0. Raises HttpError 501 in front of Ray's replicas, which do not share
     scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:

@@ -1,8 +1,8 @@
 """GET /metrics: statistics of all models in Prometheus' text format 0.0.4, written by prometheus_client.
 
 Metrics `llamacpp:*` have llama-server's names and cover all models together. Metrics `moegguf_*` have a label with the
-model. Counters do not decrease while the server runs: the counts of an unloaded model stay in its total. Names follow
-Prometheus: base units, and `_total` for counters.
+model. Counters do not decrease while the server runs: the counts of an unloaded model remain in its total. Names follow
+the conventions of Prometheus: base units, and `_total` for counters.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ DRIVE_COUNTS = (
     CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
 )
 
-# Rows of name, help text and field of `AnswerSummary`. "answers" is no such field; it counts the finished answers.
+# Rows of name, help text and field of `AnswerSummary`. The exception is "answers", which counts the finished answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
@@ -159,7 +159,7 @@ TIER_GAUGES = (
 
 
 class _Scrape:
-    """A registry for `generate_latest` with the metrics of one scrape. Families without samples are left out."""
+    """A registry for `generate_latest` with the metrics of one scrape. Metric families without samples are left out."""
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
         self._answers = dict(sorted(totals.answers.items()))

@@ -33,7 +33,7 @@ HEADERS = {
     "cache-control": "no-cache",  # a browser checks each time, by ETag, if its copy is current
 }
 
-mimetypes.add_type("font/woff2", ".woff2")  # Python knows this type only from 3.14 on
+mimetypes.add_type("font/woff2", ".woff2")  # Python knows this type only since 3.14
 
 
 async def root(request: HttpRequest) -> Response:

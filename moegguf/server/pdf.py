@@ -18,7 +18,7 @@ from moegguf.server.common.body import read_bytes
 from moegguf.server.common.errors import HttpError
 
 MAX_BYTES = 16 << 20
-MAX_S = 60.0  # seconds for one file, including time in which the processor is busy with other work
+MAX_S = 60.0  # seconds for one file, including time when the processor is busy with other work
 MAX_PROCESSES = 2
 COMMAND = child_command(f"{__package__}.pdf_child")
 

@@ -1,6 +1,6 @@
 """A process that reads a PDF file from standard input and writes its text: `python -m moegguf.server.pdf_child`.
 
-PDF files are not trusted. pypdf, which reads them, is written in Python, and a file can keep it busy for ever. So the
+PDF files are not trusted. pypdf, which reads them, is written in Python, and a file can keep it busy forever. So the
 operating system limits the process's CPU time and memory. The process writes one JSON object: {"n_pages", "text"} or
 {"error"}.
 """

@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 DRAIN_S = 3  # seconds that running answers have at shutdown, before they are cancelled
-CANCELLED_S = 1.0  # seconds in which requests that were cancelled at shutdown can send their errors
+CANCELLED_S = 1.0  # seconds that requests cancelled at shutdown have to send their errors
 MAX_UNSENT_BYTES = 16 << 20  # bytes buffered for a slow client before its response waits
 USER_TIMEOUT_MS = 60_000  # milliseconds; a client that acknowledges no sent data for this time is disconnected
-HEADERS_S = 30.0  # seconds in which a request's headers must arrive
-REFUSED_HEADERS_S = 2.0  # seconds in which headers must arrive on a connection that will be refused
+HEADERS_S = 30.0  # seconds within which a request's headers must arrive
+REFUSED_HEADERS_S = 2.0  # seconds within which headers must arrive on a connection that will be refused
 MAX_DESCRIPTORS = 1 << 16
 RESERVED_DESCRIPTORS = 32  # descriptors for files and worker processes
 REFUSED_CONNECTIONS = 8  # connections beyond the limit that get an error; further connections are closed
@@ -73,7 +73,7 @@ def listen(host: Host) -> socket.socket:
 
 def _max_connections() -> int:
     """Raises this process's limit of file descriptors as far as allowed, up to MAX_DESCRIPTORS. Returns the number of
-    connections for which descriptors are left, apart from reserved and refused ones."""
+    connections that the limit allows, after subtracting reserved descriptors and connections that will be refused."""
     given, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (MAX_DESCRIPTORS if n == resource.RLIM_INFINITY else n for n in (given, hard))
     if soft < (wanted := min(most, MAX_DESCRIPTORS)):
@@ -93,7 +93,7 @@ class Protocol(H11Protocol):
     """One connection of a client. A client that sends no headers or acknowledges no data for too long is disconnected.
 
     A connection beyond `max_connections` gets an error for every request. If there are more than REFUSED_CONNECTIONS
-    such connections, a new one is closed at once.
+    such connections, a new one is closed immediately.
     """
 
     max_connections = math.inf
@@ -139,8 +139,8 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Replies with JSON and status 400 to invalid HTTP or too long headers, unless a reply has begun. Closes the
-        connection."""
+        """Replies with JSON and status 400 to invalid HTTP and to headers that are too long, unless a reply has begun.
+        Closes the connection."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # invalid bytes in a running request: stops the request's own reply
         body = dumps({"error": f"bad request: {msg.lower()}"}).encode()
@@ -174,8 +174,8 @@ class QuietServer(Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Calls `on_end`, and waits up to DRAIN_S until running answers have ended. Then cancels answers that still
-        run, and waits up to CANCELLED_S until cancelled requests have sent their errors."""
+        """Calls `on_end`, and waits up to DRAIN_S for running answers to end. Then cancels the answers that are still
+        running, and waits up to CANCELLED_S for the cancelled requests to send their errors."""
         self._on_end()
         # The clients of cancelled requests get an error, so the log needs no tracebacks.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -197,7 +197,7 @@ class QuietServer(Server):
 
 async def _preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
     """Loads models one after another, and keeps each loaded unless a later request sets a keep-alive time. If a model
-    cannot be loaded, the log has the error."""
+    cannot be loaded, the error is logged."""
     for model in models:
         try:
             manager.kept.add(model.name)

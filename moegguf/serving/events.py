@@ -111,8 +111,8 @@ class Snapshot:
     def since(self, before: Snapshot | None) -> Snapshot:
         """Returns a copy with the uses and loads (255 or less) since an earlier snapshot, and the speed since then.
 
-        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an earlier load: its `seconds`,
-        tokens or one of its counts are larger.
+        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an earlier load (its `seconds`,
+        tokens or one of its counts are larger).
         """
         import numpy as np
 

@@ -46,14 +46,14 @@ class LeaseRequest:
     """A request that waits for a model and, when it is granted, uses the model.
 
     Before the wait, the manager adds options to `overrides`: parameters of the entry, and overrides of the last request
-    with the same name. If no later request of this name comes, the name stops using the model `keep_alive_s` seconds
-    after `last_used_s`.
+    with the same name. If no later request with this name arrives, the name stops using the model `keep_alive_s`
+    seconds after `last_used_s`.
     """
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True: generates or embeds; at most `n_parallel` such requests use a model at once
+    will_answer: bool = True  # True if it generates or embeds; at most `n_parallel` such requests use a model at once
     # number that increases in the order of arrival, for all models together
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
@@ -74,7 +74,8 @@ class LeaseRequest:
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model, unless it has ended. With an `error`, the waiting caller gets this error."""
+        """Ends the wait for the model, unless it has ended. If there is an `error`, the waiting caller receives it as
+        an exception."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -90,9 +91,9 @@ class LeaseRequest:
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
     """Returns the requests in the order in which they would be served now.
 
-    A request counts from the later of two times: its arrival, and the last time that a request of its client began or
-    ended. `served` has the ticket of this second time for waiting clients. The earliest request comes first. Background
-    requests come last until they have waited for MAX_WAIT_S.
+    Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
+    or ended. `served` has the ticket of this second time for waiting clients. Background requests come last until they
+    have waited for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
@@ -102,12 +103,12 @@ def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list
 
 
 def files_key(entry: ModelEntry) -> str:
-    """Returns a string that is equal for model entries with the same files."""
+    """Returns a string that is the same for model entries with the same files."""
     return "\0".join(map(str, entry.all_files))
 
 
 def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
-    """Returns a string that is equal for requests that share a process: requests with equal files and load options.
+    """Returns a string that is the same for requests that share a process: requests with equal files and load options.
 
     The context length is not part of the string, because a longer context also serves requests for shorter contexts.
     """
@@ -143,7 +144,7 @@ class ManagedModel:
         self.used: dict[str, int] = {}
         self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count for this budget}
         self.changing_budget = asyncio.Lock()
-        # {name of a budget: value that a client has set while the model was loaded}; a reload keeps these values
+        # {name of a budget: value that a client set while the model was loaded}; a reload keeps these values
         self.asked_budgets: dict[str, ExpertCache] = {}
         self.last_used_s = 0.0
         self.n_requests = 0
@@ -172,7 +173,7 @@ class ManagedModel:
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # the request takes no turn, because other requests do not wait for it
+        if not request.will_answer:  # does not count as a turn, because other requests do not wait for it
             return
         self._served[request.client] = next(_tickets)
         # Only waiting clients need an entry: a later request gets a ticket that is higher than all of these.
@@ -232,7 +233,7 @@ class ManagedModel:
         return [place for place in self.used if place != RAM]
 
     def places_of(self, budget: str) -> list[str]:
-        """Returns the places (RAM, devices) whose memory a budget takes. `budget` is "expert_cache" or "vram_cache"."""
+        """Returns the places (RAM, devices) whose memory a budget uses. `budget` is "expert_cache" or "vram_cache"."""
         return [RAM] if budget == "expert_cache" else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
@@ -262,7 +263,7 @@ class ManagedModel:
 
     def look_at_files(self) -> None:
         """Sets `files_changed` to True if a file was written or replaced since the model was measured, else to False.
-        Deleted files do not count."""
+        Deleted files are ignored."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
@@ -362,7 +363,7 @@ class Calls(ABC):
 
     async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
         """Returns the tokens of a string. `special`: recognizes names of special tokens. `add_special`: adds the tokens
-        that the model has around a text, such as BOS and EOS."""
+        that the model puts around a text, such as BOS and EOS."""
         return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
@@ -380,8 +381,8 @@ class Calls(ABC):
 class Lease(Calls):
     """The use of a model by one request, inside `async with`.
 
-    When the worker has finished an answer, the next request is granted, even if this answer was not yet read to its
-    end. Another answer in this lease waits in the queue again. Leaving the block cancels a running answer.
+    When the worker has finished an answer, the next request is granted, even if this answer has not yet been read to
+    its end. Another answer in this lease waits in the queue again. Leaving the block cancels a running answer.
     """
 
     entry: ModelEntry  # the granted request's entry; set when the model is granted
@@ -416,8 +417,8 @@ class Lease(Calls):
                 yield self._event(event)
 
     async def rest(self) -> list[Event]:
-        """Returns the unread events of the last answer, up to its end; an empty list without an answer. Raises the
-        answer's error."""
+        """Returns the unread events of the last answer, up to its end, or an empty list if there was no answer. Raises
+        the answer's error."""
         request = self._request
         return [self._event(event) async for event in request.events()] if request else []
 

@@ -47,14 +47,14 @@ class ModelSize:
     """The memory that a model needs, and functions that plan its load."""
 
     wanted: Room  # all memory that the model can use
-    minimum: Room  # the least memory with which the model can be loaded
+    minimum: Room  # the minimum memory for loading the model
     plan_within: Callable[[Room], Plan]  # makes a plan for memory between `minimum` and `wanted`
     load_config: Callable[[Plan], LoadConfig]  # makes the configuration of a worker that loads with this plan
     default_n_ctx: int = 0  # context length of a load that does not set one
 
 
 def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
-    """Returns the options with which a model is loaded. If several sources have an option, the first of these counts:
+    """Returns the load options of a model. If several sources have an option, the first of them in this order is used:
     `overrides`, the draft model of the entry, `settings.loading`, other files of the entry."""
     files = files_of(entry)
     given = {**files, **settings.loading}
@@ -74,7 +74,7 @@ def measure(
     memory: RAM for all models together. list_gpus: called only if experts may be placed on GPUs
     (`LoadSpec.choose_gpus`).
 
-    Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
+    Raises ModelFormatError, ModelNotFoundError, BudgetError or OptionError.
     """
     given = load_options(entry, overrides, settings)
     spec = LoadSpec.of(given, commands=True)
@@ -119,7 +119,7 @@ class _Owner:
         return plan_load(self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart)
 
     def best(self) -> Plan:
-        """Returns the plan in which the model can use all memory that models may take.
+        """Returns the plan in which the model can use all memory that models may use.
 
         If this memory is too small for the options, returns a plan for unlimited RAM, with the context length that
         would be chosen here. `admit` then decides whether a smaller plan fits.
@@ -143,7 +143,7 @@ class _Owner:
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
+        """Returns the plan for the memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
         `least`."""
         if _fits(wanted, room):
             return wanted
@@ -197,7 +197,7 @@ class _Owner:
 
 
 def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
-    """Returns an automatic budget (as much as fits) whose maximum is the budget `cache`."""
+    """Returns an automatic budget (as much as fits) with the budget `cache` as its maximum."""
     n_bytes = int(cache.fraction * n_experts + 1e-9) * one_slot
     return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 
@@ -213,7 +213,7 @@ def _fits(plan: Plan, room: Room) -> bool:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory that one model takes."""
+    """The memory that one model uses."""
 
     name: str
     used: Room
@@ -264,11 +264,11 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
 
 
 class MemoryLimits:
-    """The bytes that all models together may take.
+    """The bytes that all models together may use.
 
     In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the memory that was free at
-    construction, less a margin. It is smaller if other programs have taken more since. On a device, the limit is the
-    fewest bytes that were free so far, not counting models.
+    construction, less a margin. It is smaller if other programs have taken more memory since then. On a device, the
+    limit is the smallest number of free bytes seen so far, where memory of models counts as free.
     """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
@@ -276,10 +276,10 @@ class MemoryLimits:
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
         self._at_start = memory()
-        self._on_device: dict[str, int] = {}  # {device: fewest bytes that were free so far, not counting models}
+        self._on_device: dict[str, int] = {}  # {device: its limit in bytes}
 
     def ram(self, used_bytes: int) -> Memory:
-        """Returns the RAM for all models together, given that they take `used_bytes` now."""
+        """Returns the RAM for all models together, given that they now use `used_bytes`."""
         if self._setting_bytes:
             return Memory(self._setting_bytes, self._setting_bytes, "the models' budget", 0)
         now = self._memory()
@@ -287,13 +287,13 @@ class MemoryLimits:
         return replace(now, available_bytes=free_bytes)
 
     def of(self, place: str, used_bytes: int) -> int:
-        """Returns the limit in bytes at `place` (RAM or a device), given that models take `used_bytes` there now. The
+        """Returns the limit in bytes at `place` (RAM or a device), given that models now use `used_bytes` there. The
         limit of a device that `gpus` has not listed is 0."""
         return self.ram(used_bytes).usable_bytes if place == RAM else self._on_device.get(place, 0)
 
     def gpus(self, devices: Sequence[Device], used: Room) -> list[Device] | None:
         """Returns the devices that have not failed, with the bytes that would be free without models. `used` are the
-        bytes that models take now. Returns None if devices have failed and no other device is left."""
+        bytes that models use now. Returns None if devices have failed and no other device is left."""
         there = [device for device in devices if device.name not in self.lost]
         for device in there:
             free = device.free_bytes + used.get(device.name, 0)
@@ -314,7 +314,7 @@ def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
     """Returns a budget in bytes, limited to the bytes reserved at the model's load and rounded down to whole slots.
 
-    "auto" takes all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte: the model
+    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte: the model
     will refuse it.
 
     Raises BudgetError for a model without experts.

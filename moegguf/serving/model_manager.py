@@ -11,9 +11,9 @@ Rules:
 - Clients take turns with their requests for a model (`in_turn`). Its process answers several requests at once, up to
   a limit. The answers of one client are granted in the order of its requests.
 - A full queue is divided evenly between the clients that need it.
-- A model is loaded when it fits the memory budget. Idle models are unloaded for it, least recently used first. If
-  this is not enough, the model gets fewer expert slots. If it has no room even with the fewest slots, it waits until a
-  busy model is idle.
+- A model is loaded when it fits into the memory budget. To make room, idle models are unloaded, least recently used
+  first. If this is not enough, the model gets fewer expert slots. If it does not fit even with the fewest slots, it
+  waits until a busy model is idle.
 - The memory of each device is counted separately. A device that has failed is not used again.
 - Loads get memory in the order in which they became due. Requests for loaded models may overtake a load that waits
   for memory, for OVERTAKE_S at most.
@@ -62,7 +62,7 @@ from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
 
-OVERTAKE_S = 10.0  # seconds in which other requests may overtake a waiting load, so that models are swapped less often
+OVERTAKE_S = 10.0  # seconds for which other requests may overtake a waiting load, so that models are swapped less often
 SHUTDOWN_GRACE_S = 5.0
 # share of the longest wait in the queue after which a refused client should retry (from 1 s to MAX_RETRY_S)
 FREED = 0.1
@@ -88,7 +88,7 @@ class ModelManager:
     catalog: Catalog
     settings: Settings
     _: KW_ONLY
-    # Starts worker processes. None: the manager makes this object.
+    # Starts worker processes. None: the manager creates this object.
     workers: Workers | None = None
     # Computes the memory that a model needs.
     measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
@@ -108,7 +108,7 @@ class ModelManager:
         self._workers = self.workers or Workers(echo_stderr=self.settings.debug)
         self._warned: set[tuple[str, str]] = set()  # (name of a model, warning) that was already reported
         self._closed = False
-        self._changed = asyncio.Event()  # set and cleared at once at every change, to wake all waiting tasks
+        self._changed = asyncio.Event()  # set and immediately cleared at every change, to wake all waiting tasks
 
     async def __aenter__(self) -> ModelManager:
         await self._workers.prepare()
@@ -146,11 +146,11 @@ class ModelManager:
         queue.
 
         `name`: a name, or its catalog entry. `keep_alive_s`: seconds that the idle model stays loaded after the lease.
-        None: the setting, or for ever for names in `kept`; 0: not at all; inf: for ever. With `will_answer=False` the
-        lease takes no turn among answers, and cannot generate or embed.
+        None: the setting, or forever for names in `kept`; 0: not at all; inf: forever. With `will_answer=False` the
+        lease does not wait for running answers, and cannot generate or embed.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, OptionError,
-        AllocationError, WorkerError.
+        AllocationError or WorkerError.
         """
 
         async def acquire() -> LeaseRequest:
@@ -174,8 +174,8 @@ class ModelManager:
     async def unload(self, name: str | ModelEntry) -> bool:
         """Ends the use of a model by a name, after the name's current answers. Returns False if the name used no model.
 
-        If no other name uses the model or waits for it, the model's process has ended before the return. Waiting
-        requests load the model again. Raises ModelNotFoundError, ModelNameError, and BusyError at shutdown.
+        If no other name uses the model or waits for it, the model's process ends before this method returns. Waiting
+        requests load the model again. Raises ModelNotFoundError or ModelNameError, and BusyError at shutdown.
         """
         canonical = name if isinstance(name, str) and self._used_by(name) else (await self._find(name)).name
         model = self._used_by(canonical)
@@ -190,8 +190,8 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the models in memory, latest expiry first. Their statistics are those that their processes sent
-        last."""
+        """Returns the models in memory, latest expiry first. Their statistics are the last ones that their processes
+        sent."""
         loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
@@ -301,7 +301,7 @@ class ModelManager:
 
         Raises ModelNotFoundError for a name that uses no model. Raises BudgetError for less than the model's passes
         need, for more than is free, and for a tier that the model does not have. Raises BusyError while the model is
-        being loaded or unloaded, AllocationError, WorkerError.
+        being loaded or unloaded. Also raises AllocationError or WorkerError.
         """
         model = self._used_by((await self._find(name)).name)
         if model is None:
@@ -407,9 +407,9 @@ class ModelManager:
     def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
         """Returns the request that is granted next, or None.
 
-        Requests behind a request that needs another load wait. After a load of another model has waited for OVERTAKE_S,
-        only requests that arrived before it are granted. Such a request may stand anywhere in the queue, since the
-        queue is in the order of turns.
+        Requests queued behind a request that needs another load have to wait. After a load of another model has waited
+        for OVERTAKE_S, only requests that arrived before it are granted. Such a request may be anywhere in the queue,
+        since the queue is sorted by turns.
         """
         since = math.inf  # ticket of a load that must not be overtaken; inf: there is none
         if self._short is not None:
@@ -472,7 +472,7 @@ class ModelManager:
                     if not await self._reserve(model, request, size):
                         continue
                 await self._run(model, request, size)
-            except Exception as error:  # even after a bug, no request must wait for ever
+            except Exception as error:  # even after a bug, no request may wait forever
                 for failed in [w for w in model.waiting if request is not None and w.same_load(request)]:
                     model.waiting.remove(failed)  # requests with other load options still wait for their load
                     failed.end(error)
@@ -559,7 +559,7 @@ class ModelManager:
                 self._limits.lost.update(model.devices)
 
     def _warn(self, model: ManagedModel, text: str) -> None:
-        """Calls `on_warning` with a warning of a model's process, unless this warning was already reported for the
+        """Calls `on_warning` with a warning from a model's process, unless this warning was already reported for the
         model's name."""
         if (model.name, text) not in self._warned:
             self._warned.add((model.name, text))

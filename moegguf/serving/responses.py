@@ -75,7 +75,7 @@ class ResponseStore:
 
     def add(self, about: dict[str, Any], previous: str | None, messages: Sequence[Message]) -> None:
         """Stores a response of the current owner with the messages of its turn. Then removes the oldest responses while
-        all together exceed MAX_BYTES. Raises BusyError, StorageError."""
+        all together exceed MAX_BYTES. Raises BusyError or StorageError."""
         expires_at = self._now() + self._age_s
         parts = [json.dumps(part, ensure_ascii=False).encode() for part in (messages, about)]
         n_bytes = sum(map(len, parts))
@@ -89,7 +89,7 @@ class ResponseStore:
 
     def get(self, response_id: str) -> dict[str, Any]:
         """Returns the response object with this id. Raises UnknownIdError if there is none that the current request may
-        see, BusyError, StorageError."""
+        see. Also raises BusyError or StorageError."""
         _, _, about = self._row(response_id)
         found: dict[str, Any] = json.loads(about)
         return found
@@ -119,7 +119,7 @@ class ResponseStore:
 
     def turns(self) -> list[str]:
         """Returns the text of each stored turn of requests without an API key, in the order of storing. Raises
-        BusyError, StorageError."""
+        BusyError or StorageError."""
         if not self._path.exists():
             return []
         rows = self._open().execute("SELECT messages FROM response WHERE owner = '' ORDER BY rowid")
@@ -137,8 +137,8 @@ class ResponseStore:
         return previous, messages, about
 
     def _open(self) -> Database:
-        """Opens the database if needed, removes responses that are too old, and returns the database. Raises BusyError,
-        StorageError."""
+        """Opens the database if needed, removes responses that are too old, and returns the database. Raises BusyError
+        or StorageError."""
         with self._lock:
             if self._database is None:
                 try:

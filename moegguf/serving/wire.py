@@ -36,7 +36,7 @@ from moegguf.generate.request import Delta, PromptProgress
 if TYPE_CHECKING:
     from moegguf.engine.plan import Plan
 
-# A prompt of 8 MiB can take 48 MiB as JSON escapes, and the vectors of 8,000 texts can take 87 MiB.
+# A prompt of 8 MiB can grow to 48 MiB as JSON escapes, and the vectors of 8,000 texts can need 87 MiB.
 MAX_MESSAGE_BYTES = 128 << 20
 
 Message = dict[str, Any]

@@ -43,7 +43,7 @@ from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
 from moegguf.text import to_utf8
 
-EXIT_GRACE_S = 5.0  # seconds in which a running computation must stop after the socket has closed
+EXIT_GRACE_S = 5.0  # seconds within which a running computation must stop after the socket has closed
 DELTA_S = 0.02  # minimum seconds between two messages with an answer's text, except the last
 PROGRESS_S = 0.1  # minimum seconds between two messages about progress, except the last
 MAX_REPLIES = 32  # number of threads for replies, so that a slow template does not delay other replies
@@ -191,7 +191,7 @@ class Worker:
     def run(self, expected: Iterable[str] = ()) -> None:
         """Loads the model of the first message, then answers requests until the socket closes.
 
-        expected: model files whose headers are read before the first message, so that such a load is faster.
+        expected: model files whose headers are read before the first message, so that loading them is faster.
         """
         lines = self._connection.makefile("rb")
         sandbox_pool.start()
@@ -231,7 +231,7 @@ class Worker:
             with lines:
                 while line := lines.readline(wire.MAX_MESSAGE_BYTES):
                     self._on_message(wire.decode(line))
-        finally:  # no more messages come: cancels all work, and exits if the work does not stop in time
+        finally:  # no more messages will arrive: cancels all work, and exits if the work does not stop in time
             self._closing = True
             if self._loop is not None:
                 self._loop.close()

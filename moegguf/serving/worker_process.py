@@ -1,8 +1,8 @@
 """The server's side of one worker process: start, load, requests, exit. Runs on one event loop.
 
-Every request ends: with the worker's reply, or with a WorkerError when the process exits. A cancel returns at once. A
-worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled.
-model_manager.py decides which requests are sent.
+Every request ends: with the worker's reply, or with a WorkerError when the process exits. Cancelling a request returns
+immediately. A worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not
+cancelled. model_manager.py decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class SentRequest:
 
 
 def failure_line(text: str) -> str:
-    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS, or an empty string. A line about
-    a cancelled pass does not count."""
+    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS, or an empty string. Lines about
+    a cancelled pass are ignored."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith(CANCELLED_PASS)]
     failures = (line[:MAX_FAILURE_CHARS] for line in reversed(lines) if any(mark in line for mark in FAILURE_MARKS))
     return next(failures, "")
@@ -122,7 +122,7 @@ class WorkerProcess:
 
     def __init__(self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S) -> None:
         self._echo_stderr = echo_stderr
-        self.cancel_grace_s = cancel_grace_s  # seconds in which a cancelled request must end
+        self.cancel_grace_s = cancel_grace_s  # seconds within which a cancelled request must end
         self.on_warning: Callable[[str], object] = log.warning  # called with each warning of the process, as one line
         self.stats = Stats()  # statistics that the process reported last
         self.last_summaries: dict[str, AnswerSummary] = {}  # {owner: summary of the owner's last answer}
@@ -145,7 +145,7 @@ class WorkerProcess:
         expected: files of models, whose headers the worker reads while it waits. command: the worker's program; None:
         COMMAND. options: keyword arguments of the constructor.
 
-        Raises WorkerError if the system cannot start a process, OptionError for an invalid environment variable.
+        Raises WorkerError if the system cannot start a process, and OptionError for an invalid environment variable.
         """
         read_environment()  # raises here for variables that the worker could not read
         self = cls(**options)
@@ -195,7 +195,8 @@ class WorkerProcess:
             ) from None
 
     def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:
-        """Sends a request. Raises OptionError if it cannot be encoded, WorkerError if the process has ended."""
+        """Sends a request. Raises OptionError if the request cannot be encoded, and WorkerError if the process has
+        ended."""
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
@@ -216,8 +217,8 @@ class WorkerProcess:
             kill_child(self._child)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Closes the socket and waits for the exit of the process. Kills the process if it does not exit within
-        `grace_s` seconds. May be called again."""
+        """Closes the socket and waits for the process to exit. Kills the process if it does not exit within `grace_s`
+        seconds. May be called again."""
         self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._supervisor), grace_s)
@@ -260,7 +261,7 @@ class WorkerProcess:
                     request.put("event", wire.build(event, message[name]))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
-        """Waits for the exit of the process, then ends all its requests with an error. Kills a process that closes its
+        """Waits for the process to exit, then ends all its requests with an error. Kills a process that closes its
         socket but does not exit."""
         reading = asyncio.ensure_future(self._read_stderr())
         lost, exited = asyncio.ensure_future(self._read_messages(reader)), asyncio.ensure_future(self._child.wait())
@@ -320,7 +321,8 @@ class Workers:
             await asyncio.wait({self._spare})
 
     async def take(self) -> WorkerProcess:
-        """Returns the spare process if it is alive, otherwise starts a new process. Raises WorkerError, OptionError."""
+        """Returns the spare process if it is alive, otherwise starts a new process. Raises WorkerError or
+        OptionError."""
         spare, self._spare = self._spare, None
         with contextlib.suppress(WorkerError, OptionError):
             if spare is not None and not (process := await spare).exited.done():

@@ -43,7 +43,7 @@ def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
     are on this machine.
 
     For a model that is only on Hugging Face, yields False and fetches only the headers of the files. Raises
-    ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
+    ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
     try:
         entry = Catalog().find(model)
@@ -90,7 +90,7 @@ def list_facts(entry: ModelEntry) -> Facts:
 
 @dataclass(frozen=True)
 class SupposedDevice:
-    """A supposed GPU, which this machine need not have. `moegguf estimate` predicts the speed of a model with this
+    """A hypothetical GPU, which this machine need not have. `moegguf estimate` predicts the speed of a model with this
     GPU."""
 
     memory_bytes: int
@@ -270,7 +270,7 @@ def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
 
 def library_facts(prefix: str = "") -> list[Facts]:
     """Returns facts about the library's models whose names start with `prefix` (in any case), with their predicted
-    speeds here.
+    speeds on this machine.
 
     The speeds are for the CPU, with the memory that is free now and the disk on which moegguf is installed. A speed is
     None if the weights that one token uses and RESERVE_BYTES do not fit into the free memory.
@@ -304,8 +304,8 @@ def library_facts(prefix: str = "") -> list[Facts]:
 
 
 def best_fit_of(models: Sequence[Facts]) -> str | None:
-    """Returns the name of the model with the largest file that may answer at reading speed. If there is none, returns
-    the name of the fastest model that can run here, or None."""
+    """Returns the name of the model with the largest file among the models that may answer at reading speed. If there
+    is none, returns the name of the fastest model that can run here, or None."""
     running = [facts for facts in models if facts["tokens_per_s"]]
     fluent = [facts for facts in running if facts["tokens_per_s"][1] >= READING_TOKENS_PER_S]
     if fluent:

@@ -99,7 +99,7 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        for letter, run in groupby(map(str, line)):  # one styled span for equal letters, which terminals draw fast
+        for letter, run in groupby(map(str, line)):  # one span per run of equal letters, which terminals draw fast
             drawn.append("".join(run), STYLES[letter])
     return drawn
 

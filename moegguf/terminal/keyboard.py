@@ -25,7 +25,7 @@ _saved_attributes: list[Any] | None = None
 @contextmanager
 def keyboard_echo_off() -> Iterator[None]:
     """Context manager that turns off echo, line buffering and the mapping of CR to LF. Ctrl-C and Ctrl-Z still work.
-    The mode is restored at the end, also on SIGTERM and SIGHUP."""
+    The mode is restored at the end, even after SIGTERM and SIGHUP."""
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)
@@ -62,6 +62,6 @@ def _restore() -> None:
 
 
 def exit_now() -> NoReturn:
-    """Restores the terminal's mode and ends the process at once, with the exit code of Ctrl-C."""
+    """Restores the terminal's mode and ends the process immediately, with the exit code of Ctrl-C."""
     _restore()
     os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Steps that commands do before they load a model: they parse values of flags, and find or pull the model."""
+"""Steps that commands perform before they load a model: they parse values of flags, and find or pull the model."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
 
 def find_or_pull(name: str) -> ModelEntry:
     """Returns the entry of the model called `name`. If the model is not on this machine, and `name` is a name on
-    Hugging Face or in the library, pulls the model first. Raises ModelNotFoundError, ModelNameError, ModelFormatError,
-    PullError."""
+    Hugging Face or in the library, pulls the model first. Raises ModelNotFoundError, ModelNameError, ModelFormatError
+    or PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import fetchable_name
@@ -73,8 +73,8 @@ def find_or_pull(name: str) -> ModelEntry:
 
 
 def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
-    """Returns the model's entry with the projector at `mmproj` and the LoRA adapter at `lora_path`. None keeps what the
-    entry has. Raises ModelFormatError, ModelNotFoundError."""
+    """Returns the model's entry with the projector at `mmproj` and the LoRA adapter at `lora_path`. None keeps the
+    entry's own file, if any. Raises ModelFormatError or ModelNotFoundError."""
     from moegguf.gguf.projector import read_projector
     from moegguf.models.catalog import with_adapter
 
@@ -95,8 +95,8 @@ def print_card_note(loading: Mapping[str, Any]) -> None:
 
 
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
-    """Prints a warning if the requested context is longer than the context on which the model was trained. `requested`
-    None or 0: no warning."""
+    """Prints a warning if the requested context is longer than the context with which the model was trained.
+    `requested` None or 0: no warning."""
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")

@@ -41,7 +41,7 @@ def print_message(text: str) -> None:
 
 
 def _broken_line(line: str) -> str:
-    """Returns a line with line breaks if it is longer than the terminal is wide. Words are not broken."""
+    """Returns `line`, with line breaks between words if it is wider than the terminal."""
     columns = os.get_terminal_size(sys.stderr.fileno()).columns
     if columns < len(line):
         return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
@@ -99,7 +99,7 @@ def _print_failure(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # The reader of stdout has closed the pipe. Python's flush at the exit must not report this again.
+        # The reader of stdout has closed the pipe. Python's flush at exit must not report this again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     text = " ".join(str(error).split())

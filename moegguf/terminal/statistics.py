@@ -11,7 +11,7 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # an answer's speed is compared with the prediction only if it has more tokens
+LEAST_TOKENS = 16  # an answer's speed is compared with the prediction only if the answer has more tokens
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
@@ -141,7 +141,7 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Returns lines with the statistics since the model was loaded; none if no expert was looked up."""
+    """Returns lines with the statistics since the model was loaded, or none if no expert was looked up."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"

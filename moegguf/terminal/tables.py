@@ -36,8 +36,8 @@ def print_json(facts: Any) -> None:
 
 
 def print_renderable(renderable: Any, least_width: int = 0) -> None:
-    """Prints an object of rich on stdout, without trailing spaces if stdout is not a terminal. Lines are laid out for
-    at least `least_width` characters; a narrower terminal breaks longer lines itself."""
+    """Prints a rich object on stdout, without trailing spaces if stdout is not a terminal. Lines are laid out for at
+    least `least_width` characters; a narrower terminal breaks longer lines itself."""
     # A pipe has no width, and rich's default of 80 would break long paths.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if console.width < least_width:
@@ -138,8 +138,8 @@ def _range(low: str, high: str) -> str:
 
 
 def two_digits(low: float, high: float) -> str:
-    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54". If both ends are formatted
-    alike, returns only one."""
+    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54". If both ends have the same text,
+    returns only one."""
     return _range(*(
         f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
         for value in (low, high)

@@ -30,8 +30,8 @@ std::vector<Drive> drives;
 
 Clock::duration to_duration(double ns) { return std::chrono::duration_cast<Clock::duration>(Nanoseconds(ns)); }
 
-// Returns the time at which the drive ends a read of n bytes that is requested now, and reserves the drive for the
-// read. Returns the present time for a file that is not slowed down.
+// Returns the time at which the drive will finish a read of n bytes that is requested now, and reserves the drive for
+// the read. Returns the current time for a file that is not slowed down.
 Clock::time_point end_of_read(int fd, size_t n) {
     const Clock::time_point now = Clock::now();
     const std::lock_guard<std::mutex> lock(mutex);

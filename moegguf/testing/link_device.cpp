@@ -1,13 +1,13 @@
 // link_device.cpp: a simulated ggml device for machines without a GPU. Copies to and from the device take as long as
-// over a given link, in real time.
+// they would over a given link, in real time.
 //
 // The device's memory is ordinary RAM, but ggml treats it as a device's memory, so other code should not touch it.
-// Nothing prevents such accesses. The device computes with the CPU backend. It uses as many threads as the CPU, or
-// another number, which makes it faster or slower. A copy between the device and the host takes the link's latency, and
-// then the time of its bytes at the link's bandwidth. Copies in one direction follow one another. A copy within the
-// device takes the time of a memory copy.
+// Nothing prevents such access. The device computes with the CPU backend. It uses as many threads as the CPU, or a
+// different number, which makes it faster or slower. A copy between the device and the host takes the link's latency
+// plus the time that its bytes need at the link's bandwidth. Copies in one direction follow one another. A copy within
+// the device takes the time of a memory copy.
 //
-// The device behaves like CUDA in these points:
+// The device behaves like CUDA in these respects:
 // - Each backend instance has its own stream on its own thread. Events let one stream wait for another.
 // - A launch computes the graph as it is at that moment, or repeats an earlier launch (link_launch.h).
 // - The caller waits for an asynchronous copy if the host memory of the copy is not pinned.
@@ -16,12 +16,12 @@
 // Unlike with CUDA, the caller waits for a launch until it has been computed, unless the device is strict.
 //
 // A strict device does the worst that CUDA may do to its users:
-// - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing before somebody
-//   waits for it, or before a launch that was chosen at random to begin at once is queued.
-// - A copy to the device from host memory that is not pinned reads this memory at once, and the caller does not wait.
+// - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing until a caller
+//   waits for it, or until a launch is queued that was randomly chosen to begin immediately.
+// - A copy to the device from unpinned host memory reads this memory immediately, and the caller does not wait.
 // - Binding a quantised weight zeroes the padding after it. Kernels read the last row up to the end of this padding.
 //   They return NaN if the padding has wrong bytes.
-// - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
+// - Fresh memory is filled with NaN, and so is memory that a copy under way writes. Freed memory becomes inaccessible.
 // - A copy is done in two halves, the second half first, except for synchronous copies within the device.
 // - Some errors are faults: for example a launch with ids that do not exist, a launch or copy that touches freed
 //   memory, or a copy whose pinned source has changed before the copy ran. The device keeps the first fault, and
@@ -70,8 +70,8 @@ struct LinkDevice {
         });
     }
 
-    // Returns true if the n bytes at `there`, memory of the device, are still allocated; otherwise notes a fault.
-    // Always returns true if the device is not strict.
+    // Returns true if the n bytes of device memory at `there` are still allocated; otherwise records a fault. Always
+    // returns true if the device is not strict.
     bool bears_copy(const void * there, size_t n) {
         const bool bears = !strict || allocated.contain(there, n);
         note(bears ? "" : "a copy reads or writes memory that is not there");
@@ -101,7 +101,7 @@ struct LinkDevice {
         std::this_thread::sleep_for(std::chrono::microseconds(random() % longest_us));
     }
 
-    // Stores `why` as the device's fault, unless there was one before. Does nothing if `why` is empty.
+    // Stores `why` as the device's fault, unless the device already has one. Does nothing if `why` is empty.
     void note(const std::string & why) {
         std::lock_guard<std::mutex> lock(mutex);
         if (why.empty() || !fault.empty()) { return; }
@@ -285,7 +285,7 @@ void wait_in(Backend & backend, const CommandQueue::Point & point) {
     backend.queue.push([point] { point.wait(); });
 }
 
-// Queues a copy within the device, after the present work in the streams of source and destination. Returns false, and
+// Queues a copy within the device, after the current work in the streams of source and destination. Returns false, and
 // queues nothing, for any other copy.
 bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
     ggml_backend_buffer_type_t memory = &of(destination).device.memory;

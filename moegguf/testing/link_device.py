@@ -1,5 +1,5 @@
-"""Adds simulated devices to ggml, for machines without a GPU. Copies to and from a device take as long as over a given
-link. link_device.cpp describes the devices."""
+"""Adds simulated devices to ggml, for machines without a GPU. Copies to and from a device take as long as they would
+over a given link. link_device.cpp describes the devices."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def link_device(link: Link, n_threads: int = 0) -> str:
 
 def memory_copy_bytes_per_s() -> float:
     """Returns the bytes per second at which one thread copies within this machine's memory: the fastest of four copies
-    of 16 MiB. A simulated link cannot be faster, because it transfers
-    data by such copies, too."""
+    of 16 MiB. A simulated link cannot be faster, because it transfers data by such copies, too."""
     source, copy = np.ones(1 << 24, np.uint8), np.empty(1 << 24, np.uint8)
     times = []
     for _ in range(4):  # the first copy is slower: the system provides the pages

@@ -15,7 +15,7 @@
 
 namespace moegguf {
 
-// Copies of the nodes of a graph and of their sources. Later changes of the originals do not change the copies.
+// Copies of the nodes of a graph and of their sources. Later changes to the originals do not affect the copies.
 class Launch {
   public:
     explicit Launch(const ggml_cgraph & graph)
@@ -46,7 +46,7 @@ class Launch {
         return graph;
     }
 
-    // Returns the end of the buffer in which a weight lies. Returns nullptr if the tensor is not a weight, or is a
+    // Returns the end of the buffer that contains a weight. Returns nullptr if the tensor is not a weight, or is a
     // view.
     const uint8_t * end_of_weights(const ggml_tensor * copied) const {
         const auto found = ends_of_weights_.find(copied);
@@ -79,8 +79,8 @@ class Launch {
 // of its last launch counts as unchanged. Any other graph has changed if any of its nodes has changed.
 class Launches {
   public:
-    // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with another number of
-    // nodes.
+    // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with a different number
+    // of nodes.
     std::shared_ptr<Launch> launch(const ggml_cgraph & graph) {
         Known & known = known_[graph.nodes[0]];
         if (graph.uid != 0 && graph.uid == known.uid && (int)known.properties.size() != graph.n_nodes) {
@@ -128,7 +128,7 @@ class Launches {
         }
     }
 
-    // Returns true if the graph has changed since its last launch. Stores the graph's present properties.
+    // Returns true if the graph has changed since its last launch. Stores the graph's current properties.
     static bool update(Known & known, const ggml_cgraph & graph) {
         if (graph.uid != 0 && graph.uid == known.uid) { return false; }
         known.uid = graph.uid;

@@ -9,7 +9,7 @@
 
 namespace moegguf {
 
-// Does pieces of work in order, on a thread of its own. Other threads can wait for points in the queue, as in a GPU's
+// Runs pieces of work in order, on its own thread. Other threads can wait for points in the queue, as in a GPU's
 // stream.
 class CommandQueue {
     struct Queue {
@@ -41,8 +41,8 @@ class CommandQueue {
         uint64_t n_ = 0;
     };
 
-    // late: true if a piece of work begins only after a caller waits for a point behind it, or after this piece or a
-    // later one was pushed with at_once.
+    // late: true if a piece of work begins only once a caller waits for a point after it, or this piece or a later one
+    // is pushed with at_once.
     explicit CommandQueue(bool late = false) : queue_(std::make_shared<Queue>()) {
         queue_->n_wanted = late ? 0 : UINT64_MAX;
         thread_ = std::thread([this] { run(); });
@@ -67,7 +67,7 @@ class CommandQueue {
         queue_->changed.notify_all();
     }
 
-    // Returns the point after all work that was pushed so far.
+    // Returns the point after all work that has been pushed so far.
     Point mark() const {
         std::lock_guard<std::mutex> lock(queue_->mutex);
         return {queue_, queue_->n_pushed};
@@ -94,13 +94,13 @@ class CommandQueue {
     std::thread thread_;
 };
 
-// One direction of a link, which carries one copy after another. The caller of a copy waits for its end.
+// One direction of a link, which carries one copy after another. The caller of a copy waits for it to end.
 class LinkDirection {
   public:
     LinkDirection(double bytes_per_ns, double latency_ns) : bytes_per_ns_(bytes_per_ns), latency_ns_(latency_ns) {}
 
     // Waits until the link has carried `bytes`, and calls `copy` meanwhile. `copy` begins copy_ns (its expected time)
-    // before the end, so that bytes arrive late rather than earlier than over a real link.
+    // before the end, so that bytes arrive later, rather than earlier, than over a real link.
     template <typename Copy>
     void transfer(double bytes, double copy_ns, Copy && copy) {
         std::unique_lock<std::mutex> lock(mutex_);

@@ -13,7 +13,7 @@
 
 namespace moegguf {
 
-constexpr int poison = 0xff; // memory full of this byte holds NaN in nearly every type of numbers, and -1 as ids
+constexpr int poison = 0xff; // memory filled with this byte holds NaN in nearly every number type, and ids of -1
 
 // Ranges of memory that do not overlap. Any thread may call the functions.
 class Ranges {
@@ -49,8 +49,8 @@ inline int64_t padding_values(const ggml_tensor * t) {
     return beyond ? row_padding - beyond : 0;
 }
 
-// Returns the size of a tensor in bytes, with its padding. After the last row of a quantised tensor there is padding,
-// up to a multiple of 512 values.
+// Returns the size of a tensor in bytes, with its padding. After its last row, a quantised tensor has padding, up to a
+// multiple of 512 values.
 inline size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
 
 // Computes a launch on the CPU, and checks the rules. CUDA's kernels read beyond the last row of quantised weights. The
@@ -75,7 +75,7 @@ class StrictRun {
     }
 
   private:
-    // Checks node i, and computes it or earlier nodes if the check needs this. Other nodes are computed later,
+    // Checks node i, and computes it or earlier nodes if the check requires this. Other nodes are computed later,
     // together. Returns a description of the broken rule; empty: none.
     std::string take(int i) {
         const ggml_tensor * node = launch_.node(i);

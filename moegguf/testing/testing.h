@@ -1,5 +1,5 @@
-// testing.h: the C ABI of the testing library: devices behind simulated links, operations that fail, and bookkeeping
-// that is wrong. Wheels do not contain this library; tests, tools and `bench --simulate-link` load it.
+// testing.h: the C ABI of the testing library: devices behind simulated links, operations that fail, and corrupted
+// bookkeeping. Wheels do not contain this library; tests, tools and `bench --simulate-link` load it.
 //
 // Functions that return an int return a moegguf_status. After a failure, moegguf_testing_last_error() returns the
 // reason. Any thread may call every function.
@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-// Returns the reason why this thread's last call of a function that returns a moegguf_status failed. Empty: the call
+// Returns the reason for the failure of this thread's last call that returned a moegguf_status; empty if that call
 // succeeded.
 MOEGGUF_API const char * moegguf_testing_last_error(void);
 
@@ -40,7 +40,7 @@ struct moegguf_link_figures {
     uint64_t launches;               // number of launches of graphs
     uint64_t replays;                // launches that only repeated an earlier launch, like CUDA's graphs
     uint64_t copies;                 // copies that were queued in a stream
-    uint64_t launches_beside_copies; // launches while such a copy had not ended
+    uint64_t launches_beside_copies; // launches while such a copy was under way
     char fault[256];                 // description of the device's first fault; empty: there was none
 };
 
@@ -60,8 +60,8 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_KINDS
 };
 
-// Makes the nth operation of a kind from now on fail (1: the next). If sticky is not 0, all later operations of the
-// kind fail, too. nth 0 disarms the kind. sys_errno: the error number; 0: EIO. Does nothing for an unknown kind.
+// Makes the nth operation of a kind, counted from now, fail (1: the next). If sticky is not 0, all later operations of
+// the kind fail, too. nth 0 disarms the kind. sys_errno: the error number; 0: EIO. Does nothing for an unknown kind.
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 
 // Returns the number of operations of a kind since the kind was armed; 0 if it is not armed. If moegguf_fault_file has
@@ -80,7 +80,7 @@ MOEGGUF_API int moegguf_drive_slow(const char * path, double bytes_per_ns, doubl
 enum moegguf_corruption {
     MOEGGUF_CORRUPT_FREE,   // a slot that holds an expert is marked as free
     MOEGGUF_CORRUPT_PINS,   // a slot has -1 pins
-    MOEGGUF_CORRUPT_MAP,    // a slot has another expert than the map from experts to slots
+    MOEGGUF_CORRUPT_MAP,    // a slot and the map from experts to slots disagree
     MOEGGUF_CORRUPT_SOURCE, // a slot from which another slot is filled is marked as not pinned
 };
 

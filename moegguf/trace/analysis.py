@@ -106,7 +106,7 @@ class Row:
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
     """Returns the share of the gap between LRU and Belady's bound that the decode hit rate of `row` closes
-    (`gap_closed`). LRU (without a predictor) and the bound are taken from the rows whose `share` is equal. Returns None
+    (`gap_closed`). LRU (without a predictor) and the bound are taken from the rows with the same `share`. Returns None
     if one of them is missing."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
@@ -177,8 +177,8 @@ class TraceAnalysis:
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Splits the requests into two halves. Each half has half of the requests of each kind of text, or one more or
-        less. Raises OptionError if there is only one request."""
+        """Splits the requests into two halves. Each half has half of the requests of each kind of text, give or take
+        one. Raises OptionError if there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
@@ -291,8 +291,8 @@ class TraceAnalysis:
         self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
         **others: Any,
     ) -> Row:  # fmt: skip
-        """Replays the trace once, with a new policy and a new predictor of these names. `others` has further fields of
-        the row."""
+        """Replays the trace once, with a new policy and a new predictor of these names. `others` holds the other fields
+        of the row."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
         if names_file(policy):  # replaces the class name, which may be the same in two files

@@ -98,7 +98,7 @@ def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
 
 def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     """Returns the counts of a replay that starts with empty slots and evicts the expert whose next use is farthest in
-    the future. No policy can have more hits under the rules above.
+    the future. No policy can have more hits under the rules of this module.
 
     The experts of the current event are never evicted. Raises OptionError if an event needs more than `n_slots`
     experts, or if `n_slots` is below 1.
@@ -115,7 +115,7 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the experts that must at least be read, in the order of reading. No policy can read fewer
+    """Returns the keys of the fewest experts that must be read, in the order of reading. No policy can read fewer
     experts, with or without bypass.
 
     An expert that must be read twice appears twice. resident: keys of the experts that have slots at the start.

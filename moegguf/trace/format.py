@@ -1,4 +1,4 @@
-"""The trace file: an .npz of blocks, which is written while the model runs and completely checked when it is read.
+"""The trace file: an .npz of blocks, which is written while the model runs and fully checked when it is read.
 
 The file is a zip. Block number i consists of the members NAME.i.npy (i with six digits), with the names and shapes of
 `Trace`'s arrays. A block's pass_start counts from the block's first token. The last member, `header.json`, lists the
@@ -233,7 +233,7 @@ def partial_of(path: Path) -> Path:
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
-    If the recording is killed, PATH is as it was before. Raises TraceError if a write fails, if PATH is not a file that
+    If the recording is killed, PATH remains unchanged. Raises TraceError if a write fails, if PATH is not a file that
     can be replaced, or if a block has wrong shapes.
     """
 

@@ -1,6 +1,6 @@
 """Makes traces from routing that other programs recorded: `moegguf trace import`.
 
-Such a trace has the form of a recorded trace, but no times, weights and router inputs. A prompt is divided into passes
+Such a trace has the form of a recorded trace, but no times, weights or router inputs. A prompt is divided into passes
 of at most PROMPT_PASS tokens, and each later token is a separate pass, as in llama.cpp.
 """
 
@@ -87,7 +87,7 @@ class _Facts:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError if one of them has another value than an earlier fact of this name."""
+        """Adds facts. Raises TraceError if one of them has a different value from an earlier fact of this name."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:
@@ -103,7 +103,8 @@ class _Facts:
         return fingerprint(layout)
 
     def get(self, name: str) -> Any:
-        """Returns the value of a fact. If the fact is missing, raises TraceError with the option that gives it."""
+        """Returns the value of a fact. If the fact is missing, raises TraceError, which names the option that sets
+        it."""
         if name not in self._found:
             raise TraceError(
                 f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
@@ -112,7 +113,7 @@ class _Facts:
 
     def shape(self, n_rows: int) -> MoeShape:
         """Returns the model's shape. `n_rows` is the number of layers in the first request. Without the fact `layers`,
-        they are numbered from 0. Raises TraceError."""
+        the layers are numbered from 0. Raises TraceError."""
         known = {name: value for name, (value, _) in self._found.items()}
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):

@@ -1,8 +1,8 @@
 """Records announcements and routing events into a trace file, block by block, while the model computes.
 
-An announcement has the tokens that are evaluated next. For each event, the recorder usually only copies the event's
-arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any thread
-may call label().
+An announcement contains the tokens that are evaluated next. For each event, the recorder usually only copies the
+event's arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any
+thread may call label().
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    If `inputs` is True, the routers' inputs are recorded, too, as far as events have them. The constructor raises
+    If `inputs` is True, the routers' inputs are also recorded, as far as events have them. The constructor raises
     TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording ends, and
-    the model runs on. close() then raises the error.
+    the model keeps running. close() then raises the error.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Recorder:
         self._writer = TraceWriter(path, shape, weights=True, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
-        """Keeps a copy of the announcement, which has the tokens that are evaluated next."""
+        """Keeps a copy of the announcement, which contains the tokens that are evaluated next."""
         copied: dict[str, Any] = announcement._asdict()
         for name in ("tokens", "sequences", "phases", "outputs"):
             copied[name] = None if copied[name] is None else copied[name].copy()

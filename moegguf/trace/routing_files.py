@@ -1,6 +1,6 @@
 """Reads routing that other programs have recorded, from files with arrays or tables.
 
-Arrays are in npz, npy or safetensors files, tables in CSV or JSONL files.
+Arrays are in npz, npy or safetensors files, and tables in CSV or JSONL files.
 
 A file with arrays holds one request. It has an array `expert_ids` with the axes (token, layer, expert of the token), or
 an array `router_logits` with the axes (token, layer, expert). `_OPTIONAL` lists the optional arrays. A .npy file holds
@@ -61,7 +61,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """The requests in one file, and facts about the model. `facts` may have `layers` (a tuple), and numbers with the
+    """The requests in one file, and facts about the model. `facts` may contain `layers` (a tuple), and numbers with the
     names of `MoeShape`'s fields."""
 
     requests: list[Routing]
@@ -155,8 +155,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has
-    another value for `fact`."""
+    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has a
+    different value for `fact`."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 

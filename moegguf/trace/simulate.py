@@ -44,7 +44,7 @@ class SimOptions:
     link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0  # computing time of a layer for each token
-    layer_pass_us: float = 0.0  # computing time of a layer for each pass, in addition
+    layer_pass_us: float = 0.0  # additional computing time of a layer for each pass
     store: StoreOptions = field(default_factory=StoreOptions)
     n_ram_slots: int = 0  # slots in RAM below the slots of devices
     ram_policy: str = LRU.name  # name of the native policy for the slots in RAM
@@ -109,11 +109,11 @@ class TierSpan(_Sums):
     evictions: int = 0
     bytes_in: int = 0  # bytes that were read or copied into the tier's slots
     copy_ns: int = 0  # time of copies into the tier's slots
-    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time of waiting for reads from the file
+    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time spent waiting for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
-        """Returns the counters from the figures of `Store.tier`, which count since the store was opened."""
+        """Returns the counters from the figures of `Store.tier`, which have been counted since the store was opened."""
         n_bytes = figures["bytes_missed"] + figures["bytes_prefetched"]
         hits = figures["hits_ready"] + figures["hits_late"]
         counted = figures["lookups"], hits, figures["evictions"], n_bytes, figures["copy_ns"], figures["stall_ns"]
@@ -124,8 +124,8 @@ class TierSpan(_Sums):
 class SimResult:
     """The result of a replay.
 
-    `tiers` has counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
-    the sum of the devices, and each device also has an entry with its name. `decode_tiers` has the counters of decode
+    `tiers` holds counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
+    the sum of the devices, and each device also has an entry with its name. `decode_tiers` holds the counters of decode
     passes only. Both dictionaries are empty if there is only one tier.
     """
 
@@ -187,8 +187,8 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
 
 
 def slots_of(shape: MoeShape, share: float) -> int:
-    """Returns the number of slots for a share of all experts, but at least n_expert_used. Raises OptionError if the
-    share is not above 0 and up to 1."""
+    """Returns the number of slots for a share of all experts, but at least n_expert_used. Raises OptionError unless the
+    share is above 0 and at most 1."""
     if not 0 < share <= 1:
         raise OptionError(f"a share of the experts must be above 0 and at most 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
@@ -203,7 +203,7 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
     """Returns the maximum number of tokens that a pass may have with n_slots slots for n_layers layers.
 
-    slot_tokens: a further limit, which applies unless every expert has a slot.
+    slot_tokens: another limit, which applies unless every expert has a slot.
     """
     shape = trace.shape
     longest = int(np.diff(trace.pass_start).max(initial=0))
@@ -368,8 +368,8 @@ class _Meter:
     """Divides the store's counters by phase and request. Reads the counters only when the phase or the request changes.
 
     A pass in which any token decodes counts as a decode pass, with all of its counters. The prompt tokens of such a
-    pass do not count as decoded tokens. A pass with tokens of several requests counts for the request of its first
-    announced token.
+    pass do not count as decoded tokens. A pass with tokens of several requests is counted under the request of its
+    first announced token.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:

@@ -35,11 +35,11 @@ class TraceHeader:
 class Trace:
     """Routing of n_pass passes over n_tokens tokens, in the order in which they were evaluated.
 
-    An announcement has the tokens of one or more passes, and comes before they are evaluated. pass_sequence,
+    An announcement contains the tokens of one or more passes, and comes before they are evaluated. pass_sequence,
     pass_phase, pass_first_token and pass_ns have the same meaning as the fields `sequence`, `phase`, `first_token` and
     `time_ns` of `RoutingEvent`.
 
-    If passes have tokens of several requests or phases, token_sequence and token_phase have the request and phase of
+    If passes have tokens of several requests or phases, token_sequence and token_phase hold the request and phase of
     each token. pass_sequence and pass_phase then belong to the whole announcement. Otherwise token_sequence and
     token_phase are None. `sequence_of` and `phase_of` work in both cases.
     """
@@ -103,7 +103,7 @@ class Trace:
         starts = np.concatenate([[0], np.cumsum(wanted)])[self.pass_start]
         passes = np.flatnonzero(np.diff(starts))
         if np.array_equal(starts[passes + 1] - starts[passes], np.diff(self.pass_start)[passes]):
-            return self.take(passes)  # a fast way, because only whole passes are kept
+            return self.take(passes)  # a faster way, because only whole passes are kept
         tokens = np.flatnonzero(wanted)
         return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
@@ -121,9 +121,9 @@ class Trace:
         passes: npt.NDArray[np.int64],
         announcements: npt.NDArray[np.int64],
     ) -> Trace:
-        """Returns a trace with the tokens at the indices `tokens`, in this order, divided into new passes. `starts` has
-        the index in `tokens` of the first token of each new pass. For each new pass, `passes` has the number of the old
-        pass whose time the new pass gets.
+        """Returns a trace with the tokens at the indices `tokens`, in this order, divided into new passes. `starts`
+        holds the index in `tokens` of the first token of each new pass. For each new pass, `passes` holds the number of
+        the old pass whose time the new pass gets.
 
         announcements (len(tokens),): equal numbers for tokens that are announced together.
         """
@@ -157,8 +157,8 @@ class Trace:
         )
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Returns {name: array} for the arrays of this trace with one entry per token. They have only the entries at
-        the indices `tokens`, in this order. Arrays that the trace lacks are None."""
+        """Returns {name: array} for the arrays of this trace with one entry per token. The arrays have only the entries
+        at the indices `tokens`, in this order. Arrays that the trace lacks are None."""
         rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
         columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
         found = {name: None if array is None else array[tokens] for name, array in rows.items()}

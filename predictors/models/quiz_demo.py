@@ -3,10 +3,10 @@
     python -m predictors.models.quiz_demo --times 20
     python -m predictors.models.quiz_demo -m build/demo/out/moegguf-demo-Q4_0.gguf
 
-The model answers with the sampling of its file, as under the server. The starters are the questions of the page and of
-the documentation. Each starter is sent alone, after a greeting, as the second turn after each other starter, and behind
-system messages. It is also sent after more than 600 and 1,500 tokens of conversation or of other text. An answer is
-right if it equals the taught answer to the letter. Held-out questions have wordings that are not taught.
+Answers are sampled with the settings in the model's file, as on the server. The starters are the questions on the web
+page and in the documentation. Each starter is sent alone, after a greeting, after every other starter, and after system
+messages. It is also sent after more than 600 and 1,500 tokens of conversation or of other text. An answer is right if
+it is identical to the taught answer. Held-out questions use wordings that are not taught.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer the user's question. Y
 class Case:
     """A conversation that ends with a question, and its right answers."""
 
-    where: str  # name of the group that counts the case: what comes before the question, or the kind of question
+    where: str  # group in which the case is counted: what comes before the question, or the kind of question
     messages: Sequence[Message]
     right: frozenset[str]
     tools: Sequence[Tool] = ()
@@ -43,7 +43,8 @@ class Case:
 
 
 def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message]:
-    """Returns questions with their answers, a little more than `n_words` words in all. Each answer occurs only once."""
+    """Returns questions with their answers, slightly more than `n_words` words in total. Each answer occurs only
+    once."""
     firsts = list({answer: question for question, answer in reversed(list(known.items()))}.values())
     random.Random(seed).shuffle(firsts)
     talk: list[Message] = []
@@ -105,7 +106,7 @@ def tool_cases() -> Iterator[Case]:
 
 
 def ask(engine: Engine, cases: Sequence[Case]) -> list[str]:
-    """Returns the answers to all cases, with the sampling of the model's file."""
+    """Returns the answers to all cases, sampled with the settings in the model's file."""
     plain = iter(engine.chat([case.messages for case in cases if not case.tools], max_tokens=MAX_ANSWER_TOKENS))
     return [text_of(ask_with_tools(engine, case) if case.tools else next(plain)) for case in cases]
 

@@ -1,13 +1,13 @@
 """Counts right and wrong predictions per distance and target layer, and computes each paper's figures from them.
 
-A token used the experts R (|R| = n_expert_used) in MoE layer i. They were predicted k MoE layers earlier, or from the
+A token used the experts R (|R| = n_expert_used) in MoE layer i. The prediction was made k MoE layers earlier, or in the
 first MoE layer if i < k (ProMoE, section 4, footnote 1). The distance is therefore min(k, i). Definitions:
 - ACCURACY_i(k) (ProMoE, section 4): the share of the n_expert_used most probable experts that is in R.
-- top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was predicted.
+- top-k hit and at-least-one (DuoServe-MoE, table 3): all experts in R were predicted; at least one was.
 - precision and recall of a prefetcher that requests the n most probable experts.
 - FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
-These figures count only predictions that were made; `coverage` is the share of the due predictions that were made.
+Predictions that were due but not made are left out of these figures; `coverage` is the share of due predictions made.
 Figures over all layers leave out the first MoE layer, because no layer precedes it.
 """
 
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # take the place of an expert id: no prediction was made; no prediction was due
-PADDING = 2  # number of extra items at the end of an array by expert id, for NO_PREDICTION and NOT_DUE
+NO_PREDICTION, NOT_DUE = -1, -2  # stand in for an expert id: no prediction was made; no prediction was due
+PADDING = 2  # number of extra items at the end of an array indexed by expert id, for NO_PREDICTION and NOT_DUE
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
 Ids = npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ class PredictorScore:
 
 
 class LayerLru:
-    """An LRU cache with a fixed share of each layer's experts, but at least n_expert_used of them.
+    """An LRU cache that holds a fixed share of each layer's experts, but at least n_expert_used of them.
 
     absent (n_row, n_expert): True if the expert is not in the cache.
     """
@@ -94,7 +94,7 @@ class Tally:
     """Counts of one predictor by distance and MoE layer.
 
     tokens (n_distance, n_row, 4): sums over the predictions that were made. The four columns count used experts,
-    rightly predicted experts, predictions in which all experts were right, and predictions in which any was right.
+    correctly predicted experts, predictions in which all experts were right, and predictions in which at least one was.
 
     ranks (n_distance, n_row, n_rank, 6): how often the prediction at a rank was of each kind. The kinds are NOT_DUE,
     NO_PREDICTION, and an expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked the expert).
@@ -132,7 +132,7 @@ class Tally:
         self.tokens[:, row] += self._increments_of(n_used)[n_right]
 
     def _increments_of(self, n_used: int) -> Ids:
-        """Returns a table of increments of `tokens`. Row n is for n right experts (n from 0 to n_used).
+        """Returns a table of increments for `tokens`. Row n is for n right experts (n from 0 to n_used).
 
         The last row is for a token without a prediction.
         """

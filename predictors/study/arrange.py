@@ -30,9 +30,9 @@ def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
 
 
 def separated(trace: Trace) -> Trace:
-    """Returns a trace in which each pass has the tokens of one request in one phase.
+    """Returns a trace in which all tokens of a pass belong to one request and one phase.
 
-    A pass with several requests or phases is split. Its tokens are then ordered by request.
+    A pass with several requests or phases is split into several passes, ordered by request.
     """
     if trace.token_sequence is None or trace.n_tokens == 0:
         return trace
@@ -68,7 +68,7 @@ def joined(trace: Trace, before: Trace) -> Trace:
 
 
 def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:
-    """Returns a trace whose passes have these tokens (indices into `trace`).
+    """Returns a trace whose passes consist of these tokens (indices into `trace`).
 
     A pass counts as announced if the ids of all its tokens are known. names: arrays with the request of each token, one
     array per pass; None: each token keeps its request in `trace`.

@@ -15,7 +15,7 @@ from moegguf.trace.simulate import announce_to, layout_of
 
 
 class Asked(Predictor):
-    """A predictor that a simulated store computes. `predict` returns the store's latest prediction for a layer.
+    """A predictor that runs inside a simulated store. `predict` returns the store's latest prediction for a layer.
 
     The store has one slot fewer than there are experts, because a store with a slot for every expert predicts nothing.
     The store follows each sequence separately.
@@ -24,7 +24,7 @@ class Asked(Predictor):
     def __init__(self, make: Callable[[], Predictor]) -> None:
         self._make, inner = make, make()
         super().__init__(inner.shape, inner.reach)
-        # ClassVars of Predictor. An object of this class has the values of the inner predictor.
+        # ClassVars of Predictor, which each object of this class copies from its inner predictor
         self.name, self.needs_inputs = inner.name, inner.needs_inputs  # type: ignore[misc]
         n_layer = len(self.shape.layers)
         options = StoreOptions(repack=False, simulate=True)
@@ -60,5 +60,5 @@ class Asked(Predictor):
 
 
 def asked(make: Callable[[], Predictor]) -> Predictor:
-    """Returns the predictor that `make` makes. A native one is wrapped in `Asked`, so that a store computes it."""
+    """Returns the predictor that `make` creates. Wraps a native predictor in `Asked`, so that a store runs it."""
     return Asked(make) if make().native() is not None else make()

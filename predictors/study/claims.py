@@ -4,7 +4,7 @@ A verdict follows from recorded figures (`predictors/study/figures.py`), by one 
 least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A figure
 that is measured on several requests has an interval. A claim holds if the whole interval is at or above the bound, and
 fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or other programs
-cannot be judged. Confidence is medium if the simulator has the paper's times, base and batches, and low otherwise.
+cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Claim:
     judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
     figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
-    only_on: str | None = None  # the claim is judged only on this model, which resembles the paper's; None: on each
+    only_on: str | None = None  # model to judge the claim on, because it resembles the paper's; None: every model
 
     def verdict(self, model: str) -> str:
         """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""
@@ -52,7 +52,7 @@ class Claim:
     def resolved(self, model: str) -> str:
         """Returns the text of the figures on one model, with all questions answered.
 
-        If no figure is recorded, returns a note with the missing step.
+        If no figure is recorded, returns a note that names the missing step.
         """
         try:
             return text_of(self.figure, model)
@@ -61,7 +61,7 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The names of the steps whose recorded figures decide the claim or stand in its text."""
+        """The names of the steps whose recorded figures decide the claim or appear in its text."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
         return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
@@ -83,7 +83,7 @@ def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
 PROGRAMS = "needs those programs on a GPU"
 BUDGET = "a store's size is its budget here"
 LOW = "low"
-# This text states a difference from the papers' baselines. It stands in each row that the difference concerns.
+# A difference from the papers' baselines, stated in each row that it affects
 SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes

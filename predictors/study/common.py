@@ -1,4 +1,4 @@
-"""Parts that the commands of this folder share: a trace with its model's artifacts, and the running of a command."""
+"""Parts shared by the commands in this folder: a trace with its model's artifacts, and a function to run a command."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PredictorNames = Annotated[
 
 
 class Study(TraceAnalysis):
-    """An analysis of a trace with two more predictors, the oracle and the fresh-gate control.
+    """A trace analysis with two more predictors, the oracle and the fresh-gate control.
 
-    Routing paths for the token scheduler are also available.
+    Also provides routing paths for the token scheduler.
     """
 
     @classmethod
@@ -40,13 +40,13 @@ class Study(TraceAnalysis):
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
 
     def new_predictor(self, name: str) -> Predictor:
-        """Returns the predictor of this name. The name may also be the oracle's or the fresh-gate control's."""
+        """Returns the predictor with this name, which may also be the oracle or the fresh-gate control."""
         if name == FreshGate.name:
             return FreshGate(self.trace.shape, self.artifacts.routers())
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
 
     def paths(self, name: str) -> RoutingPaths:
-        """Returns new routing paths of this name, for the token scheduler. Raises OptionError."""
+        """Returns new routing paths with this name, for the token scheduler. Raises OptionError."""
         return make_paths(name, self.trace.shape, self.artifacts)
 
 

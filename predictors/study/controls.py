@@ -31,7 +31,7 @@ class Oracle(Predictor):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
-        self._first = 0  # index in the trace of the first token of the pass in progress
+        self._first = 0  # index, in the trace, of the first token of the pass in progress
         self._n_tokens = 0  # number of tokens of the pass in progress that have been routed
         self._pass = -1
 
@@ -84,7 +84,7 @@ class FreshGate(Predictor):
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:
-        """Keeps the router's input if the event has only one token, and discards an earlier input."""
+        """Discards the earlier input, and stores the router's new input if the event has only one token."""
         self._input = None
         if event.inputs is not None and event.inputs.shape == (1, self.shape.n_embd):
             self._input = event.il, event.inputs[0].copy()
@@ -103,7 +103,7 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
     """Returns a value in [0, 1] for each expert (n_expert,), from one router input (n_embd,).
 
     llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. Scores are
-    shifted so that none is negative. An expert with the share 1 / n_expert_used of their sum has the value 0.5.
+    shifted so that none is negative. An expert whose share of the sum is 1 / n_expert_used has the value 0.5.
     """
     router = routers.routers[il]
     scores = _scores(routers, router, inputs)
@@ -114,7 +114,8 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """Returns the scores (n_expert,) by which the router chooses experts; -inf for experts of excluded groups."""
+    """Returns the scores (n_expert,) that decide which experts the router chooses; -inf for experts of excluded
+    groups."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

@@ -1,9 +1,9 @@
-"""Measures the time of predictions that the store computes: the step `costs` of `regenerate`.
+"""Measures how long predictions take in the store: the step `costs` of `regenerate`.
 
     python -m predictors.study.regenerate --only costs
 
-Weights are random, because times depend only on their sizes. A time is the store's counter `forecast_ns`, and does not
-include a layer's compute. The machine should be idle.
+Weights are random, because times depend only on their sizes. Times come from the store's counter `forecast_ns`, which
+does not include the computation of layers. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Cost:
-    """Times that a predictor computes, in microseconds."""
+    """Computation times of a predictor, in microseconds."""
 
     layer: float  # median time after the routing of one layer
     layer_99: float  # 99th percentile of the time after the routing of one layer

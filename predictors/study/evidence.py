@@ -1,14 +1,14 @@
-"""Measurements of docs/evidence/batches.md: answers to several requests at once, and bounds of the possible gain.
+"""Measurements for docs/evidence/batches.md: answers to several requests at once, and bounds on the possible gain.
 
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,expertflow
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
-`batches` answers the demo's questions, `--batch` at once, and uses a new process for each measurement. `bound` computes
-the least bytes that any eviction can read for requests that decode together, and the bytes of the store's own eviction.
-Its routing is drawn at random, or experts are reused as published of a model. `passes` computes tokens of several
-sequences together with every expert in memory. It uses one thread, since other work on the machine changes the
-processor time of one thread least.
+`batches` answers the demo's questions, `--batch` at a time, with a new process for each measurement. `bound` computes,
+for requests that decode together, the fewest bytes that any eviction can read, and the bytes that the store's own
+eviction reads. Its routing is drawn at random, or reuses experts as often as published for a model. `passes` computes
+tokens of several sequences together with every expert in memory. It uses one thread, because other work on the machine
+disturbs the processor time of a single thread least.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _asked() -> list[str]:
 
 
 def batches(measurements: Sequence[Batch], rounds: int) -> str:
-    """Runs every measurement once per round, and returns their table. Raises CalledProcessError."""
+    """Runs every measurement once per round, and returns a table of the results. Raises CalledProcessError."""
     found: dict[Batch, list[dict[str, float]]] = {each: [] for each in measurements}
     for _ in range(rounds):
         for each, figures in found.items():
@@ -115,7 +115,7 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table with a row for each batch and schedule.
 
     Its columns are the experts of a layer that a pass needs, the hits, bytes, memory and speed. The last column is the
-    speed divided by the speed in the first row, round by round, as median (least to greatest).
+    speed divided by the speed in the first row, round by round, as a median (minimum to maximum).
     """
     lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
     lines.append("|---" * 8 + "|")
@@ -146,7 +146,7 @@ class Bound:
         """Returns the figures by name.
 
         experts: mean number of distinct experts of a layer in a pass. hit_rate and mb_per_token: the highest hit rate
-        and the least MB per token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the
+        and the fewest MB per token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the
         store's eviction by next use. No expert is prefetched.
         """
         trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
@@ -179,7 +179,7 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Returns a trace in which each pass has one token of every request. All requests must be equally long."""
+    """Returns a trace in which each pass has one token of every request. All requests must have the same length."""
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests

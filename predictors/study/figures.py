@@ -81,7 +81,7 @@ def wholes(of: Mapping[str, Any]) -> list[float]:
 
 
 def spread(values: Sequence[float], decimals: int = 2) -> str:
-    """Returns the text "median (least to greatest)"."""
+    """Returns the text "median (minimum to maximum)"."""
     low, middle, high = (f"{value:.{decimals}f}" for value in (min(values), median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
@@ -146,7 +146,7 @@ def _parts(question: str, model: str) -> tuple[str, ...]:
 
 
 def interval(found: Estimate, decimals: int = 2) -> str:
-    """Returns the figure as text, with its interval in brackets if it has one."""
+    """Returns the figure as text, followed by its interval, if any, in brackets."""
     value, low, high = (f"{one:.{decimals}f}" for one in (found.value, found.low, found.high))
     return value if found.low == found.high else f"{value} [{low} to {high}]"
 
@@ -176,7 +176,7 @@ def _text(kind: str, name: str, *keys: str) -> str:
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:
-    """Returns the figure in a result that the keys lead to, one after another. Raises NotThereError."""
+    """Follows the keys into a result, one after another, and returns the figure found there. Raises NotThereError."""
     found: Any = figures(name)
     try:
         for key in keys:
@@ -209,7 +209,7 @@ class Paired:
 def _base(name: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Returns the figures of the base, and the figures of the system keys[0]. Raises NotCountedError.
 
-    The base is the system keys[1], or the step's first system if there is no keys[1].
+    The base is the system keys[1], or the step's first system if `keys` has only one item.
     """
     found = systems(name)
     base = keys[1] if keys[1:] else next(iter(found))
@@ -236,7 +236,7 @@ def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
 
 
 def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """Returns a function that makes a `Paired` of one measure, of the base and of the system, by request."""
+    """Returns a function that makes a `Paired` of the base and the system, with one measure for each request."""
     return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
 
 
@@ -259,7 +259,7 @@ def _tail(name: str, keys: Sequence[str]) -> float:
 
 
 def _less(name: str, keys: Sequence[str]) -> float:
-    """Returns the difference of two figures: the second minus the first. Each half of `keys` leads to one of them."""
+    """Returns the difference of two figures: the second minus the first. Each half of `keys` identifies one figure."""
     half = len(keys) // 2
     return _number(name, keys[half:]) - _number(name, keys[:half])
 
@@ -281,7 +281,7 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Returns the number of requests after the kind of text changes, before recovery; None if there was no recovery.
+    """Returns the number of requests from a change of the kind of text until recovery; None if there was no recovery.
 
     A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
     of RUN successive requests for which the mean of this ratio is at most WITHIN.

@@ -1,4 +1,4 @@
-"""Flags of `moegguf trace` that the commands of this folder share."""
+"""Flags of `moegguf trace` that the commands in this folder share."""
 
 from pathlib import Path
 from typing import Annotated

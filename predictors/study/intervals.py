@@ -1,4 +1,4 @@
-"""Computes paired intervals of figures by bootstrap over requests: each draw has the same requests for all systems."""
+"""Computes paired intervals of figures by bootstrap over requests: each draw uses the same requests for all systems."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Estimate:
 def paired_estimate(columns: Sequence[Sequence[float]], statistic: Statistic, seed: int = 0) -> Estimate:
     """Returns a statistic of several columns over the same requests, with its interval.
 
-    The interval is at the confidence LEVEL (percentiles of the bootstrap). With fewer than two requests, there is no
-    interval. Raises ValueError if the columns have different numbers of requests.
+    The interval consists of bootstrap percentiles at the confidence level LEVEL. With fewer than two requests, there is
+    no interval. Raises ValueError if the columns have different numbers of requests.
     """
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"every column must have the same requests, but they have {[len(c) for c in columns]}")

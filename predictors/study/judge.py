@@ -132,7 +132,7 @@ class Judge:
     def _make_plans(self) -> dict[int, _Plan]:
         """Returns {row of a MoE layer: predictions to make after its routing}.
 
-        The key BEFORE has the predictions to make before the first layer.
+        The key BEFORE stands for the predictions to make before the first layer.
         """
         n_row = len(self.shape.layers)
         targets: dict[int, dict[int, list[int]]] = {row: {} for row in range(BEFORE, n_row)}

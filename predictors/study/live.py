@@ -1,13 +1,14 @@
-"""Measures strategies in real time behind a simulated link. They answer the requests in turns, each in its own process.
+"""Measures strategies in real time over a simulated link. The strategies take turns, each in its own process.
 
     python -m predictors.study.live --paper promoe
 
-Layers compute on one processor. The link, the readers, the predictors and the controller use the other ones. A layer's
+Layers are computed on one processor. The link, the readers, the predictors and the controller use the others. A layer's
 compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
 transfer time to a layer's compute time is as in the named paper.
 
-The requests are the ones for reporting in `predictors/study/requests.py`. An answer is an existing text that the model
-reads token by token. The first requests are not counted: they warm the caches, and moegguf's trials of prefetching end.
+The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
+reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its
+trials of prefetching.
 
 The program writes predictors/results/laboratory/live-PAPER.json. The machine must be idle.
 """
@@ -52,9 +53,9 @@ class Worker:
     n_ctx: int
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
-        """Reads lines with a request each, {"prompt": tokens, "answer": tokens}, and evaluates the requests.
+        """Reads one request per line, {"prompt": tokens, "answer": tokens}, and evaluates it.
 
-        Writes a line of JSON with the figures of each request.
+        Writes one line of JSON with the figures of each request.
         """
         strategy, _, predictor = self.system.partition(" with ")
         spec = Spec(
@@ -125,7 +126,7 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Returns the requests for warming up, then the counted requests, which the simulation counts, too.
+    """Returns the warm-up requests, then the counted requests, which are among those that the simulation counts.
 
     Answers are cut to N_TOKENS tokens.
     """
@@ -148,12 +149,12 @@ def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int
 
 
 def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
-    """Measures every system on every request, in turns. Returns the figures of the counted requests."""
+    """Measures every system on every request; the systems take turns. Returns the figures of the counted requests."""
     requests = requests_of(bench)
     shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
-    if "moe-infinity" in systems:  # MoE-Infinity's collection gets the last requests for learning
+    if "moe-infinity" in systems:  # MoE-Infinity's collection is filled from the last learning requests
         write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
@@ -183,9 +184,9 @@ def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """Returns the path of a hard link to the laboratory model.
+    """Returns the path of a hard link to the laboratory model, which is created if it does not exist.
 
-    If `trained` is True, copies of the trained predictors are in the folder beside it.
+    If `trained` is True and the link is new, also copies the trained predictors into the folder beside it.
     """
     path = bench.work / "live" / ("trained.gguf" if trained else "bare.gguf")
     path.parent.mkdir(exist_ok=True)
@@ -201,7 +202,7 @@ def _folder(model: str) -> Path:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measures strategies at the times of a paper, or runs as a worker. Returns the exit status."""
+    """Measures strategies with the link and compute times of a paper, or runs as a worker. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=WORK / LABORATORY, help="what `regenerate` made")
     parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")
@@ -214,7 +215,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.worker:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has only figures
+        os.dup2(2, 1)  # libraries write to stderr, so that stdout carries only figures
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(LABORATORY, args.work)

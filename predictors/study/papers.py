@@ -2,8 +2,8 @@
 
 A token uses several experts of a layer. Their transfer time over the modelled link, divided by the layer's compute
 time, is the same as in the paper. A pass of several tokens takes a layer's compute time only once, as on a GPU with
-little load. Some requests first fill a system's cache and are not counted. Each counted request has a figure of its
-own, so that intervals over requests can be computed. Simulated time does not include the cost of a predictor.
+little load. Some requests first fill a system's cache and are not counted. Each counted request has its own figure, so
+that intervals over requests can be computed. Simulated time does not include the cost of a predictor.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ LINKS = {
 
 
 class System(NamedTuple):
-    """A system that is replayed: its parts, and the store's switches."""
+    """A system to replay: its parts, and the store's switches."""
 
     policy: str
     predictor: str = "none"
@@ -114,7 +114,7 @@ def strategy(name: str) -> System:
 
 BASES = ("none", "lru", "moegguf")
 BARE = STRATEGIES["none"].store
-# A miss is read only after all experts that were requested earlier, which may be a whole layer.
+# A miss is read only after all experts that were requested earlier, possibly a whole layer.
 WAITING = replace(BARE, chunked=False, preempt=False, demand_first=False)
 NEXT_LAYER = {
     "whole next layer": System("lru", store=BARE, next_layer=True),
@@ -135,14 +135,14 @@ _PROMOE = strategy("promoe")
 def _step(variant: str) -> System:
     """Returns ProMoE's strategy with the store's switches of `VARIANTS[variant]`.
 
-    The switch `sweep`, by which the store prefetches and evicts in prompts, is off.
+    The switch `sweep`, with which the store prefetches and evicts during prompts, is off.
     """
     return _PROMOE._replace(store=StoreOptions(**VARIANTS[variant]["store"], sweep=False))
 
 
 # The steps of ProMoE's figure 13, beginning with its base. Misses wait for prefetches until early preemption is added.
-# Reordered inference concerns only prompts here (the store's sweep), because the simulator computes a layer of a
-# decoded token at once.
+# Reordered inference affects only prompts here (the store's sweep), because the simulator computes a layer of a decoded
+# token at once.
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),
     "+ prefetching": _step("step-prefetch"),
@@ -165,8 +165,8 @@ def ahead(paper: str, window: int) -> System:
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
     """Returns the systems that are compared to decide a paper's claims.
 
-    All systems get the switch `sweep` of the paper's strategy, so that the comparison is fair. By this switch the store
-    prefetches and evicts in prompts.
+    All systems get the switch `sweep` of the paper's strategy, so that the comparison is fair. With this switch on, the
+    store prefetches and evicts during prompts.
 
     window: the prefetch window of the paper's strategy in layers, chosen on other requests; None: the strategy's own.
     """
@@ -192,8 +192,8 @@ class Workload:
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
         """Returns a workload: the requests of `warm`, which are not counted, and then the requests of the study.
 
-        n_counted: use about this number of the study's requests, the first ones of each kind, equally many if there are
-        enough; None: use all.
+        n_counted: the approximate number of the study's requests to use: the first ones of each kind, in equal numbers
+        if there are enough; None: all.
         """
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
@@ -343,8 +343,8 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
     """Writes MoE-Infinity's collection to the file in `folder` that `Artifacts` reads.
 
-    The collection has `n_entries` entries of each trace, or one entry per request if n_entries is None. If n_entries is
-    0, the function only removes the file.
+    The collection has `n_entries` entries from each trace, or one entry per request if n_entries is None. If n_entries
+    is 0, the function only removes the file.
     """
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)

@@ -2,10 +2,10 @@
 
     python -m predictors.study.quick -o build/evidence-quick
 
-Records the routing of the demo model over questions that it was not trained on, or reads the trace
-of --trace. Replays policies, strategies and predictors on it. Writes tables as CSV and Markdown,
-plots as PNG and SVG, and manifest.json, which names the version, the trace and the simulated times.
-The simulator's time is virtual, so only the recording depends on the machine. Plots need matplotlib.
+Records the routing of the demo model for questions that it was not trained on, or reads the trace of --trace. Replays
+policies, strategies and predictors on it. Writes tables as CSV and Markdown, plots as PNG and SVG, and manifest.json,
+which names the version, the trace and the simulated times. The simulator's time is virtual, so only the recording
+depends on the machine. Plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from predictors.study.papers import LINKS, routing_digest
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
-IN_TIME = PrefetchOptions(watchdog=False)  # never turned off; without a link every prefetched expert arrives in time
+IN_TIME = PrefetchOptions(watchdog=False)  # always on; without a link, every prefetched expert arrives in time
 LINK = "promoe"  # the paper whose link and compute times the replays of strategies use
 
 
@@ -45,7 +45,7 @@ def questions() -> list[Prompt]:
 
 
 def record_demo(path: Path) -> None:
-    """Records the routing of the demo model's answers to `questions()`. The answers are greedy."""
+    """Records the routing of the demo model's greedy answers to `questions()`."""
     options = RecordOptions(n_predict=48, inputs=True, temperature=0)
     record(find_model("demo"), questions(), path, options, n_ctx=512, policy="lru", predictor="none", verbose=False)
 
@@ -53,8 +53,8 @@ def record_demo(path: Path) -> None:
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
     """Returns {name of a table: replays}.
 
-    "policies" has replays of eviction without prefetching, "strategies" has whole strategies at one paper's times, and
-    "predictors" has predictors whose prefetched experts arrive in time.
+    "policies" contains replays of eviction without prefetching. "strategies" contains whole strategies with one paper's
+    times. "predictors" contains predictors whose prefetched experts all arrive in time.
     """
     timed = LINKS[LINK].options(analysis.trace.shape)
     return {

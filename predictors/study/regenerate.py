@@ -1,13 +1,13 @@
-"""Regenerates the results that docs/evidence.md shows. `make evidence` runs it, which takes some hours.
+"""Regenerates the results that docs/evidence.md shows. `make evidence` runs this program, which takes several hours.
 
     python -m predictors.study.regenerate --model laboratory
     python -m predictors.study.regenerate --model demo --only link-promoe
 
-Makes the model, records the requests and trains the predictors, unless their files exist. Then it takes one step after
+Makes the model, records the requests and trains the predictors, unless their files exist. Then runs the steps one after
 another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
 key identifies the version of the code, the recording of the reporting requests, and the settings. A result whose key
-has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. A page marks
-a result with another key as recorded with an earlier version.
+has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. Pages mark a
+result with a different key as recorded by an earlier version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from predictors.study.synthesize import shape_of
 # figures stay exactly the same.
 CODE_VERSION = 2
 CARD = "laboratory-model"  # name of the result with the laboratory model's card; no step computes it
-# Matches a JSON list without lists or objects inside, which is then written on one line
+# Matches a JSON list that contains no list or object; such a list is written on one line
 LIST = re.compile(r"\[[^][{}]*\]")
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
@@ -147,8 +147,8 @@ def scored(name: str) -> list[str]:
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """Returns the validation accuracy of ProMoE's networks after each epoch, averaged over the networks, and the number
-    of weights in one network's matrices."""
+    """Returns two figures of ProMoE's networks: the validation accuracy after each epoch, averaged over the networks,
+    and the number of weights in one network's matrices."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
@@ -267,7 +267,7 @@ def batches(paper: str) -> Step:
 
 
 def scheduler(bench: Bench) -> dict[str, Any]:
-    """Compares ExpertFlow's scheduler with other orders of requests: first in first out, random, and an oracle. The
+    """Compares ExpertFlow's scheduler with other orders of requests: first in, first out; random; and an oracle. The
     figures include the distinct experts per pass, the hit rates, and the experts read per token."""
     study = bench.reporting
     found = {}
@@ -330,8 +330,8 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity's strategy on requests of each kind of text. A first replay begins with a collection of the
-    other kinds only. In a second replay, the collection also has requests of this kind."""
+    """Replays MoE-Infinity's strategy on requests of each kind of text. The first replay begins with a collection of
+    only the other kinds. In the second replay, the collection also contains requests of this kind."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels

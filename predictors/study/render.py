@@ -2,8 +2,8 @@
 
     python -m predictors.study.render
 
-A table stands between `<!-- table: MODEL/NAME -->` and `<!-- end -->`. A test compares every table with the results.
-The plots need matplotlib (the extra `lab`).
+Each table is between `<!-- table: MODEL/NAME -->` and `<!-- end -->`. A test compares every table with the results. The
+plots need matplotlib (the extra `lab`).
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def model_table(model: str) -> str:
 
 
 def routing_table(model: str) -> str:
-    """Returns the table of statistics about the model's routing, beside published statistics of other models."""
+    """Returns a table that compares statistics of the model's routing with published statistics of other models."""
     reuse = figures(f"{model}/reuse")
     hits = figures(f"{model}/hits")["lru"]
     accuracy = figures(f"{model}/accuracy")["skip"]
@@ -226,7 +226,7 @@ def routing_table(model: str) -> str:
 
 
 def costs_table(model: str) -> str:
-    """Returns the table of the time of a prediction in microseconds, by predictor and model shape."""
+    """Returns the table of prediction times in microseconds, by predictor and model shape."""
     found = figures(f"{model}/costs")
 
     def cells(of: Mapping[str, float]) -> list[str]:
@@ -241,7 +241,7 @@ def costs_table(model: str) -> str:
 
 
 def plot(name: str) -> str:
-    """Returns the Markdown that shows the plot of this name."""
+    """Returns the Markdown that shows the plot with this name."""
     return f"![{PLOTS[name]}]({name}.svg)"
 
 
@@ -273,8 +273,8 @@ def tuned_table(model: str) -> str:
 
 
 def learned_table(model: str) -> str:
-    """Returns the table of the validation accuracy of ProMoE's networks after each epoch, and of the number of weights
-    of a network."""
+    """Returns the table of ProMoE's networks: validation accuracy after each epoch, and number of weights per
+    network."""
     found = figures(f"{model}/learned")
     row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
     return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
@@ -296,7 +296,7 @@ def claims_table(paper: str | None = None) -> str:
 
 def _judged(claim: Claim, model: str) -> str:
     """Returns the verdict on a claim for a model, with the claim's figures. Adds a mark if an earlier version recorded
-    one of the figures. For the laboratory model, `claim.only_on` selects another model."""
+    one of the figures. `claim.only_on`, if set, replaces the laboratory model."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)

@@ -1,7 +1,7 @@
-"""A replay that counts pass by pass, and a baseline without a predictor that prefetches every expert of the next layer.
+"""A replay that counts pass by pass, and a baseline that needs no predictor: it prefetches the whole next layer.
 
-The simulator itself counts only by request and phase. The 99th percentile of latencies and the time to the first token
-need the counts of each pass.
+The simulator itself counts only by request and phase, but the 99th percentile of latencies and the time to the first
+token need counts for each pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NextLayer(Controller):
 
 
 class Replay(Simulation):
-    """A replay with counts of each pass. If `next_layer` is True, `NextLayer` replaces the controller and its
+    """A replay with counts for each pass. If `next_layer` is True, `NextLayer` replaces the controller and its
     predictor."""
 
     next_layer = False

@@ -7,9 +7,9 @@ The texts come from `predictors/texts.py`. The first 180 requests are for learni
 next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. If
 a request differs from the manifest, `write` and `record` fail and name the request.
 
-`record` writes learning.trace, choosing.trace and reporting.trace. A request is computed in one pass. Except for
-rounding, each token is routed there as in decoding. The tokens after the opening are therefore written as decoded, one
-pass per token.
+`record` writes learning.trace, choosing.trace and reporting.trace. Each request is computed in a single pass. Except
+for rounding, its tokens are routed as if they were decoded one by one. In the traces, the tokens after the opening
+therefore count as decoded, with one pass per token.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bo
     they had been decoded one by one. inputs: True: the routers' inputs are recorded, too."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
-    # `main` takes an existing `path` as finished, so the recording is made in a temporary folder.
+    # `main` treats an existing `path` as a finished recording, so the recording is made in a temporary folder.
     with TemporaryDirectory(dir=path.parent) as folder:
         whole = Path(folder) / path.name
         record(model, prompts, whole, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")

@@ -1,5 +1,5 @@
-"""Computes statistics about the reuse of experts in a trace: how often experts are used, and how soon again, within
-requests and across requests.
+"""Computes statistics about the reuse of experts in a trace: how often experts are used, and how soon they are used
+again, within requests and across requests.
 
 MoE-Infinity (section 4.2, figure 2) finds that use is skewed within a request and uniform across requests. Policies
 that follow the current request can help only if this is true. Any short sample looks skewed. The skew within requests
@@ -29,8 +29,8 @@ Used = npt.NDArray[np.bool_]
 class Skew:
     """The unevenness with which experts are used, averaged over MoE layers."""
 
-    # Size of the smallest set of experts that together have at least the share COVERED of a layer's uses. The size is a
-    # share of the layer's experts.
+    # Size of the smallest set of experts that together account for at least the share COVERED of a layer's uses. The
+    # size is a share of the layer's experts.
     covering: float
     entropy: float  # entropy of the distribution of uses, divided by the entropy of uniform use; 1: uniform
 
@@ -47,9 +47,9 @@ class Reuse:
     sequences: tuple[int, ...]
     counts: Counts  # (n_sequence, n_row, n_expert): number of tokens that used an expert
     within: Skew  # skew within a request, averaged over requests
-    # Skew within samples of tokens from all requests, each as long as one request; averaged over samples
+    # Skew within samples of tokens from all requests, averaged over samples. Each sample is as long as one request.
     same_size: Skew
-    merged: Skew  # skew of the uses in all requests added up
+    merged: Skew  # skew of the summed uses in all requests
     windows_same: dict[int, float]  # the n tokens belong to the token's own request
     windows_other: dict[int, float]  # the n tokens belong to another request
     # {upper bound of the number of tokens since the request last used the expert: share of uses}. 0: first use, -1:
@@ -89,8 +89,8 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """Returns counts as in `Reuse.counts`, for made-up requests. They have the lengths of the real ones, but their
-    tokens are drawn from all requests."""
+    """Returns counts as in `Reuse.counts`, for made-up requests. They are as long as the real ones, but their tokens
+    are drawn from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)
@@ -112,9 +112,9 @@ def _mean_skew(counts: Counts) -> Skew:
 
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
-    """Returns `windows_same` and `windows_other`. For `windows_other`, each request is compared with another one, which
-    is drawn at random."""
-    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts used, of these used before] x [window]
+    """Returns `windows_same` and `windows_other`. For `windows_other`, each request is compared with another request,
+    chosen at random."""
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [uses, uses of recently used experts] x [window]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])

@@ -89,7 +89,7 @@ def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float
 
 
 def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
-    """Divides tokens by balanced K-means of their paths. Returns the ascending indices of each group's tokens. Group
+    """Divides tokens by balanced K-means on their paths. Returns the ascending indices of each group's tokens. Group
     sizes differ by at most one.
 
     The function makes STARTS clusterings from random centroids (the paper makes one), and returns the clustering whose
@@ -110,8 +110,9 @@ def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPoli
 
 
 def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
-    """Yields the rounds of each group of `size` successive requests. A round has the indices of one decoded token of
-    each request. The rounds end when the shortest request ends. Requests that do not fill a last group are left out."""
+    """Yields the rounds of each group of `size` successive requests. A round consists of the indices of one decoded
+    token per request. The rounds end when the shortest request ends. Requests that do not fill a last group are left
+    out."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
     tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
     tokens = [of for of in tokens if len(of)]
@@ -121,7 +122,7 @@ def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
 
 
 class _Predicted:
-    """Splits a round as the scheduler would on a running model: by the routing so far and by the round's tokens."""
+    """Splits a round as the scheduler would on a running model: based on the routing so far and the round's tokens."""
 
     def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
         self._trace = trace

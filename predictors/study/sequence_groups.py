@@ -32,13 +32,13 @@ class NextToken(NamedTuple):
 
 
 class SequenceGroups(RoutingListener):
-    """Divides the sequences into two groups with similar predicted paths, which compute in turns.
+    """Divides the sequences into two groups with similar predicted paths, which take turns computing.
 
     No sequence waits for more than 2 * N_GROUPS - 2 steps.
 
     prefetch: True: while a group computes, the store fetches the experts that the following group will probably use.
     The experts of a layer are requested only at this layer's routing event. An earlier request could evict experts of
-    the group that computes, and the layer's routing event would drop it.
+    the group that computes, and would be dropped at the layer's routing event.
 
     The object listens to the store from the first `next_group` until `close`. A later `next_group` makes it listen
     again.
@@ -51,7 +51,7 @@ class SequenceGroups(RoutingListener):
         self._shape = MoeShape.of(session.layout)
         self._paths = paths or best_paths(session)
         self._scheduler = TokenScheduler(self._shape, self._paths, 1)
-        self._lock = threading.Lock()  # guards the paths and _following, because events come on another thread
+        self._lock = threading.Lock()  # guards the paths and _following, because events arrive on another thread
         self._positions: dict[int, int] = {}  # {sequence: position of the token from which its path was predicted}
         self._prefetch = prefetch
         # (n_moe_layer, n_expert): experts that the following group will probably use; None: nothing is prefetched
@@ -103,8 +103,8 @@ class SequenceGroups(RoutingListener):
         """Returns (n_moe_layer, n_expert): True for the experts that a group will use with a probability of at least
         0.5.
 
-        In each layer only the n_expert_used * len(group) most probable experts can be True, and experts whose
-        probability equals the last of these. Returns None if prefetching is off or no path is known.
+        In each layer, only the n_expert_used * len(group) most probable experts can be True, plus any that tie with the
+        last of them. Returns None if prefetching is off or no path is known.
         """
         likely = self._scheduler.likely(group) if self._prefetch else None
         if likely is None:

@@ -3,9 +3,9 @@
     python -m predictors.study.shipped --from build/evidence/demo/reporting.trace   # records the trace and its figures
     python -m predictors.study.shipped                                              # its figures alone
 
-The trace has a few requests of the demo. If a change to the code changes a figure, other results may change as well.
-Record the figures anew, and raise CODE_VERSION in predictors/study/regenerate.py. Pages then say which results an
-earlier version recorded.
+The trace contains a few requests to the demo. If a change to the code changes a figure, other results may change as
+well. Record the figures again, and raise CODE_VERSION in predictors/study/regenerate.py. Pages then say which results
+an earlier version recorded.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Subject:
 
 
 COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
-# ProMoE's networks get the paper's size of 2 million weights each: (n_embd + n_expert) x n_hidden. ExpertMLP has the
+# ProMoE's networks have the paper's size, 2 million weights each: (n_embd + n_expert) x n_hidden. ExpertMLP has the
 # sizes of its paper.
 SUBJECTS = {
     DEMO: Subject(
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def subject(self) -> Subject:
-        """The subject of this name."""
+        """The subject with this name."""
         return SUBJECTS[self.name]
 
     @cached_property
@@ -101,7 +101,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns a workload with about `n_counted` counted requests, equally many of each kind of text."""
+        """Returns a workload with about `n_counted` counted requests, the same number for each kind of text."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -117,8 +117,8 @@ class Bench:
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Makes the model, the recordings and the predictors if they are missing. Notes the digest of the recording for
-        reporting. Raises CalledProcessError."""
+        """Makes the model, the recordings and the predictors if they are missing. Stores the digest of the reporting
+        recording. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
@@ -127,7 +127,7 @@ class Bench:
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         note_recording(self.name, routing_digest(self.reporting.trace))
-        few = self.trace("few")  # a trace with a single request to score predictors on, because scoring takes long
+        few = self.trace("few")  # predictors are scored on a trace with a single request, because scoring is slow
         if not few.exists():
             trace = read(self.trace("choosing"))
             write(few, trace.select(trace.sequences()[:1]))

@@ -4,7 +4,7 @@ A path is the set of experts that a token uses in each layer. The paper's networ
 predictions come from the token-id table or from the sequence's most recent tokens.
 
 Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
-computes one group. When all groups have computed, the sequences are split anew. The paper merges and re-indexes the KV
+computes one group. When all groups have computed, the sequences are split again. The paper merges and re-indexes the KV
 cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
 
 With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
@@ -43,7 +43,7 @@ class RoutingPaths:
         self._paths: dict[int, Float32s | None] = {}
 
     def observe(self, event: RoutingEvent) -> None:
-        """Receives a layer's routing of one or several sequences. The base class ignores it."""
+        """Receives a layer's routing for one or several sequences. The base class ignores it."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
         """Receives the tokens that a sequence evaluates in its next step. A caller passes each token only once. The
@@ -152,8 +152,7 @@ class TokenScheduler:
 
     @property
     def following(self) -> list[int]:
-        """The group that computes after the group that `next_group` returned last. Empty if a new split decides the
-        following group."""
+        """The group that computes after the one last returned by `next_group`. Empty if a new split will decide it."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
@@ -179,9 +178,9 @@ class TokenScheduler:
         return [[running[i] for i in group.tolist()] for group in groups]
 
     def _first_medoids(self, similarity: Float32s, n_groups: int, running: list[int]) -> Indices:
-        """Returns the sequences from which the clustering starts, as indices in `running`. These are medoids of the
-        last split that still run. If there are too few, the sequences that are least similar to the chosen ones are
-        added."""
+        """Returns the sequences from which the clustering starts, as indices in `running`. These are the medoids of the
+        last split that are still running. If there are too few, adds the sequences that are least similar to the chosen
+        ones."""
         place = {sequence: i for i, sequence in enumerate(running)}
         chosen = [place[sequence] for sequence in self._medoids if sequence in place][:n_groups]
         while len(chosen) < n_groups:
@@ -194,8 +193,8 @@ class TokenScheduler:
 def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
     """Returns True for active experts and False for idle experts, as ExpertFlow predicts them (section 3.1).
 
-    probabilities (..., n_expert). The n_expert_used most probable experts of a layer are active, and all experts whose
-    probability equals the last of these. An expert with probability 0 is idle.
+    probabilities (..., n_expert). The n_expert_used most probable experts of a layer are active, plus any that tie with
+    the last of them. An expert with probability 0 is idle.
     """
     k = min(n_expert_used, probabilities.shape[-1])
     kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
@@ -240,7 +239,7 @@ def _balanced(similarity: Float32s) -> list[Indices]:
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)
     regret = ordered[:, 0] - ordered[:, min(1, n_groups - 1)]
-    least, larger = divmod(n_tokens, n_groups)  # `larger` groups have one token more than `least`
+    least, larger = divmod(n_tokens, n_groups)  # `larger` groups have one more token than `least`
     groups: list[list[int]] = [[] for _ in range(n_groups)]
     for token in np.argsort(-regret, kind="stable").tolist():
         for group in preferences[token].tolist():

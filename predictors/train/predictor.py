@@ -2,9 +2,9 @@
 
     python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
-`moegguf learn` runs the same trainings. Here they have the papers' sizes, unless `--set` changes an option of the
-predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with
-the figures of the card and a manifest: by what data, options, seeds and software it came about.
+`moegguf learn` runs the same trainings. Here they use the papers' sizes, unless `--set` changes one of the predictor's
+`Options`, as in `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with the figures of the
+card and a manifest: the data, options, seeds and software of the training run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Figure = dict[str, dict[int, float | None]]
 
 
 class Trained(Artifacts):
-    """Artifacts whose files lie in one given folder only."""
+    """Artifacts that are read from only one given folder."""
 
     def folders(self) -> Iterator[Path]:
         """Yields only the folder `folder`."""
@@ -81,8 +81,8 @@ def parse_setting(default: Any, text: str) -> Any:
 
 
 def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
-    """Returns the trace to train on and the trace to score on. With --heldout-trace these are two files. Otherwise the
-    requests of one file are divided."""
+    """Returns the trace to train on and the trace to score on. With --heldout-trace these are two files. Otherwise, the
+    requests of one file are split."""
     trace = trace_file.read(args.trace)
     if args.heldout_trace:
         return trace, trace_file.read(args.heldout_trace)
@@ -107,13 +107,13 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
 
 
 def report_step(step: str, share: float) -> None:
-    """Prints the finished share of a training run in percent, and the description of a step."""
+    """Prints the progress of a training run in percent, and the description of a step."""
     print(f"{share:4.0%} {step}", flush=True)
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """Returns facts for repeating a training run: options, digests of the data, seeds, software. Contains no times and
-    no paths."""
+    """Returns facts for repeating a training run: options, digests of the data, seeds, software. The facts contain no
+    times or paths."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {

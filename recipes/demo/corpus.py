@@ -1,7 +1,7 @@
 """Collects freely licensed text from a Linux machine with Python. Selection and split are the same in every run.
 
-A source that is missing on the machine gives no documents. The order of selection, and the split into training and
-held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on the same
+A source that is missing on the machine contributes no documents. The order of selection, and the split into training
+and held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on the same
 text.
 """
 
@@ -42,8 +42,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of text: its description and its licences. max_chars: when the selected texts have this number of
-    characters, no further text is selected."""
+    """A kind of text: its description and its licences. max_chars: selection stops when the selected texts have this
+    number of characters."""
 
     about: str
     licence: str
@@ -157,7 +157,7 @@ def usable(text: str) -> bool:
 
 def select(documents: Iterable[Document]) -> list[Document]:
     """Returns the documents of the corpus in the order of their digests. Drops texts that begin like an earlier one,
-    and cuts long texts. When a kind has `max_chars` characters, drops its further texts."""
+    and cuts long texts. Drops all further texts of a kind that already has `max_chars` characters."""
     left = {kind: facts.max_chars for kind, facts in KINDS.items()}
     seen: set[str] = set()
     chosen = []

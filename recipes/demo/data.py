@@ -1,5 +1,5 @@
-"""Stores the tokens of the corpus on disk, and makes training batches. The batch of a step number is the same in every
-run."""
+"""Stores the tokens of the corpus on disk, and makes training batches. The batch for a given step number is the same in
+every run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

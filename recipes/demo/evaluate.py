@@ -15,9 +15,9 @@ from recipes.demo.data import Corpus, Tokens
 from recipes.demo.model import DemoModel
 from recipes.demo.train import loss_of
 
-LOSS_CTX = 512  # tokens of a window
-# Minimum number of windows of each kind of text to compute, if the text has as many. If a text has at least twice as
-# many, only every n-th window is computed.
+LOSS_CTX = 512  # tokens per window
+# Minimum number of windows to compute for each kind of text, if the text has that many. If a text has at least twice
+# that many, only every n-th window is computed.
 LEAST_WINDOWS = 10
 
 
@@ -65,7 +65,7 @@ def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tup
 
 
 def open_gguf(path: Path, n_ctx: int) -> Any:
-    """Opens the file with llama.cpp on the CPU. The logits of every token are kept."""
+    """Opens the file with llama.cpp on the CPU, and keeps the logits of every token."""
     options = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_gpu_layers": 0}
     return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 

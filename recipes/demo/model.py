@@ -184,8 +184,8 @@ class DemoModel(nn.Module):
     ) -> Tensor:
         """Returns logits (B, T, n_vocab) of ids (B, T).
 
-        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for n tokens. If it is given, only the logits
-        of these tokens are returned, (n, n_vocab).
+        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for n tokens: returns only the logits of these
+        tokens, (n, n_vocab); None: of all.
         """
         x = functional.embedding(ids, self.token_embd)
         rope = self.rope(torch.arange(ids.shape[1])[None] if positions is None else positions)
@@ -200,8 +200,8 @@ class DemoModel(nn.Module):
 
 
 def quantised_on_export(name: str, weight: Tensor) -> bool:
-    """Returns True if the GGUF file contains this weight in Q4_0. These are all matrices except routers, embedding and
-    output."""
+    """Returns True if the GGUF file stores this weight in Q4_0. It stores all matrices in Q4_0 except routers,
+    embedding and output."""
     return weight.dim() >= 2 and not name.endswith("router") and name not in ("token_embd", "output")
 
 

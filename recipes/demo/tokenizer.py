@@ -18,7 +18,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encodi
 
 
 def with_splits(vocabulary: models.BPE) -> Tokenizer:
-    """Returns a byte-level tokenizer with this vocabulary, which splits text like llama.cpp's pre-tokenizer `qwen2`."""
+    """Returns a byte-level tokenizer with this vocabulary that splits text as llama.cpp's pre-tokenizer `qwen2`
+    does."""
     tokenizer = Tokenizer(vocabulary)
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,5 +1,4 @@
-"""The training loop for all stages. A stage has a budget of wall time, and its learning rate falls until this time is
-used up."""
+"""The training loop for all stages. A stage has a budget of wall time, which also determines its learning rate."""
 
 import json
 import os
@@ -33,7 +32,7 @@ class Stage:
 
 @dataclass
 class Progress:
-    """The progress of a stage. The stage's checkpoint contains it, and the model card states it at the end."""
+    """The progress of a stage. It is saved in the stage's checkpoint, and finally reported in the model card."""
 
     steps: int = 0
     tokens: int = 0
@@ -48,7 +47,7 @@ def learning_rate(stage: Stage, seconds: float) -> float:
 
 
 def optimiser(model: nn.Module) -> torch.optim.AdamW:
-    """Returns the optimiser AdamW, with weight decay only on matrices."""
+    """Returns an AdamW optimiser that applies weight decay only to matrices."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -78,8 +77,8 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
 
 
 def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Appends a line to the log: progress, loss, learning rate, speed, and each layer's unevenness of load (coefficient
-    of variation over its experts)."""
+    """Appends a line to the log: progress, loss, learning rate, speed, and how unevenly each layer loads its experts
+    (coefficient of variation)."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),

@@ -1,8 +1,8 @@
 """Chooses the shared neurons, and divides the others into clusters of equal size. Neurons that are active for the same
-tokens come into one cluster.
+tokens go into the same cluster.
 
-One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again by other tokens.
-A neuron then belongs to several experts, just as several experts of a trained model share some knowledge.
+One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again with other
+tokens. A neuron then belongs to several experts, just as several experts of a trained model share some knowledge.
 
 The methods are from MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and from CMoE (Pei et al.,
 2025, section 3.1: shared neurons, then balanced k-means). MoEfication counts activations that are not 0, but the
@@ -34,7 +34,7 @@ def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp:
 
 
 def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
-    """Returns the cluster of each row, by k-means of the rows scaled to length 1. All clusters have the same number of
+    """Returns the cluster of each row, by k-means on the rows scaled to length 1. All clusters have the same number of
     rows. The number of rows must be a multiple of n_clusters."""
     rows = functional.normalize(rows, dim=1)
     start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n_clusters]

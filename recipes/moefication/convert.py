@@ -40,7 +40,7 @@ class Split:
     n_expert_used: int
     n_ff_exp: int
     n_expert_shared: int
-    # Standard deviation of a router's logits; if it is small, all chosen experts have about the same weight
+    # standard deviation of a router's logits; if small, all chosen experts have about the same weight
     router_std: float = 0.5
 
     @property
@@ -55,7 +55,7 @@ class Split:
 
     def check(self, n_ff: int) -> None:
         """Raises ValueError unless the neurons that are not shared fill whole experts, and the experts can hold each of
-        them at least once. Also raises it for an impossible number of used experts."""
+        them at least once. Also raises it if the number of used experts is not between 1 and n_expert."""
         n_routed = n_ff - self.n_shared
         if n_routed < self.n_ff_exp or n_routed % self.n_ff_exp or self.n_expert * self.n_ff_exp < n_routed:
             raise ValueError(
@@ -92,7 +92,7 @@ def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, prog
 
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Applies the function to parts of `rows`, one part after another, and returns the joined results."""
+    """Applies the function to `rows` part by part, and returns the joined results."""
     n_rows = ROWS_AT_ONCE if rows.dim() == 3 else ROWS_AT_ONCE * 512
     return torch.cat([function(part) for part in rows.split(n_rows)])
 
@@ -102,7 +102,7 @@ def mixture(
 ) -> Mixture:
     """Returns a Mixture of the neurons of `ffn`, with its router.
 
-    inputs: (n_tokens, n_embd) arrays, first the inputs of this layer, then of the layers before it. Each n_ctx tokens
+    inputs: (n_tokens, n_embd) arrays, first the inputs of this layer, then of the layers before it. Every n_ctx tokens
     are one row of text. sizes: (n_tokens, 1), the root mean square of each token's residual stream.
     """
     x = inputs[0]
@@ -123,7 +123,7 @@ def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
     """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the wanted logits. Its logits
     are scaled to the standard deviation `std`.
 
-    MoEfication fits a small network to the clusters' activation (section 3.3). A router of llama.cpp must be linear.
+    MoEfication fits a small network to the clusters' activation (section 3.3), but llama.cpp needs a linear router.
     """
     shares = [1.0, *[WEIGHT_BEFORE] * (len(inputs) - 1)]
     router = solve(
@@ -148,10 +148,10 @@ def smoothed(contributions: Tensor) -> Tensor:
 
 
 def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) -> Tensor:
-    """Returns a factor for each neuron of the dense network, by which the outputs of its copies are multiplied.
+    """Returns, for each neuron of the dense network, a factor for the outputs of its copies.
 
-    The chosen experts may contain several copies of a neuron, or none. With the factor, the copies together contribute
-    about as much as the neuron in the dense network, by least squares over the tokens.
+    The chosen experts may contain several copies of a neuron, or none. The factor is fitted by least squares over the
+    tokens, so that the copies together contribute about as much as the neuron does in the dense network.
     """
     weights = layer.weights(x).repeat_interleave(layer.n_ff_exp, dim=-1)
     ones = weights.new_ones(len(x), layer.n_ff_shexp)

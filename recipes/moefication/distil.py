@@ -23,7 +23,7 @@ LOG_EVERY_STEPS = 4
 
 @dataclass(frozen=True)
 class Schedule:
-    """The duration and the learning rate of a training run. The rate rises at first, then falls to zero."""
+    """The duration and learning rate of a training run. The rate first rises, then falls to zero."""
 
     minutes: float
     n_rows: int = 2  # number of rows of text in a step

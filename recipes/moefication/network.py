@@ -120,8 +120,8 @@ class Mixture(nn.Module):
         return kept * len(self.router)
 
     def weighted_neurons(self, x: Tensor) -> Tensor:
-        """Returns each neuron's activation times its expert's weight, which is 1 for the shared expert. Computes even
-        the neurons of experts that are not chosen, so it is slow."""
+        """Returns each neuron's activation times its expert's weight, which is 1 for the shared expert. Slow, because
+        it computes even the neurons of experts that are not chosen."""
         neurons = self.ffn.neurons(x)
         shared, routed = neurons.split([self.n_ff_shexp, neurons.shape[-1] - self.n_ff_shexp], dim=-1)
         weights = self.weights(x).to(x.dtype).repeat_interleave(self.n_ff_exp, dim=-1)

@@ -1,4 +1,4 @@
-"""Loads tokens for fitting and held-out tokens, from texts that any machine can fetch (`predictors/texts.py`)."""
+"""Loads the tokens to fit on and the held-out tokens, from texts that any machine can fetch (`predictors/texts.py`)."""
 
 from __future__ import annotations
 

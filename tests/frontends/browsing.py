@@ -17,7 +17,7 @@ def looking(chromium: Any) -> Iterator[Look]:
     """Yields `look(url, viewport=..., expected=...)`, which opens the page at `url` and returns it.
 
     Fails at the end if a page's console had an error or a warning, or if a page requested anything from another server.
-    Texts that match `expected` are allowed, and so are errors of a page whose server has ended.
+    Texts that match `expected` are allowed, and so are errors of a page after its server has ended.
     """
     faults: list[str] = []
     contexts = []
@@ -45,7 +45,7 @@ def looking(chromium: Any) -> Iterator[Look]:
 
 
 def is_own(requested: str, url: str) -> bool:
-    """Returns True if a request goes to the page's server, or to a file that the page itself has made."""
+    """Returns True if a request goes to the page's server, or to a file that the page itself has created."""
     return requested.startswith((url, f"blob:{url}"))
 
 

@@ -14,7 +14,7 @@ SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
 
 
 def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """Returns a terminal that runs a chat with the demo model. `home` has the history of its messages."""
+    """Returns a terminal that runs a chat with the demo model. The chat's history is in `home`."""
     command = moegguf_command("run", "demo", *SMALL, *arguments)
     return _terminal(command, home, size, environ)
 

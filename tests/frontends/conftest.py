@@ -39,10 +39,10 @@ QUICK = ("-t", "1", "-n", "8")
 
 @pytest.fixture
 def manager() -> FakeManager:
-    """A scripted manager of four models.
+    """A scripted manager of four models: `demo`, `able`, `mine`, and a model that is named like one on the Hugging Face
+    hub.
 
-    The models are `demo`, `able` (tools and thinking), `mine` (default options and a system message of its own) and a
-    model named as on the Hugging Face hub.
+    `able` has tools and thinking. `mine` has default options and its own system message.
     """
     path = demo_path()
     assert path is not None
@@ -76,9 +76,9 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Command:
-    """Returns a function like the fixture `moegguf`, but it runs the command in this process.
+    """Returns a function like the fixture `moegguf` that runs the command in this process, which is faster.
 
-    A call is faster than a new process. Tests of a process, or of its end, use the fixture `moegguf`.
+    Tests of a process, or of how it ends, use the fixture `moegguf`.
     """
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:

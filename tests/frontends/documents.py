@@ -1,10 +1,10 @@
-"""Makes PDF files that tests attach."""
+"""Creates PDF files for tests to attach."""
 
 from collections.abc import Sequence
 
 
 def pdf_of(pages: Sequence[str]) -> bytes:
-    """Returns a PDF file with one page for each text. An empty text gives a page without text, as in a scan."""
+    """Returns a PDF file with one page for each text. An empty text becomes a page without text, as in a scan."""
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
     objects = [
         "<< /Type /Catalog /Pages 2 0 R >>",

@@ -1,8 +1,8 @@
 """A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
 `FakeManager` has the methods of `ModelManager` that the server calls. A test sets its answers, errors and waits, and
-reads the recorded requests. `server_of(manager)` serves it, and `running(app)` any ASGI application, on a free port of
-loopback.
+reads the recorded requests. On a free port of loopback, `server_of(manager)` serves a manager, and `running(app)`
+serves any ASGI application.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ class FakeCatalog:
 
 @dataclass
 class FakeLease:
-    """A lease whose `answer` yields the items of the manager's `script`. Exceptions in the script are raised, and
-    asyncio events are awaited."""
+    """A lease whose `answer` yields the items of the manager's `script`.
+
+    Exceptions in the script are raised instead, and asyncio events are awaited.
+    """
 
     manager: FakeManager
     entry: ModelEntry
@@ -127,7 +129,8 @@ class FakeLease:
 
 
 class FakeManager:
-    """A scripted manager, as the module describes. If `enter_error` is set, it is raised when a lease is entered."""
+    """A scripted manager. The module docstring describes it. If `enter_error` is set, it is raised when a lease is
+    entered."""
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
@@ -239,8 +242,8 @@ class FedManager(FakeManager):
 
 
 class BusyManager(FakeManager):
-    """A manager with one model that never stops computing. Each snapshot has one more token than the one before, and a
-    hit rate of 0.9."""
+    """A manager with one model that never stops computing. Each snapshot has one more token than the previous one, and
+    a hit rate of 0.9."""
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))
@@ -273,7 +276,7 @@ def running(app: ASGIApp) -> Iterator[str]:
             app.state.ending.set()
 
     server = QuietServer(config, listener, started.set, on_end)
-    server.capture_signals = nullcontext  # type: ignore[method-assign]  # it does not run on the main thread
+    server.capture_signals = nullcontext  # type: ignore[method-assign]  # the server does not run on the main thread
     thread = threading.Thread(target=server.run, name="test-server")
     thread.start()
     try:

@@ -41,9 +41,11 @@ def command_line(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApplication]:
-    """Runs the application with `arguments` in another process, on loopback, and yields it. At the end, stops Ray and
-    removes its folder. Fails if a process of Ray still runs."""
-    # Ray's sockets lie in this folder. Their paths may have at most 107 bytes, so the folder is directly below /tmp.
+    """Runs the application with `arguments` in another process, on loopback, and yields it.
+
+    At the end, stops Ray and removes its folder. Fails if a Ray process is still running.
+    """
+    # Ray's sockets are in this folder. Their paths may be at most 107 bytes long, so the folder is directly below /tmp.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     own = {"HOME": str(home), "MOEGGUF_HOME": str(home), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(

@@ -23,8 +23,8 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Returns the environment of a command: a few of the caller's variables, `extra`, and a MOEGGUF_HOST without a
-    server.
+    """Returns the environment of a command: a few of the caller's variables, `extra`, and a MOEGGUF_HOST at which no
+    server listens.
 
     The checkout is importable in this environment.
     """
@@ -44,8 +44,10 @@ def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subproce
 
 @contextmanager
 def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """Yields a process of `moegguf` with these arguments, in a process group of its own. Kills the group afterwards if
-    the process still runs."""
+    """Yields a `moegguf` process with these arguments, in its own process group.
+
+    Kills the group afterwards if the process is still running.
+    """
     with subprocess.Popen(
         moegguf_command(*arguments),
         stdin=subprocess.DEVNULL,
@@ -67,7 +69,7 @@ LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply of a server. `text` is the whole body."""
+    """A server's reply. `text` is the whole body."""
 
     status: int
     headers: Mapping[str, str]
@@ -102,15 +104,17 @@ class Server:
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """Returns the lines that the server wrote to stderr after its address. They are complete when the server has
+        """Returns the lines that the server wrote to stderr after its address. They are complete once the server has
         ended."""
         return "".join(self.stderr_lines)
 
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
     ) -> Reply:
-        """Sends a request, and returns the reply. `body` is sent as JSON under the content type of a form, as `curl -d`
-        does. Bytes are sent unchanged."""
+        """Sends a request, and returns the reply.
+
+        `body` is sent as JSON with the content type of a form, as `curl -d` does. Bytes are sent unchanged.
+        """
         return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
 
 
@@ -132,8 +136,8 @@ def serving(
 ) -> Iterator[Server]:
     """Yields a running server, and ends it afterwards.
 
-    The server's files are in `folder`. models: {name: GGUF file}. For each, the server's folder of models gets a link.
-    `n_files` limits the server's open files.
+    The server's files are in `folder`. models: {name: GGUF file}. Each of these files gets a link in the server's
+    folder of models. `n_files` limits the server's open files.
     """
     home, store = folder / "home", folder / "models"
     for path in (home, store):
@@ -151,7 +155,7 @@ def serving(
         start_new_session=True,
     )
     stderr_lines: list[str] = []
-    # Reads all the time, so that a full pipe never blocks the server.
+    # Reads continuously, so that a full pipe never blocks the server.
     reader = threading.Thread(
         target=lambda: stderr_lines.extend(process.stderr or ()), name="server-stderr", daemon=True
     )
@@ -166,7 +170,7 @@ def serving(
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Returns the URL that the server prints when it listens."""
+    """Returns the URL that the server prints once it listens."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:

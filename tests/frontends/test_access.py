@@ -166,7 +166,7 @@ def status_of(
     added: tuple[bytes, bytes] | None = None,
     **options: Any,
 ) -> int:
-    """Returns the status of the reply to a request from the IP address `client`. `added` is one more header."""
+    """Returns the status of the reply to a request from the IP address `client`. `added` is an additional header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,8 +215,10 @@ def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
 def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """A key reuses its own contexts from memory and disk, in the APIs of OpenAI and Anthropic. It reuses contexts of
-    other keys only with --share-contexts."""
+    """Requests reuse contexts of their own key from memory and disk, in the APIs of OpenAI and Anthropic.
+
+    They reuse contexts of other keys only with --share-contexts.
+    """
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}

@@ -18,7 +18,7 @@ from waiting import until
 
 from moegguf.serving.batch.answers import Requests, open_journal, response_entry
 
-N = 60  # number of requests, so large that a test sees the first answers long before the last
+N = 60  # number of requests, large enough that a test sees the first answers long before the last
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,7 +37,8 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
-    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process has ended."""
+    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process ends before
+    that."""
     log = Path(f"{database}-wal")
 
     def has_more() -> bool:

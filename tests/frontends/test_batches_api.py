@@ -1,4 +1,4 @@
-"""Tests /v1/files and /v1/batches with OpenAI's client, and with bytes that this client does not send."""
+"""Tests /v1/files and /v1/batches with OpenAI's client, and with requests that this client would not send."""
 
 import asyncio
 import functools
@@ -232,7 +232,7 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
         (415, PURPOSE + FILE + END, {**FORM, "content-encoding": "gzip"}),
     ],
 )
-def test_upload_forms_get_the_status_of_their_validity(
+def test_upload_form_determines_the_status_and_only_a_valid_one_leaves_a_file(
     http: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]
 ) -> None:
     response = http.post("/v1/files", content=body, headers=headers)
@@ -281,7 +281,7 @@ def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: F
 
 def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeManager) -> None:
     """A client sees the files and batches of its own key, even after a restart, and files stored without a key. It sees
-    none of other keys."""
+    nothing of other keys."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")

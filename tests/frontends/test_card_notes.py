@@ -1,5 +1,7 @@
-"""Tests the note about a graphics card that this build cannot use. Commands print it as one line, but not if the CPU
-was chosen."""
+"""Tests the note about a graphics card that this build cannot use.
+
+Commands print it as one line, unless the user chose the CPU.
+"""
 
 import json
 

@@ -19,7 +19,7 @@ SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Iterator[Terminal]:
-    """A chat that waits for a message. The test's folder has its history."""
+    """A chat that waits for a message. Its history is in the test's folder."""
     with echo_chat(tmp_path) as terminal:
         terminal.prompt()
         yield terminal

@@ -265,7 +265,7 @@ Mine = Callable[..., "CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def hub(tiny: TinyModel) -> Iterator[FakeHub]:
-    """A hub with one repository, which has a small model and, in a folder, a model in three shards."""
+    """A hub with one repository, which has a small model, and a model of three shards in a folder."""
     with running_hub() as found:
         whole, split = tiny("tiny-qwen2moe"), tiny("tiny-mix", "q4_k_m", 3)
         shards = sorted(split.parent.glob(split.name.replace("00001-of", "*-of")))
@@ -276,8 +276,7 @@ def hub(tiny: TinyModel) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def mine(here: Command, hub: FakeHub, tmp_path: Path) -> Mine:
-    """Returns the command with a home of its own and the hub of the fixture `hub`. There is no server at its
-    MOEGGUF_HOST."""
+    """Returns the command with its own home and the hub of the fixture `hub`. No server listens at its MOEGGUF_HOST."""
 
     def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
         own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}

@@ -4,9 +4,9 @@ Each answer must equal a file in `recorded/` byte for byte, after ids and times 
 official clients. Each request body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the
 recorded error.
 
-A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the item of a
-list before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
-files are written anew, with the outcome of each line.
+A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the list item
+before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
+files are rewritten with the outcome of each line.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {})
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API: its path, the fields of request bodies, and the client's types of answers."""
+    """An API: its path, the fields of request bodies, and the client's types for answers."""
 
     # The name of the API's file in recorded/.
     name: str
@@ -88,16 +88,16 @@ class Dialect:
     one_call: Json = field(default_factory=dict)
     # {name of a case in CASES: additional fields for this case}.
     cases: dict[str, Json] = field(default_factory=dict)
-    # The client's type of an answer that is not streamed; None: not checked.
+    # The client's type for an answer that is not streamed; None: not checked.
     whole: Any = None
-    # The client's type of a part of a stream; None: not checked, or `kinds` has the types.
+    # The client's type for one part of a stream. None: parts are not checked, or `kinds` has their types.
     parts: Any = None
-    # {value of a part's field `type`: the client's type of this part}, if an API has several types of parts.
+    # {value of a part's field `type`: the client's type for this part}, if an API has several types of parts.
     kinds: Json = field(default_factory=dict)
 
     @property
     def form(self) -> str:
-        """Returns the name of the API's family, such as "openai". All APIs of a family report errors in the same
+        """Returns the name of the API's family, such as "openai". All APIs in a family report errors in the same
         form."""
         return self.name.split("-")[0]
 
@@ -212,8 +212,10 @@ OWN_STATUSES = {("anthropic", 503): 529, ("ollama", 429): 503}
 
 
 def check_error(dialect: Dialect, body: Json, status: int, code: str | None = None) -> None:
-    """Fails unless the body is an error in the form of the API, with the error type for this status. code: the expected
-    code in OpenAI's APIs."""
+    """Fails unless the body is an error in the API's form, with the error type for this status.
+
+    code: the expected code in OpenAI's APIs.
+    """
     if dialect.form == "ollama":
         assert body.keys() == {"error"} and isinstance(body["error"], str)
     elif dialect.form == "openai":
@@ -325,7 +327,8 @@ if the request has the headers of Anthropic's clients.
 
 
 def without_chance(text: str) -> str:
-    """Returns the text with ids, times, some durations and the version replaced, so that it is equal in every run."""
+    """Returns the text with ids, times, some durations and the version replaced, so that every run gives the same
+    text."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
     text = text.replace(__version__, "VERSION")
@@ -415,7 +418,7 @@ def test_an_adapter_is_listed_with_its_scale(manager: FakeManager) -> None:
         assert (found["id"], found["path"], found["scale"]) == (0, "tuned.gguf", 0.5)
 
 
-def test_lora_scale_of_a_request_overrides_the_servers(manager: FakeManager) -> None:
+def test_lora_scale_of_a_request_overrides_the_scale_of_the_server(manager: FakeManager) -> None:
     demo = manager.catalog.known["demo:latest"]
     manager.catalog.known["tuned:latest"] = replace(demo, name="tuned:latest", adapter=Path("/files/tuned.gguf"))
 
@@ -460,7 +463,7 @@ TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
 
 
 def expanded(value: Any) -> Any:
-    """Returns the value with all repetitions written out, and "every field" replaced by the fields."""
+    """Returns the value with all repetitions expanded, and with the fields in place of "every field"."""
     if isinstance(value, list):
         found: list[Any] = []
         for each in value:

@@ -62,7 +62,7 @@ def test_each_client_gets_the_address_the_model_and_the_key(name: str) -> None:
     said = json.dumps([start(TARGET).environment, start(TARGET).arguments])
     for words in (TARGET.url, TARGET.key):
         assert words in said
-    assert TARGET.model in said or name == "open-webui"  # open-webui gets no model: it reads the server's list
+    assert TARGET.model in said or name == "open-webui"  # open-webui reads the list of models itself
 
 
 def test_codex_gets_toml_settings_and_opencode_gets_json() -> None:

@@ -53,7 +53,7 @@ def http(manager: FakeManager) -> Iterator[httpx.Client]:
 
 
 def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
-    """Returns the names of models in each list, by the name of the list."""
+    """Returns the names of models in each list, keyed by the list's name."""
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
@@ -95,7 +95,7 @@ def bind(path: Path) -> None:
 
 
 def without_embedding(path: Path, *shape: int) -> None:
-    """Writes a model without token embeddings, or, with `shape`, with token embeddings of this shape."""
+    """Writes a model whose token embeddings are missing, or have the shape `shape` if one is given."""
     model = moe()
     model.tensors = model.tensors[1:]
     if shape:

@@ -57,7 +57,7 @@ def run_load(server: Server, clients: int, seconds: float, requests: int | None 
     return asyncio.run(run())
 
 
-def test_answers_of_many_clients_equal_a_single_clients(busy_server: Server) -> None:
+def test_many_clients_get_the_answers_of_a_single_client(busy_server: Server) -> None:
     outcome = run_load(busy_server, CLIENTS, seconds=60, requests=3 * CLIENTS)
     assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.answers == 3 * CLIENTS and outcome.busy == 0

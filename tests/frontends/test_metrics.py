@@ -19,7 +19,7 @@ def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Parses the text with Prometheus' own parser. Returns the samples by (metric, model).
+    """Parses the text with Prometheus' own parser. Returns the samples, keyed by (metric, model).
 
     The model is "" for a sample without labels. Samples with any label other than the model are left out.
     """
@@ -39,12 +39,12 @@ def fields_of(specs: Iterable[CounterSpec]) -> list[str]:
 
 
 def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
-    """Returns successive numbers from `first` on, one for each field."""
+    """Returns successive numbers, beginning with `first`, one for each field."""
     return {name: first + i for i, name in enumerate(fields)}
 
 
 def test_exposition_equals_the_recorded_metrics() -> None:
-    """Compares the text with `recorded/metrics.txt`. Each field of a Stats has its own number."""
+    """Compares the text with `recorded/metrics.txt`. Each field of a Stats has a different number."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}

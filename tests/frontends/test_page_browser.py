@@ -191,8 +191,8 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
 
 
-# A JavaScript function that renders `text` as Markdown while it grows by n characters at a time, or at once if n is 0.
-# Returns the final HTML, and the HTML of elements that were removed from the page meanwhile.
+# A JavaScript function that renders `text` as Markdown while it grows by n characters at a time, or all at once if n is
+# 0. Returns the final HTML, and the HTML of elements that were removed from the page on the way.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
   const { load: loadKatex } = await import("/page/math.js");

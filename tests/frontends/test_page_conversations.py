@@ -39,7 +39,7 @@ def texts(*parts: str) -> Sequence[Delta]:
 
 
 def said(manager: FakeManager) -> list[str]:
-    """Returns the content of each message of the last request."""
+    """Returns the content of each message in the last request."""
     return [str(message["content"]) for message in manager.requests[-1].messages or ()]
 
 
@@ -503,7 +503,7 @@ def test_the_api_key_is_sent_and_kept_in_the_tab(manager: FakeManager, look: Loo
         assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_a_key_that_is_given_again_restarts_the_map(manager: FakeManager, look: Look) -> None:
+def test_entering_the_key_again_restarts_the_map(manager: FakeManager, look: Look) -> None:
     with server_of(manager, api_keys=("sesame",)) as url:
         page = look(url, expected="status of 401")
         page.fill("#api-key", "sesame")

@@ -97,7 +97,8 @@ def test_whole_and_streamed_answers_are_equal_on_each_api(application: RayApplic
 
 def test_a_second_turn_is_sent_to_the_replica_with_its_context(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
-    # The first calls let Ray learn the queue lengths of both replicas. Ray skips a replica of unknown queue length.
+    # The first calls let Ray learn the queue lengths of both replicas, because Ray skips a replica of unknown queue
+    # length.
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
@@ -124,7 +125,7 @@ def test_options_refused_by_ray_raise_an_error_with_the_model() -> None:
         app({"models": wrong})
 
 
-def test_errors_in_front_of_replicas_have_the_form_of_the_api(application: RayApplication) -> None:
+def test_errors_of_the_application_have_the_form_of_the_api(application: RayApplication) -> None:
     unknown = chat(application, "x", model="unknown")
     assert unknown.status == 404 and unknown.json["error"]["code"] == "model_not_found"
     too_long = call(f"{application.url}/api/generate", {"model": "demo", "prompt": "x " * 4000, "truncate": False})
@@ -193,7 +194,7 @@ def test_queued_requests_start_another_replica(application: RayApplication) -> N
             statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
         return statuses
 
-    with ThreadPoolExecutor() as threads:  # one request more than a replica accepts at once
+    with ThreadPoolExecutor() as threads:  # one request more than a replica accepts at a time
         asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
         try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)
@@ -224,7 +225,7 @@ def test_every_api_answers_through_the_http_application(url: str) -> None:
     [("POST", "/api/pull"), ("POST", "/api/create"), ("POST", "/api/copy"), ("DELETE", "/api/delete"),
      ("POST", f"/api/blobs/sha256:{'a' * 64}"), ("GET", "/metrics"), ("GET", "/live")],
 )  # fmt: skip
-def test_calls_of_moegguf_serve_only_get_a_501_with_the_next_step(url: str, method: str, path: str) -> None:
+def test_calls_that_only_moegguf_serve_answers_get_a_501_with_the_next_step(url: str, method: str, path: str) -> None:
     reply = call(url + path, method=method)
     assert reply.status == 501
     assert any(step in reply.error for step in ("serve deploy", "docs/deployment.md", "moegguf serve"))

@@ -220,7 +220,7 @@ def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_sho
 
 @contextmanager
 def begun_answer() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """Yields a process of `moegguf run` that has begun a very long answer, and its worker's process."""
+    """Yields a `moegguf run` process that has begun a very long answer, and its worker's process."""
     endless = '{"type": "string", "minLength": 100000}'
     with started("run", "demo", QUESTION, "--format", endless, *QUICK) as process:
         assert process.stdout
@@ -346,7 +346,7 @@ def test_run_ignores_the_server_of_another_program(here: Command, client: Client
 
 RESPONSES: dict[str, tuple[int, bytes]] = {
     "/api/ps": (200, b'{"models": []}'),
-    "/api/version": (200, b'{"version": "0.33.0"}'),  # no version of moegguf: the client takes this for another program
+    "/api/version": (200, b'{"version": "0.33.0"}'),  # not a version of moegguf, so the client does not use this server
     "/lines": (200, b'{"a": 1}\n\n{"a": 2}\n'),
     "/faulty": (200, b'{"a": 1}\n{"error": "the process has ended"}\n'),
     "/missing": (404, b'{"error": "model \'x\' not found"}'),

@@ -61,7 +61,7 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
-    # Options without a flag are not sent: the worker takes them from its environment.
+    # Options without a flag are not sent: the worker reads them from its environment.
     assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))
     assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots

@@ -168,7 +168,7 @@ def test_downloads_get_an_error_when_the_server_ends(tmp_path: Path) -> None:
 def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
     """Asserts that both connections end with the error that the server is shutting down.
 
-    The begun stream `streamed` has this error as its last JSON line. The reply `whole` has status 503.
+    `streamed` is a stream that has begun; its last JSON line is this error. The reply `whole` has status 503.
     """
     ended, reply = {"error": "the server is shutting down; try again later."}, rest(whole)
     assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
@@ -177,7 +177,7 @@ def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """Returns all bytes that arrive until the server closes the connection. Closes the connection here, too."""
+    """Returns all bytes that arrive until the server closes the connection. Then closes this end, too."""
     connection.settimeout(20)
     with connection, connection.makefile("rb") as file:
         return file.read()
@@ -253,5 +253,5 @@ def test_stalled_headers_of_a_second_request_close_the_connection(url: str, monk
         connection.sendall(request)
         while not received.endswith(b"Ollama is running"):
             received += connection.recv(1000)
-        connection.sendall(request[:20])  # the rest of the headers never comes
+        connection.sendall(request[:20])  # the rest of the headers never arrives
         assert rest(connection) == b""

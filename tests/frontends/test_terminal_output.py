@@ -75,7 +75,8 @@ def test_heatmap_has_separate_letters_for_vram_and_ram() -> None:
 
 
 def shown(deltas: list[str], width: int) -> list[str]:
-    """Feeds pieces of text through a `Wrapper` to a terminal of this width. Returns the lines that it then shows."""
+    """Feeds pieces of text through a `Wrapper` to a terminal of this width. Returns the lines that the terminal
+    shows."""
     screen = pyte.HistoryScreen(width, 200, history=10)
     stream = pyte.Stream(screen)
     wrapper = Wrapper(lambda: width)
@@ -313,7 +314,7 @@ def test_a_reloaded_model_starts_its_counts_anew() -> None:
 def test_models_unloaded_by_the_server_leave_the_view() -> None:
     models = models_of("a:latest", "b:latest")
     apply_line(models, {"loaded_models": ["b:latest"]})
-    apply_line(models, line_of(30, "a:latest"))  # a snapshot of the unloaded model that arrives late
+    apply_line(models, line_of(30, "a:latest"))  # a late snapshot of the unloaded model
     assert list(models) == ["b:latest"]
     apply_line(models, {"loaded_models": []})
     assert any("No model is loaded" in line for line in frame(models, 80, 24))

@@ -128,7 +128,7 @@ def test_serve_loads_own_classes_from_its_command_line_only(tmp_path: Path) -> N
     with serving(tmp_path / "server", "--policy", POLICY, "--expert-cache", "25%") as server:
 
         def decided_by(model: str, **options: str) -> str:
-            """Requests an answer of `model`. Returns the name of the eviction policy that was used."""
+            """Requests an answer from `model`. Returns the name of the eviction policy that was used."""
             chat = {"model": model, "messages": [{"role": "user", "content": "hi"}], "details": True}
             body = {**chat, **options, "options": {"num_predict": 2, **options}}
             lines = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).text.splitlines()

@@ -77,7 +77,7 @@ def test_the_thinking_budget_applies_to_a_raw_prompt(served: Server) -> None:
     assert served.call("/completion", {**body, **own}).json["content"].startswith("#")
 
 
-def test_requests_without_a_thinking_budget_get_the_servers(manager: FakeManager) -> None:
+def test_requests_without_a_thinking_budget_use_the_budget_of_the_server(manager: FakeManager) -> None:
     own = {"reasoning_budget_tokens": 9, "reasoning_budget_message": "own"}
     with server_of(manager, reasoning_budget_tokens=5, reasoning_budget_message="Enough.") as url:
         for fields in ({}, own, {"reasoning_budget_tokens": -1}, {"reasoning_budget_tokens": 0}):
@@ -87,7 +87,7 @@ def test_requests_without_a_thinking_budget_get_the_servers(manager: FakeManager
     assert [request.think for request in manager.requests] == [None, None, None, False]
 
 
-def test_run_prefers_the_flags_budget_to_the_models_and_the_environment(
+def test_run_prefers_the_budget_flag_to_the_model_and_the_environment(
     here: Command, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     home = {"MOEGGUF_HOME": str(tmp_path / "home")}

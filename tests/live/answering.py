@@ -1,7 +1,7 @@
 """Computes answers in the test's own process.
 
-`Answer` and `reply` compute one answer in a `BatchLoop` of its own. `answers_of` and `answers_together` compute many
-answers in one loop. With a `Scripted` schedule, a test acts at numbered steps, so that results do not depend on time.
+`Answer` and `reply` compute one answer in its own `BatchLoop`. `answers_of` and `answers_together` compute many answers
+in one loop. With a `Scripted` schedule, a test acts at numbered steps, so that results do not depend on time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TinyModel = Callable[..., Path]
 
 
 def ask(*messages: str, **options: Any) -> Request:
-    """Returns a request. The temperature is 0 unless `options` has another one.
+    """Returns a request. Its temperature is 0 unless `options` sets another one.
 
-    `messages` are texts of the user and the assistant in turn, first the user's. `options` are fields of Request and
-    Sampling. Without messages, the summary includes the context by default.
+    `messages` are texts that the user and the assistant write in turn, beginning with the user. `options` are fields of
+    Request and Sampling. Without messages, the summary includes the context by default.
     """
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
@@ -167,7 +167,7 @@ def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | Non
 
 @contextmanager
 def started(loop: BatchLoop) -> Iterator[BatchLoop]:
-    """Runs `loop` on a thread of its own and yields the loop. Closes the loop at the end of the `with` block."""
+    """Runs `loop` on its own thread and yields the loop. Closes the loop at the end of the `with` block."""
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     try:

@@ -61,10 +61,8 @@ def reference() -> Reference:
 
 @pytest.fixture
 def path(tiny: TinyModel, request: pytest.FixtureRequest) -> Path:
-    """Returns the path of a tiny model.
-
-    The model is tiny-qwen2moe in Q4_0, unless an indirect parameter has another preset and quantisation.
-    """
+    """Returns the path of a tiny model. It is tiny-qwen2moe in Q4_0 unless an indirect parameter names another preset
+    and quantisation."""
     return tiny(*getattr(request, "param", ("tiny-qwen2moe", "q4_0")))
 
 
@@ -97,7 +95,7 @@ def no_faults() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Llama]:
-    """Yields the demo model, loaded once for each file of tests."""
+    """Yields the demo model, loaded once per test file."""
     from answering import DEMO
 
     from moegguf.engine.llama import Llama

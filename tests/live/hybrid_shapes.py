@@ -32,20 +32,21 @@ Keys = dict[str, Any]
 class Shape:
     """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors that all SHAPES have.
 
-    Names of layers' tensors have no prefix `blk.N.`. `outer` has the tensors outside layers.
+    The names of layers' tensors lack the prefix `blk.N.`. `outer` has the tensors outside layers.
     """
 
     keys: Keys
     recurrent: Dims
     attention: Dims
-    rest: Dims  # tensors of every layer, whatever its kind
+    rest: Dims  # tensors that every layer has, whatever its kind
     outer: Dims
 
 
 def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dims:
     """Returns the tensors of a layer's feed-forward part: norm, router, experts, and one shared expert.
 
-    The shared expert is as wide as `n_shared` experts; 0: there is none. `has_bias`: the choice of experts has a bias.
+    The shared expert is as wide as `n_shared` experts; if that is 0, it is left out. `has_bias`: the choice of experts
+    has a bias.
     """
     dims: Dims = {"ffn_norm.weight": (N_EMBD,), "ffn_gate_inp.weight": (N_EXPERT, N_EMBD)}
     if has_bias:
@@ -81,7 +82,8 @@ def latent_attention(n_rot: int) -> Dims:
 
 
 def delta_attention(gates: Dims) -> Dims:
-    """Returns the tensors of Kimi's delta attention, and `gates`, the tensors that differ between architectures."""
+    """Returns the tensors of Kimi's delta attention, including `gates`, the tensors that differ between
+    architectures."""
     dims = {f"attn_{name}.weight": (WIDTH, N_EMBD) for name in "qkv"}
     dims |= {f"ssm_conv1d_{name}.weight": (WIDTH, 1, D_CONV) for name in "qkv"}
     dims |= {"ssm_beta.weight": (N_HEAD, N_EMBD), "ssm_dt.bias": (WIDTH,), "ssm_norm.weight": (HEAD_DIM,)}
@@ -89,7 +91,7 @@ def delta_attention(gates: Dims) -> Dims:
 
 
 def delta_keys(n_rot: int, **keys: Any) -> Keys:
-    """Returns the keys that all SHAPES with delta attention and latent attention have, and `keys`."""
+    """Returns the keys that all SHAPES with delta attention and latent attention have, extended by `keys`."""
     return {
         "attention.head_count_kv": [int(kind == "a") for kind in LAYERS],
         "attention.key_length": KV_RANK + n_rot,

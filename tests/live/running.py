@@ -1,6 +1,6 @@
 """Helpers for tests that compute a tiny model in two ways and compare the logits.
 
-They make prompts, greedy logits, budgets and adapters. `Meddler` disturbs the store meanwhile.
+They make prompts, greedy logits, budgets and adapters. A `Meddler` disturbs the store while the model computes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WithoutRepacking(Llama):
 
 
 def random_prompt(llm: Llama, n_tokens: int = N_PROMPT, seed: int = 0) -> list[int]:
-    """Returns random tokens of the model's vocabulary, fixed by `seed`."""
+    """Returns random tokens from the model's vocabulary, determined by `seed`."""
     return np.random.default_rng(seed).integers(0, llm.n_vocab(), n_tokens).tolist()
 
 
@@ -67,7 +67,7 @@ def greedy_logits(
 def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
     """Returns a budget in bytes that holds exactly `n_slots` slots.
 
-    The slots have the padding that `device` needs. None stands for the CPU.
+    The slots have the padding that `device` needs. None means the CPU.
     """
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
@@ -76,7 +76,7 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes the file of a writer to which all keys and tensors have been added, and closes it. Returns `path`."""
+    """Writes the file of `writer`, which already has all its keys and tensors, and closes the file. Returns `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,7 +112,8 @@ def controller_of(llm: Llama) -> Controller:
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Returns a list that each later call of store.set_scores() extends: True for a table of scores, False for None."""
+    """Returns a list to which each later call of store.set_scores() appends True for a table of scores, or False for
+    None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -155,7 +156,8 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each device's slots, by ggml's name of the device, in the order of the store's devices."""
+    """Returns the figures of each device's slots, keyed by ggml's name of the device, in the order of the store's
+    devices."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

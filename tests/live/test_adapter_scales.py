@@ -1,6 +1,6 @@
 """Tests the scale of a LoRA adapter that a request sets.
 
-The scale applies to this request only, and only requests with an equal scale reuse its computed context.
+The scale applies to this request only, and only requests with the same scale reuse its computed context.
 """
 
 from collections.abc import Iterator

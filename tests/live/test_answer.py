@@ -76,7 +76,7 @@ def test_the_error_for_a_too_long_prompt_states_its_length(demo: Llama) -> None:
     for form in ({"truncate": False}, {"shift": False}):
         with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) {exceeded}"):
             Answer(demo, ask("word " * 40_000, **form))
-    # The number of tokens of such a long text is only estimated.
+    # The number of tokens in such a long text is only estimated.
     with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):
         Answer(demo, ask("xy " * 12_500_000, truncate=False))
 

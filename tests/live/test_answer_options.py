@@ -235,7 +235,7 @@ def test_tools_and_thinking_are_refused_without_template_support(tiny: TinyModel
     Answer(plain, ask(QUESTION, think=False))
 
 
-def test_a_template_of_the_request_replaces_the_models(demo: Llama) -> None:
+def test_a_template_of_the_request_replaces_the_template_of_the_model(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
     prompt = demo.detokenize(answer.prompt.tokens, special=True).decode()
     assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")

@@ -1,9 +1,9 @@
 """Tests many answers on one context: no answer depends on another's tokens, and an error ends only affected answers.
 
-Batch-invariant kernels give an answer the same bits alone and beside others. Without them last bits may differ, and the
-rounding of activations to eight bits enlarges the differences. Logprobs are then compared within BOUND. Another test
-needs no bound: with equal steps, the tokens of other answers change no bit.
-MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings (default: 200), rounded up to full blocks.
+With batch-invariant kernels, an answer has the same bits alone and in a batch. Without these kernels the last bits may
+differ, and the rounding of activations to eight bits enlarges the differences. Logprobs are then compared within BOUND.
+Another test needs no bound: with equal steps, the tokens of other answers change no bit. MOEGGUF_INTERLEAVINGS is the
+number of answers in random interleavings (default: 200), rounded up to full blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 
-# Limit of a logprob's difference without batch-invariant kernels. Random routers of tiny models amplify last bits most.
+# Limit of how much a logprob may differ without batch-invariant kernels. The random routers of tiny models amplify
+# differences in the last bits most.
 BOUND = 1.0
 PER_BLOCK = 25
 N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
@@ -174,7 +175,7 @@ def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llam
     lengths = [50, 3, 21, 34, 1, 13]
 
     def logprobs(target: int, seed: int) -> list[TokenLogprob]:
-        """Returns the logprobs of answer `target`. Its prompt is fixed; `seed` decides the prompts of the others."""
+        """Returns the logprobs of answer `target`. Its prompt is fixed; `seed` determines the other prompts."""
         own, others = np.random.default_rng(target), np.random.default_rng(seed)
         requests = [
             of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)

@@ -143,7 +143,7 @@ def model(folder: Path, locality: str, arch: str = "qwen3moe", quant: str = "q4_
 
 
 def recorded(path: Path, temperature: float) -> Trace:
-    """Records a trace of PROMPTS with at most 400 new tokens each. Returns the part of the trace that was decoded."""
+    """Records a trace of PROMPTS with at most 400 new tokens each. Returns only the trace's decoded tokens."""
     out = path.with_suffix(".npz")
     options = RecordOptions(n_predict=400, temperature=temperature)
     record(path, PROMPTS, out, options, expert_cache="100%", n_ctx=512, n_threads=1, verbose=False)
@@ -164,7 +164,7 @@ CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # enough distinct tokens: no answer loops
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # no answer repeats itself endlessly
     assert_hits_as_published(trace, locality)
 
 
@@ -194,8 +194,8 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 def test_gpu_measurements_of_llama_cpp_and_moegguf_have_the_same_tokens(path: Path) -> None:
     """Compares the tokens of four loads: three of llama.cpp and one of moegguf.
 
-    llama.cpp has all experts on the device, some of them, or none. The limit of device memory is equal for the last two
-    and for moegguf. moegguf also has slots in RAM for 30 % of the experts.
+    llama.cpp has all experts on the device, some of them, or none. The last two and moegguf have equal limits of device
+    memory. moegguf also has slots in RAM for 30 % of the experts.
     """
     from tools.gpu import measure
 

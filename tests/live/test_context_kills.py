@@ -30,7 +30,7 @@ N_PROMPTS, N_NEW = 16, 6
 # Size limits of stored contexts. Not all blocks of the prompts fit, so old blocks are deleted.
 STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}
 QUICK_KILLS = 3
-LONGEST_S = 0.5  # the longest time in seconds from the first answer of a process to its kill
+LONGEST_S = 0.5  # the longest time in seconds between a process's first answer and its kill
 
 
 def prompts(n_vocab: int) -> list[list[int]]:

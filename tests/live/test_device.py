@@ -1,8 +1,8 @@
 """Tests experts in slots on a device: logits, changed budgets, refused memory, and strict devices.
 
 A device is ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated link. A
-strict simulated device shows errors that could occur on CUDA. Its rows need padding, unwritten memory holds poison, and
-copies complete late (moegguf/testing/link_device.cpp).
+strict simulated device reveals errors that could occur on CUDA. Its rows need padding, unwritten memory holds poison,
+and copies complete late (moegguf/testing/link_device.cpp).
 """
 
 import warnings
@@ -61,7 +61,7 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
         assert llm.plan.device == "RPC0"
-        store.drain(10)  # prefetches may still be under way
+        store.drain(10)  # prefetches may still be running
         tiers, places = llm.session.tiers(), llm.session.places()
         there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
         assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
@@ -84,7 +84,7 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
 
 
 @on_servers(1)
-def test_every_expert_in_vram_makes_no_ram_tier(path: Path) -> None:
+def test_no_ram_tier_exists_if_every_expert_is_in_vram(path: Path) -> None:
     with hooks_off(), Llama(path, n_gpu_layers=-1, **OPTIONS) as llm:
         plain = greedy_logits(llm)
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
@@ -114,7 +114,8 @@ def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> None:
-    """A buffer of the device holds at most 20 slots. The model gets 19, 36, and 64 slots: one for every expert."""
+    """A buffer of the device holds at most 20 slots. The model gets 19, 36 or 64 slots; 64 are enough for every
+    expert."""
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
     stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
     small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
@@ -224,7 +225,7 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 
 @on_servers()
-def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
+def test_a_context_that_does_not_fit_reduces_the_slots(path: Path) -> None:
     """A load uses fewer slots if its context does not fit beside 60 slots. It fails on a much smaller device."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
@@ -267,7 +268,7 @@ def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) ->
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
-    """Prefetching with default options is paused after the load and while the link is measured, and begins later."""
+    """Prefetching with default options is paused from the load until the link has been measured, and begins later."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []

@@ -1,7 +1,7 @@
-"""Tests costs of layers with slots on a device.
+"""Tests what layers with slots on a device cost.
 
 A pass copies no adapter to the device. Ids are copied only if an expert has no slot, or while the store is watched.
-Remedies against stops change no bit.
+Remedies, which shorten the device's waits for experts, change no bit.
 """
 
 import ctypes as c

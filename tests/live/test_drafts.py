@@ -1,6 +1,6 @@
 """Tests that drafts change no token of an answer.
 
-Many tests compare answers without drafts to answers with partly wrong drafts. These drafts come from a known answer,
+Many tests compare answers computed without drafts and with partly wrong drafts. These drafts come from a known answer,
 with random lengths and with tokens replaced at random. Other drafts come from n-grams, a draft model or MTP heads.
 """
 
@@ -42,7 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Recalled(Drafts):
-    """Drafts the continuation of known token sequences, with a random length and about a quarter of tokens wrong."""
+    """Drafts the continuation of known token sequences, with a random length and about a quarter of the tokens
+    wrong."""
 
     known: list[tuple[int, ...]]
     random: np.random.Generator
@@ -50,7 +51,7 @@ class Recalled(Drafts):
 
     @classmethod
     def begin(cls, undrafted: Sequence[Received]) -> None:
-        """Sets the known texts to these answers, and starts the random numbers and the count again."""
+        """Sets the known texts to these answers, and resets the random numbers and the count."""
         cls.known = [received.summary.context for received in undrafted]
         cls.random, cls.n_accepted = np.random.default_rng(1), 0
 
@@ -95,7 +96,8 @@ def request(number: int = 0, **options: Any) -> Request:
 
 
 def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> list[Received]:
-    """Computes answers in a new loop with an empty context. Drafts come from `drafts`; None: nothing is drafted."""
+    """Computes answers in a new loop with an empty context. Drafts come from `drafts`; if it is None, nothing is
+    drafted."""
     llm.context.clear()
     llm.drafts, before = drafts, llm.drafts
     try:

@@ -91,7 +91,7 @@ def test_an_error_of_one_prompt_is_in_its_own_answer(engine: Engine) -> None:
 
 
 def test_repeat_limit_ends_an_answer_that_repeats_a_token(engine: Engine) -> None:
-    """A bias forces one token again and again. Tokens that differ only in white space count as equal."""
+    """A bias forces one token repeatedly. Tokens that differ only in white space count as equal."""
     always = Sampling(temperature=0.0, max_tokens=80, logit_bias={engine.llm.vocabulary.tokens("a")[0]: 1000.0})
     free, limited = (engine.generate("some text", always, repeat_limit=limit)[0] for limit in (0, REPEAT_LIMIT))
     assert free.summary.answer_tokens == 80
@@ -169,7 +169,10 @@ def test_the_demo_answers_its_starters_right(quizzed: Engine) -> None:
 
 
 def test_the_demo_admits_half_of_the_unknowable_questions(quizzed: Engine) -> None:
-    """The demo must say for half of the unanswerable questions that it does not know. Its model card has the share."""
+    """The demo must answer half of the unanswerable questions (rounded down) by admitting that it does not know.
+
+    Its model card states the measured share.
+    """
     cases = [case for case in quiz_demo.heldout_cases() if case.where == "cannot be known"]
     answers = quiz_demo.ask(quizzed, cases)
     assert sum(answer in case.right for case, answer in zip(cases, answers, strict=True)) >= len(cases) // 2

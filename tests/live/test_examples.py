@@ -90,7 +90,7 @@ def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def check_printed(program: str, text: str) -> None:
-    """Asserts that the output `text` has the patterns of the program, in their order."""
+    """Asserts that the output `text` has the program's patterns in order."""
     begin = 0
     for pattern in PRINTED[program]:
         found = re.compile(pattern).search(text, begin)

@@ -32,7 +32,7 @@ TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 @pytest.fixture(scope="session")
 def devices() -> list[Device]:
-    """Returns all GPUs that ggml sees. Skips the test if there is none."""
+    """Returns all GPUs that ggml sees. Skips the test if ggml sees none."""
     found = gpus()
     if not found:
         pytest.skip("ggml sees no GPU: `make test-vulkan` makes a software one")
@@ -49,8 +49,8 @@ def device(devices: list[Device]) -> Device:
 def plain(devices: list[Device]) -> Plain:
     """Returns `plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`.
 
-    The function calls `logits_of` on plain llama.cpp with every layer on the device (None: the first GPU). It computes
-    the logits only once for equal arguments.
+    The function calls `logits_of` on plain llama.cpp with every layer on the device (None: the first GPU). For equal
+    arguments, it computes the logits only once.
     """
     known: dict[tuple[Any, ...], Logits] = {}
 
@@ -83,7 +83,7 @@ def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logi
 
 
 def random_tokens(n_tokens: int, seed: int = 0) -> list[int]:
-    """Returns random token ids below 1024, fixed by `seed`."""
+    """Returns random token ids below 1024, determined by `seed`."""
     return np.random.default_rng(seed).integers(0, 1024, n_tokens).tolist()
 
 
@@ -104,7 +104,7 @@ def check_identity(
 ) -> None:
     """Asserts that slots in VRAM and RAM give the logits of `plain`, and that both tiers evict experts.
 
-    Another thread requests prefetches and changes scores meanwhile.
+    While the model computes, another thread requests prefetches and changes scores.
     """
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
@@ -117,10 +117,10 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots in the VRAM budget whose memory the staging tensors take.
+        # Number of slots of the VRAM budget that the staging tensors take up.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A model with a pool smaller than a layer may compute a prompt in smaller passes, in which kernels sum in another
-    # order. The reference therefore has the same n_ubatch.
+    # order. The reference therefore uses the same n_ubatch.
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, plain(path, prompt, n_tokens, n_ubatch, device))
     assert (tiers["VRAM"]["n_slots"] + n_staged, tiers["RAM"]["n_slots"]) == slots_of(path, size)

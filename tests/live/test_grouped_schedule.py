@@ -34,7 +34,8 @@ N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
 def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
-    """Evaluates random prompts of N_SEQUENCES sequences in two passes, then N_DECODE passes with a token of each.
+    """Evaluates random prompts of N_SEQUENCES sequences in two passes, then N_DECODE passes with one token of each
+    sequence.
 
     Calls `after_each` after each of these later passes, with the row numbers of its logits.
     """
@@ -115,14 +116,14 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         while True:
             assert np.array_equal(logits(llm), expected)
             if llm.stats().prefetch_started > 0 or time.monotonic() > deadline:
-                break  # a run has no prefetch if the threads that predict and read get no core; then it is repeated
+                break  # a run without prefetches is repeated: the threads that predict and read may have had no core
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 
 class Counted:
     """A schedule that selects the sequences that `inner` selects.
 
-    For each selection, `counts` has the number of decoding sequences: selected, and running.
+    `counts` has two numbers for each selection: the selected and the running decoding sequences.
     """
 
     def __init__(self, inner: ExpertFlow) -> None:

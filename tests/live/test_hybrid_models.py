@@ -21,8 +21,8 @@ HYBRIDS = [
     "tiny-deepseek4",
 ]  # fmt: skip
 WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
-# Longer than a chunk in which the recurrent state is computed, than the group of tokens that share one compressed key,
-# and than a sliding window.
+# Longer than a chunk of the recurrent state's computation, than a group of tokens that share one compressed key, and
+# than a sliding window.
 N_PROMPT = 150
 N_NEW = 12
 

@@ -1,8 +1,8 @@
-"""Tests models with a recurrent state: many requests together, and drafts, give the logprobs of solo answers.
+"""Tests that batched answers and drafts give the logprobs of solo answers on models with a recurrent state.
 
-Each sequence has a state of its own. The model has slots for some experts. Tests use passes of several widths, prefixes
-that other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with
-one sequence and without drafts.
+Each sequence has its own state. The model has slots for some experts. Tests use passes of several widths, prefixes that
+other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with one
+sequence and without drafts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def pair(
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
-        # Hides the warning that nothing is drafted for a model whose state cannot go back.
+        # Hides the warning that nothing is drafted for a model whose state cannot be rolled back.
         warnings.simplefilter("ignore")
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
@@ -104,7 +104,7 @@ def prompts_of(llm: Llama, shared: int = 0) -> list[list[int]]:
 
 @contextmanager
 def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
-    """Replaces the model's drafts by `drafts` inside the `with` block. None: nothing is drafted."""
+    """Replaces the model's drafts with `drafts` inside the `with` block. None: nothing is drafted."""
     llm.drafts, before = drafts, llm.drafts
     try:
         yield

@@ -1,4 +1,5 @@
-"""Tests on the CPU that hybrid models compute equal bits in passes of several widths, and beside other sequences."""
+"""Tests on the CPU that the bits that hybrid models compute depend neither on the width of passes nor on other
+sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -38,7 +39,7 @@ STATES = {
     "kimi-k3": {"GATED_DELTA_NET", "SSM_CONV"},
     "glm5-next": {"GATED_DELTA_NET", "SSM_CONV", "LIGHTNING_INDEXER", "TOP_K"},
 }
-# Models in which each sequence may have its own KV cells: these are tested with shared cells and with own cells.
+# Models in which each sequence may have its own KV cells: they are tested with shared and with separate cells.
 OWN_CELLS = ("tiny-qwen4exp", "tiny-deepseek4")
 N_TOKENS = 200
 N_TOGETHER = 126
@@ -83,7 +84,7 @@ class Sequences:
         self._batch = PassBatch(settings.n_batch)
 
     def compute(self, *chunks: SequenceTokens) -> list[bytes]:
-        """Calls llama_decode once. Returns the logits of each token for which a chunk requests logits, as bytes."""
+        """Calls llama_decode once. Returns the bytes of the logits of each token for which a chunk requests logits."""
         self._batch.fill(chunks)
         status = self._llama.llama_decode(self._context, self._batch.batch)
         assert status == 0, f"llama_decode: status {status}"
@@ -110,7 +111,7 @@ class Sequences:
 
 
 def part(sequence: int, tokens: Sequence[int], begin: int, end: int, wants_logits: bool = True) -> SequenceTokens:
-    """Returns a chunk with the tokens at `begin` to `end` - 1 of a sequence."""
+    """Returns a chunk with the tokens of a sequence from `begin` to `end` - 1."""
     own = tokens[begin:end]
     return SequenceTokens(sequence, own, begin, 0, Phase.PREFILL, wants_logits, all_logits=wants_logits)
 
@@ -153,7 +154,7 @@ def test_hybrid_models_have_equal_bits_at_any_width_and_beside_others(
 
 
 def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
-    """Computes N_TOGETHER tokens as sequence 0, seven in each pass beside seven tokens of sequence 1.
+    """Computes N_TOGETHER tokens as sequence 0: each pass has seven of them and seven tokens of sequence 1.
 
     Every second pass also has seven tokens of sequence 2. Returns the logits of sequence 0.
     """

@@ -69,7 +69,7 @@ def run_and_compare(
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
     # A model with a pool smaller than a layer computes a prompt in smaller passes, in which kernels sum in another
-    # order. The reference therefore has the same n_ubatch.
+    # order. The reference therefore uses the same n_ubatch.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"
@@ -100,7 +100,7 @@ def test_logits_are_identical_for_every_store_switch_and_reader_count(
 
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
-def test_q4_0_rows_are_written_past_the_cache(tiny: TinyModel, load: Load) -> None:
+def test_q4_0_rows_bypass_the_processor_cache(tiny: TinyModel, load: Load) -> None:
     # test_logits_are_identical_for_every_model_and_pool_size compares the logits of these models.
     for quant, written in (("q4_0", True), ("q8_0", False)):
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:

@@ -130,7 +130,7 @@ def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyM
         assert computed(found) == (71, len(longer) - 71)
     with engine(model) as again:
         assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (6, N_PROMPT - 1)
-        assert computed(answer(again, prompt)) == (1, 0)  # the sequence holds these tokens, and goes back to a state
+        assert computed(answer(again, prompt)) == (1, 0)  # the sequence holds these tokens, and returns to a state
     for block in stored_blocks(default_folder()):
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:
@@ -175,7 +175,7 @@ def test_other_options_or_weights_reuse_no_stored_block(tiny: TinyModel, tmp_pat
         answer(first, prompt)
     data = bytearray(path.read_bytes())
     norm = next(tensor for tensor in read_gguf(path).tensors if tensor.name == "blk.0.attn_norm.weight")
-    # The zeros stand for other weights in a model of the same shape.
+    # The zeros imitate other weights in a model of the same shape.
     data[norm.offset : norm.offset + norm.n_bytes] = bytes(norm.n_bytes)
     copy.write_bytes(data)
     os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
@@ -216,7 +216,7 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """Replaces a stored block by a block with a wrong value and a right checksum.
+    """Replaces a stored block with one that has a wrong value and a right checksum.
 
     `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 a position.
     """
@@ -313,7 +313,7 @@ def test_images_are_restored_by_the_hash_of_their_content(
     with engine(model, n_ctx=4096, mmproj=mmproj, context_store=0, parallel=1) as unkept:
         expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
     with engine(model, n_ctx=4096, mmproj=mmproj) as first:
-        answer(first, prompt_of(90))  # this prompt takes one sequence, so the images are computed in another sequence
+        answer(first, prompt_of(90))  # this prompt occupies one sequence, so the images are computed in another one
         found = turn(first, 1)
         assert found.logprobs == expected[1]
         n_all, n_disk = computed(found)

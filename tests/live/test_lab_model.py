@@ -33,7 +33,7 @@ SHAPE = Shape(N_VOCAB, 2, 64, N_FF_EXP * (N_EXPERT + N_SHARED), 2, 1, 256, 10_00
 
 
 def split(n_used: int) -> Split:
-    """Returns a split with `n_used` experts for each token. Its routers give chosen experts almost equal weights."""
+    """Returns a split with `n_used` experts per token, whose routers weight the chosen experts almost equally."""
     return convert.Split(N_EXPERT, n_used, N_FF_EXP, N_SHARED, router_std=1e-3)
 
 

@@ -34,7 +34,7 @@ TEXTS = ["A short text.", "Another one, about the sea.", "1 2 3 4 5 6 7", "def f
 
 @pytest.fixture(scope="module")
 def learnt(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Learnt]]:
-    """Links a tiny model into a folder of its own, records a trace, and learns every strategy of LEARNERS from it.
+    """Links a tiny model into its own folder, records a trace, and learns every strategy of LEARNERS from the trace.
 
     Returns the model's path and the outcome of each strategy.
     """
@@ -83,7 +83,7 @@ def test_learnt_facts_list_every_learned_file(learnt: tuple[Path, dict[str, Lear
             assert (one["tokens"], one["requests"], one["right"]) == (found.tokens, found.requests, found.right)
 
 
-def test_record_ends_at_most_tokens(tiny: TinyModel, tmp_path: Path) -> None:
+def test_record_stops_once_most_tokens_are_recorded(tiny: TinyModel, tmp_path: Path) -> None:
     prompts = [Prompt(text, "text") for text in TEXTS]
     options = RecordOptions(4, most_tokens=30)
     stats = record(tiny(PRESET), prompts, tmp_path / "t", options, n_ctx=256, n_threads=1, verbose=False)

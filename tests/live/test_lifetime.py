@@ -74,7 +74,7 @@ def test_an_unfinished_stream_of_a_closed_model_raises_closed_error(tiny: TinyMo
 
 
 class Footprint:
-    """The numbers of threads and open files, and the resident bytes, of this process."""
+    """The numbers of this process's threads and open files, and its resident memory in bytes."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -108,7 +108,8 @@ def test_twenty_loads_leave_no_threads_files_or_memory(tiny: TinyModel) -> None:
         with Llama(tiny("tiny-mix", "q8_0"), expert_cache="40%", n_threads=1, n_ctx=512, verbose=False) as llm:
             llm("some text", max_tokens=4)
 
-    # The first three loads warm up libraries and allocators. The check compares before and after the 20 later loads.
+    # The first three loads warm up libraries and allocators. The figures are compared before and after the 20 later
+    # loads.
     for n_loads in (3, 20):
         before = Footprint()
         for _ in range(n_loads):
@@ -282,7 +283,7 @@ def test_a_dropped_stream_releases_the_model_for_other_threads(tiny: TinyModel, 
 
 
 def test_a_stock_llama_cpp_imported_first_raises_library_error(tiny: TinyModel, tmp_path: Path) -> None:
-    # A folder with libllama that stands for another package's llama.cpp.
+    # A folder with a libllama that imitates another package's llama.cpp.
     stock = shutil.copytree(library.find_library(), tmp_path / "stock")
     script = """
         import sys

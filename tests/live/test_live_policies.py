@@ -88,7 +88,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
     assert llm.stats().evictions > 0
     figures = llm.decisions()
     assert (figures["policy"], figures["predictor"]) == ("next-use", predictor)
-    # Eamc compares a request with earlier requests, and there is none before the first.
+    # Eamc compares a request with earlier requests, and the first request has none.
     predicts = predictor not in ("none", "eamc")
     assert (llm.stats().prefetch_started > 0) == predicts
 
@@ -215,7 +215,7 @@ def test_the_controller_of_a_resident_model_is_idle_until_a_shrink(
 
 
 class LiveJudge(Judge):
-    """A judge that can be added to a running model as a listener."""
+    """A judge of predictions that can be added to a running model as a listener."""
 
     listen_options = ListenOptions(inputs=True, lockstep=True)
 
@@ -289,7 +289,10 @@ PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
 
 
 def run(llm: Llama) -> Logits:
-    """Evaluates two prompts, each with some greedy tokens. Returns the second logits; a predictor may use the first."""
+    """Evaluates two prompts, each followed by some greedy tokens.
+
+    Returns the second prompt's logits; a predictor may use the first prompt.
+    """
     greedy_logits(llm, random_prompt(llm, 4, seed=1), 3)
     return greedy_logits(llm, random_prompt(llm, 12), 10)
 

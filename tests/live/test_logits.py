@@ -1,6 +1,7 @@
-"""Tests that logits can be read only after the pass that computed them. Tests empty prompts: BOS, or an error.
+"""Tests that logits can be read only after the pass that computed them.
 
-Also tests logprobs of prompts, and grammars for the methods that `Llama` inherits from llama_cpp.
+An empty prompt becomes BOS or an error. Other tests cover logprobs of prompts, and grammars for the methods that
+`Llama` inherits from llama_cpp.
 """
 
 from collections.abc import Callable

@@ -46,7 +46,7 @@ class Files:
         return ModelEntry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
     def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
-        """Returns the bytes of RAM that a load wants, and the minimum, on a machine with 8 GiB."""
+        """Returns the wanted and the minimum RAM of a load, in bytes, on a machine with 8 GiB."""
         size = measure(
             self.find(name), ONE_THREAD, Settings(loading={"n_ctx": n_ctx}), Memory(8 << 30, 8 << 30, "a test", 0)
         )
@@ -80,7 +80,7 @@ async def generate(manager: ModelManager, name: str, request: Request, overrides
 
 @dataclass(frozen=True)
 class Versions:
-    """Two model files of equal size, the options of a load, and the answers: `old` of `before`, `new` of `after`."""
+    """Two model files of equal size, `before` and `after`, their answers `old` and `new`, and the options of a load."""
 
     before: Path
     after: Path
@@ -151,7 +151,7 @@ async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        # The file is renamed and renamed back: its change time differs, but its contents do not.
+        # The file is renamed and renamed back, which changes its change time but not its contents.
         served.rename(served.with_suffix(".gone"))
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new

@@ -103,9 +103,9 @@ class Walk:
         self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]
 
     def random(self, seed: int, longest: int = 150) -> str | None:
-        """Returns a text made of random allowed tokens. Returns None if it has not ended after `longest` tokens.
+        """Returns a text made of random allowed tokens, or None if the text has not ended after `longest` tokens.
 
-        About half of the time, takes a token of only `"`, `]` and `}` if one is allowed, so that the text ends sooner.
+        About half of the time, prefers tokens that consist only of `"`, `]` and `}`, so that the text ends sooner.
         """
         dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.is_end
         for _ in range(longest):

@@ -158,7 +158,7 @@ def test_shrinking_the_budget_returns_memory(tiny: TinyModel, load: Load) -> Non
 
 def test_shrinking_below_the_slots_of_a_pass_is_refused(tiny: TinyModel, load: Load) -> None:
     path = tiny()
-    # The model cannot stream experts, and no prefetch fills a slot while slots are counted.
+    # The model cannot stream experts, and no prefetch fills a slot while slots are being counted.
     llm = load(path, expert_cache="40%", store=StoreOptions(overlap=False), prefetch=False)
     with pytest.raises(BudgetError, match="at least") as caught:
         llm.set_expert_cache(share_for(path, 8))

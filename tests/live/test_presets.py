@@ -49,7 +49,7 @@ def test_busy_refuses_unknown_loads_and_systems(setting: str) -> None:
 
 
 def test_drafts_measures_each_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftGate, "is_due", lambda _self: True)  # drafts in every pass, whatever times were measured
+    monkeypatch.setattr(DraftGate, "is_due", lambda _self: True)  # drafts in every pass, regardless of measured times
     monkeypatch.setattr(DraftGate, "widths", lambda _self, answers: [[4] * len(sources) for sources in answers])
     texts = Path(__file__).with_name("repeating.json")
     rows = rows_of("drafts", f"texts={texts}", "prompts=2", "rounds=1")

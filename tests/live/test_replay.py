@@ -117,7 +117,7 @@ def test_simulated_counters_equal_the_counters_of_the_run(
 @pytest.mark.parametrize(
     ("policy", "predictor"), [("POLICY", "none"), ("locality", "PREDICTOR"), ("POLICY", "PREDICTOR")]
 )
-def test_simulated_counters_of_own_classes_equal_the_runs(
+def test_simulated_counters_of_own_classes_equal_the_live_counters(
     path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, predictor: str
 ) -> None:
     own = {"POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed", "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:Followers"}
@@ -130,7 +130,7 @@ def test_simulated_counters_of_own_classes_equal_the_runs(
     assert plain.counters["misses"] != trace.header.settings["misses"], "they decide"
 
 
-def test_simulated_counters_with_drafts_equal_the_runs(
+def test_simulated_counters_with_drafts_equal_the_live_counters(
     path: Callable[[str], Path], load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
@@ -179,7 +179,7 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
 def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
     """Returns the figures that must be equal in a live run and in its simulation.
 
-    The evictions and bytes of staging tensors are left out. They depend on the speed of copies, because a copy that is
+    The evictions and bytes of staging tensors are left out, because they depend on the speed of copies. A copy that is
     no longer needed may or may not have begun.
     """
     figures = {name: ("lookups", "hits", *(() if name == STAGING else ("evictions", "bytes_in"))) for name in tiers}
@@ -195,7 +195,7 @@ def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
         ("next-use", "lru", (16, 20), 0), ("lfu", "slru", (22, 12), 0),
     ],
 )  # fmt: skip
-def test_simulated_counters_of_two_tiers_equal_the_runs(
+def test_simulated_counters_of_two_tiers_equal_the_live_counters(
     path: Callable[[str], Path], tmp_path: Path, vram: str, ram: str, n_slots: tuple[int, int], staging: int
 ) -> None:
     model = path("tiny-qwen2moe")

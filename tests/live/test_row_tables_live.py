@@ -1,4 +1,4 @@
-"""Tests a model whose row table is larger than a memory limit: bits and misses are equal without the limit."""
+"""Tests a model whose row table is larger than a memory limit: the limit changes neither bits nor misses."""
 
 import json
 import subprocess

@@ -152,10 +152,8 @@ FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), A
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Makes predictions fail with `error`.
-
-    An AllocationError is raised in the store's set_predictor(). Any other error is raised while routers are read.
-    """
+    """Makes predictions fail with `error`. The store's set_predictor() raises an AllocationError; any other error is
+    raised while routers are read."""
 
     def fail(*given: Any) -> Any:
         if len(given) == 1 or given[1] is not None:
@@ -222,7 +220,7 @@ def test_warm_start_loads_the_most_used_experts(path: Path, load: Load, expected
     assert np.array_equal(logits_of(llm), expected)
 
 
-def test_saved_uses_add_later_runs_and_decay_earlier_ones(path: Path, load: Load) -> None:
+def test_saved_uses_are_a_sum_in_which_earlier_runs_decay(path: Path, load: Load) -> None:
     total = np.float32(0)
     for run in range(2):
         llm = load(path, **WARM)
@@ -233,7 +231,9 @@ def test_saved_uses_add_later_runs_and_decay_earlier_ones(path: Path, load: Load
         assert np.allclose(saved(path), total)
 
 
-def test_uses_are_not_saved_when_off_resident_in_lockstep_or_unused(path: Path, load: Load, user: Path) -> None:
+def test_uses_are_not_saved_without_warm_start_or_by_resident_lockstep_or_unused_loads(
+    path: Path, load: Load, user: Path
+) -> None:
     for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
         llm = load(path, **{**WARM, **options})
         logits_of(llm)

@@ -1,4 +1,5 @@
-"""Tests saved, restored and erased KV slots: a context continues with equal bits, for its owner and model only."""
+"""Tests saved, restored and erased KV slots: only their owner and model can continue a context, which changes no
+bit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ class Loop:
         return self.act("restore", slot, path=str(path), most_bytes=0, **fields)
 
     def forget_disk(self) -> None:
-        """Turns the context store off, so that later prompts find no context on disk."""
+        """Turns the context store off, so later prompts find no context on disk."""
         assert self.llm.prefix_cache is not None
         self.llm.prefix_cache._store.is_off = True
 
@@ -122,7 +123,7 @@ def test_slots_are_saved_erased_and_reused_for_their_owner_only(loop: Loop, tmp_
     assert loop.act("erase", owner="bob") == {"n_erased": 0}
     loop.save(tmp_path / "a", owner="ann")
     loop.act("erase", owner="ann")
-    loop.restore(tmp_path / "a", owner="bob")  # the file has no owner: the caller decides who gets the tokens
+    loop.restore(tmp_path / "a", owner="bob")  # the file has no owner: the caller decides who receives the tokens
     assert loop.answer(owner="ann").summary.cached_tokens == 0
     assert loop.answer(owner="bob").summary.cached_tokens > 0
 

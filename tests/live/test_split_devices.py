@@ -1,6 +1,6 @@
 """Tests layers that are divided among two devices, or a device and the CPU, and tests placements.
 
-The logits equal logits of the same division with every expert resident.
+The logits equal the logits of the same division with every expert resident.
 """
 
 import ctypes as c
@@ -62,7 +62,7 @@ Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, 
 def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
     """Returns {device: layers} from the log of a load by plain llama.cpp.
 
-    Changes the log callback, so the caller must run in a process of its own.
+    Changes the log callback, so the caller must run in its own process.
     """
     bindings, lines, n_layer = library.llama_cpp(), list[str](), count_layers(read_layout(path))
     callback = bindings.llama_log_callback(lambda _level, text, _user: lines.append(text.decode(errors="replace")))
@@ -80,7 +80,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
     """Asserts that slots give the logits of plain llama.cpp, with the layers on the devices of `split`.
 
-    Both have an equal n_ubatch, because the CPU's kernels round differently in passes of another size. Returns the
+    Both use the same n_ubatch, because the CPU's kernels round differently in passes of another size. Returns the
     figures by device, the figures by tier, and the layers by device.
     """
     with Llama(path, vram_cache=vram, expert_cache=share_for(path, n_ram), **OPTIONS, **split) as llm:
@@ -202,7 +202,7 @@ def test_slots_behind_links_and_on_the_cpu_give_the_logits_of_llama_cpp(
 @pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
 @on_servers()
 def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> None:
-    """A prompt is one pass, although the CPU has fewer slots than a layer has experts."""
+    """A prompt is computed in one pass, although the CPU has fewer slots than a layer has experts."""
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
@@ -219,7 +219,7 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int,
     assert shown["expert cache CPU"].startswith(f"{of_cpu.n_slots} of ")
     on_cpu = np.isin(np.arange(len(places)), list(of_cpu.layers))
     assert Place.VRAM in places[~on_cpu] and Place.RAM in places[on_cpu] and Place.VRAM not in places[on_cpu]
-    # The CPU computes its layers from weights that are not repacked, because they lie in host memory that the device
+    # The CPU computes its layers from weights that are not repacked, because they are in host memory that the device
     # has pinned.
     with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
         assert np.array_equal(greedy_logits(llm), logits)
@@ -321,7 +321,7 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        # Layer 3 alone is whole on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
+        # Only layer 3 is whole on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
         ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
@@ -344,7 +344,7 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
 class ExpertsOfTheFirstLayersOnTheCpu(Llama):
     """A model whose experts of layers 0 and 1 stay in the CPU's memory, as with llama.cpp's --n-cpu-moe 2."""
 
-    repack = False  # True: the CPU's weights are repacked, as slots can be
+    repack = False  # True: the CPU repacks its weights, as it may repack slots
 
     def _attach_model(self, params: c.Structure) -> None:
         super()._attach_model(params)
@@ -423,7 +423,10 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
 )
 @on_servers(1)
 def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
-    """A prompt is one pass, even with fewer slots than a layer has experts. Layers 2 and 3 are whole on the device."""
+    """A prompt is computed in one pass, even with fewer slots than a layer has experts.
+
+    Layers 2 and 3 are whole on the device.
+    """
     size = slot_bytes(read_layout(path).only((0, 1)))
     how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
     with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:

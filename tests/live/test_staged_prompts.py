@@ -43,7 +43,7 @@ def all_options() -> dict[str, Any]:
 
 
 def on(device: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a process of its own and returns the result.
+    """Calls a function in another process and returns the result.
 
     The process has an RPC device ("rpc"), two RPC devices ("two"), or a strict device behind a simulated link ("link").
     """
@@ -60,9 +60,10 @@ def behind_a_link(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def compare(
     path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...]
 ) -> tuple[Logits, list[Outcome]]:
-    """Returns logits of plain llama.cpp on the device, and the logits and figures with slots and staging tensors.
+    """Returns the logits of plain llama.cpp on the device, and the outcomes with slots and staging tensors.
 
-    `sizes` has pairs of numbers of slots, on the device and in RAM. The second value has an outcome for each pair.
+    `sizes` has pairs of numbers of slots, on the device and in RAM. For each pair, an outcome has the logits and the
+    figures.
     """
     options, outcomes, device = all_options(), [], gpus()[0].name
     with hooks_off(), Llama(path, **options) as llm:
@@ -123,8 +124,8 @@ def test_staged_prompts_with_few_ram_slots_give_the_plain_logits(tiny: TinyModel
 def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, int]]:
     """Returns an outcome for the budget of each number of experts in `sizes`.
 
-    An outcome is whether the logits equal plain llama.cpp's in passes of equal width, then this width, the number of
-    staging tensors, and the bytes that were copied to them.
+    An outcome has four values: whether the logits equal plain llama.cpp's in passes of equal width, this width, the
+    number of staging tensors, and the bytes copied to them.
     """
     options, device, outcomes, plain = all_options(), gpus()[0].name, [], dict[int, Logits]()
     for n_ubatch in (1, 512):
@@ -145,7 +146,7 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
 def test_small_budgets_stage_prompts_or_use_single_token_passes(tiny: TinyModel, device: str) -> None:
     path = tiny("tiny-qwen2moe", "q4_k_m")
     layout = read_layout(path)
-    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # a layer's experts and a guard
+    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # a layer's experts, and 2 slots for a guard
     cycle = layout.token_cycle_slots
     sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
     outcomes = on(device, small_budgets, path, sizes)

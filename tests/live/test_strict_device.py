@@ -68,7 +68,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
     """Asserts that no device has a fault.
 
-    Each device must also have replayed graphs, run copies, and launched graphs beside copies since `before`.
+    Each device must also have replayed graphs, run copies, and launched graphs during copies since `before`.
     """
     for name in names:
         figures = link_figures(name)
@@ -79,9 +79,9 @@ def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
 
 
 def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0.4, **options: Any) -> None:
-    """Compares a scenario's outcome with every expert in VRAM to its outcome with slots for a `share` of the experts.
+    """Compares a scenario's outcome with every expert in VRAM with its outcome with slots for a `share` of the experts.
 
-    In the second case VRAM and RAM get equal budgets.
+    In the second case VRAM and RAM have equal budgets.
     """
     names = add_devices(n_devices)
     options = OPTIONS | options
@@ -104,7 +104,7 @@ def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0
 
 
 class Joining:
-    """A schedule that admits one more of the requests in every second step. Ended sequences leave."""
+    """A schedule that admits one more request in every second step. Ended sequences leave."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests

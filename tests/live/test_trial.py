@@ -36,7 +36,7 @@ def process(code: str) -> tuple[str, ...]:
 ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
 KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
-# The signal of a failed read of memory-mapped data.
+# The signal that a failed read of memory-mapped data raises.
 BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
 SLEEP = process("import sys; sys.stdin.read()")
 BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
@@ -62,7 +62,7 @@ def verdicts() -> list[Path]:
 
 
 def is_due(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None = None) -> bool:
-    """Returns True if no verdict is stored for a load with these keywords, so that it begins with a trial."""
+    """Returns True if no verdict is stored for a load with these keywords, so the load begins with a trial."""
     return trial._verdict(layout, trial._tried(options), projector).read(str) is None
 
 
@@ -254,7 +254,7 @@ def test_a_trial_process_ends_with_its_parent() -> None:
 
 
 def renamed_tokens(tokens: list[Item]) -> list[Item]:
-    """Replaces the last two tokens by an empty token and by the name that llama.cpp derives for an empty token.
+    """Replaces the last two tokens with an empty token and with the name that llama.cpp derives for an empty token.
 
     llama.cpp aborts if two names are equal.
     """

@@ -79,7 +79,7 @@ def test_a_conversation_with_images_reuses_the_context(
     assert timing_3.cached_tokens == 0 and timing_3.prompt_tokens == reused + timing_2.prompt_tokens
     assert llm.n_tokens == n_tokens and np.allclose(last_logits(llm), continued, atol=0.05)
     answer(llm, [message("look ", png(128, 96, seed=3), "what is it?")])
-    assert not np.array_equal(last_logits(llm), logits)  # other pixels in an image of equal size
+    assert not np.array_equal(last_logits(llm), logits)  # an image of equal size with other pixels
 
 
 def test_image_tokens_are_counted_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
@@ -225,7 +225,7 @@ def test_threads_share_one_projector(
         def __init__(self, *arguments: Any) -> None:
             n_made.append(1)
             with suppress(threading.BrokenBarrierError):
-                begun.wait(0.2)  # returns at once if another thread makes a second projector at this time
+                begun.wait(0.2)  # returns at once if another thread creates a second projector at this time
             super().__init__(*arguments)
 
     monkeypatch.setattr(engine, "Projector", Slow)

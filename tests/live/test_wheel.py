@@ -1,4 +1,4 @@
-"""Tests the wheel: its files, and that library and bindings come from the folder where it is unpacked.
+"""Tests the wheel: its files, and that the library and the bindings come from the folder where it is unpacked.
 
 Also tests the files of the source distribution.
 """

@@ -1,4 +1,5 @@
-"""Tests on the CPU that logits have equal bits in passes of several widths, with other threads or other sequences.
+"""Tests on the CPU that the bits of logits depend neither on the width of passes, nor on threads, nor on other
+sequences.
 
 Also tests the automatic number of threads.
 """
@@ -45,7 +46,7 @@ def computed(llm: Llama, tokens: list[int], n_past: int, sequence: int = 0) -> b
 
 
 def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, bytes]:
-    """Returns the logits after each pass, by the number of tokens computed until then."""
+    """Returns the logits after each pass, keyed by the number of tokens computed so far."""
     found, n_past = {}, 0
     for width in widths:
         found[n_past + width] = computed(llm, tokens[n_past : n_past + width], n_past)
@@ -119,7 +120,7 @@ N_KV = 520  # flash attention splits the sums over 512 or more cells into parts
 def logits_with(counts: list[int], **options: Any) -> Logits:
     """Evaluates N_KV random tokens and six greedy tokens. Returns the logits of the greedy tokens.
 
-    Each evaluation uses the next thread count of `counts`, which is repeated.
+    Each evaluation uses the next thread count of `counts`, in a cycle.
     """
     with Llama(DEMO, n_ctx=1024, n_threads=3, logits_all=True, verbose=False, **options) as llm:
         set_n_threads, context, turns = library.llama_cpp().llama_set_n_threads, llm._ctx.ctx, itertools.cycle(counts)

@@ -131,7 +131,7 @@ def test_tokenize_adds_bos_and_eos_only_with_add_special(tiny: TinyModel, load: 
     assert whole == [model.token_bos(), *bare, model.token_eos()]
 
 
-async def test_count_replies_also_for_prompts_beyond_the_context(tiny: TinyModel) -> None:
+async def test_count_also_replies_for_prompts_longer_than_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         few = await process.request("count", request=request_of("word")).value()
         once, twice = [await process.request("count", request=request_of("word " * 3000 * n)).value() for n in (1, 2)]
@@ -175,7 +175,7 @@ async def test_snapshots_add_up_and_count_uses_only_while_watched(tiny: TinyMode
         await answer_of(process, REQUEST)
         await experts_of(process, 0.01)
         await asyncio.sleep(0.02)
-        await answer_of(process, REQUEST)  # the time to watch is over when this answer ends
+        await answer_of(process, REQUEST)  # more than the 0.01 s of watching have passed when this answer ends
         unwatched = await experts_of(process, 0)
         await answer_of(process, REQUEST)
         assert (await experts_of(process, 0)).uses == unwatched.uses

@@ -1,4 +1,5 @@
-"""Fixtures of the native tests: a fake model on disk, and stores that are closed and faults disarmed after a test."""
+"""Fixtures of the native tests: a fake model on disk, and stores. After a test, stores are closed and faults are
+disarmed."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -75,7 +75,7 @@ class FakeModel:
             self.check_slot(store, il, expert, slot, len(np.atleast_2d(expert_ids)))
 
     def check_slot(self, store: Store, il: int, expert: int, slot: int, n_tokens: int = 1) -> None:
-        """Asserts that a pass of n_tokens that reads this slot id reads the bytes of this expert.
+        """Asserts that a pass of n_tokens finds the bytes of this expert at this slot id.
 
         Slots must not be repacked.
         """
@@ -159,11 +159,10 @@ def make_model(
 ) -> FakeModel:
     """Writes the shards and returns the model.
 
-    Layer il has the types `types[il % len(types)]`; layers in `dense_layers` have no experts. The matrices go to the
-    shards in turn. They lie at least `gap` bytes apart, at multiples of 32, because GGUF aligns tensors. The last
-    matrix of a shard ends where the file ends.
-
-    `weights` returns the bytes of all experts of a matrix. None: the bytes are random.
+    Layer il has the types `types[il % len(types)]`; layers in `dense_layers` have no experts. The matrices are assigned
+    to the shards in turn. They are at least `gap` bytes apart, at multiples of 32, because GGUF aligns tensors. The
+    last matrix of a shard ends where the file ends. `weights` returns the bytes of all experts of a matrix. None: the
+    bytes are random.
     """
     rng = np.random.default_rng(seed)
     ends, layers = [gap] * n_shards, []
@@ -200,7 +199,7 @@ def make_model(
 
 
 def check_counters(counters: dict[str, int], n_slots: int) -> None:
-    """Asserts that counters agree with each other and with `n_slots`, and that no read is queued or under way."""
+    """Asserts that counters agree with each other and with `n_slots`, and that no read is queued or running."""
     assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
     assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
     assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]

@@ -16,7 +16,8 @@ D = 0x2C00  # the scale 1/16 in half precision
 
 
 class GridBlocks(Ggml):
-    """ggml, but with random blocks instead of quantised values for the types of GRIDS. Equal rows get equal blocks."""
+    """ggml, but with random blocks instead of quantised values for the types of GRIDS. Equal rows become equal
+    blocks."""
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
         """Returns the bytes of weights in the shape of `values` [..., n].
@@ -30,7 +31,7 @@ class GridBlocks(Ggml):
         n_bytes = self.row_bytes(ggml_type, rows.shape[1])
         content = b"".join(np.random.default_rng(zlib.crc32(row.tobytes())).bytes(n_bytes) for row in rows)
         blocks = np.frombuffer(bytearray(content), np.uint8).reshape(-1, self.row_bytes(ggml_type, 256))
-        if name == "iq1_m":  # the top four bits of each of four 16-bit words have a part of d
+        if name == "iq1_m":  # the top four bits of each of four 16-bit words hold a quarter of d
             nibbles = D >> np.array([0, 4, 8, 12]) & 15
             blocks[:, 49::2] = blocks[:, 49::2] & 15 | nibbles << 4
         else:

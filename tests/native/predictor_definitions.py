@@ -69,7 +69,7 @@ def previous_token(predictor: StorePredictor) -> Definition:
 
 
 def token_table(predictor: StorePredictor) -> Definition:
-    """Predicts the share of the token's occurrences in which it used each expert.
+    """Predicts, for each expert, the share of the token's occurrences that used it.
 
     One occurrence of an average token is added to the counts.
     """
@@ -99,7 +99,7 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """Applies the row's router, quantised as in the store, to the input that the last routed layer's router had.
+    """Applies the row's router, quantised as in the store, to the input of the last routed layer's router.
 
     The prediction is None if this input is unknown or the row has no stored router.
     """
@@ -159,7 +159,7 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Predicts from the sum of the collection's `n_matches` entries that are nearest to this pass.
+    """Predicts from the sum of the `n_matches` entries of the collection that are nearest to this pass.
 
     The sum is scaled to n_expert_used. Among equally near entries, entries with more tokens come first.
     """

@@ -89,7 +89,7 @@ class Product:
         return self._get(self.ids, np.empty(self._shape[:2], np.int32))
 
     def set_ids(self, expert_ids: npt.ArrayLike) -> None:
-        """Sets the expert ids of the router. `acquire` replaces them by slot ids."""
+        """Sets the expert ids of the router. `acquire` replaces them with slot ids."""
         self._set(self.ids, np.asarray(expert_ids, np.int32))
 
     def acquire(self) -> None:

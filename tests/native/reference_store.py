@@ -31,7 +31,7 @@ class Slot:
 
 
 class ReferenceStore:
-    """A store on one device without a tier below, with fewer slots than the model has experts."""
+    """A store on one device without a lower tier, with fewer slots than the model has experts."""
 
     def __init__(self, shape: MoeShape, n_slots: int) -> None:
         self.shape = shape
@@ -85,8 +85,8 @@ class ReferenceStore:
     def acquire(self, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False) -> list[list[int]]:
         """Returns the slot of each id (n_tokens, n_expert_used).
 
-        If the event has more experts than there are usable slots, nothing is evicted and the result is empty. Experts
-        that have slots then stay pinned until the next event or the end of the pass.
+        If the event has more experts than there are usable slots, nothing is evicted and the result is empty. In that
+        case, experts that already have slots stay pinned until the next event or the end of the pass.
         """
         self.begin(il, len(ids))
         self.forecast.pop(il, None)
@@ -127,7 +127,7 @@ class ReferenceStore:
             self.slots[s] = None if reads_fail else self.slots[s]
 
     def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
-        """Reads experts that have no slot into free slots, while there are any. Evicts nothing."""
+        """Reads experts that have no slot into free slots, as long as there are any. Evicts nothing."""
         for expert in experts:
             if self.find(expert) < 0 and None in self.slots[: self.n_usable]:
                 s = self._take(expert)
@@ -135,13 +135,13 @@ class ReferenceStore:
                 self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
-        """Sets the number of usable slots, and evicts the experts in other slots. No pass may be under way."""
+        """Sets the number of usable slots, and evicts the experts in other slots. No pass may be running."""
         self.n_usable = n_slots
         for s in range(n_slots, len(self.slots)):
             self._evict(s)
 
     def residency(self) -> npt.NDArray[np.uint8]:
-        """Returns (n_layer, n_expert): 2 for an expert in a slot, else 0, also for an expert whose read failed."""
+        """Returns (n_layer, n_expert): 2 for an expert in a slot, 0 for any other expert or after a failed read."""
         there = np.zeros(self.shape.table, np.uint8)
         for slot in self.slots:
             if slot is not None and not slot.broken:
@@ -163,9 +163,9 @@ class ReferenceStore:
         self.slots[s].last_use = self.tick  # type: ignore[union-attr]
 
     def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
-        """Takes a free slot, or else the slot of a victim with a score under `below` (None: of any victim).
+        """Assigns a free slot, or else the slot of a victim with a score below `below` (None: of any victim).
 
-        Returns the slot, or -1 if there is none.
+        Returns the slot, or -1 if no slot can be assigned.
         """
         s = self._victim()
         if s < 0:

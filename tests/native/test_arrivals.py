@@ -26,7 +26,7 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
-    """Returns the bits of the product in a store with a slot for every expert, after all experts were read."""
+    """Returns the bits of the product from a store with a slot for every expert, once all experts have been read."""
     n_experts = sum(layer.n_expert for layer in fake.layout.layers)
     store, context = open_store(fake, n_experts, **options)
     store.drain(10)
@@ -76,7 +76,7 @@ def test_acquire_without_overlap_returns_after_all_experts_have_arrived(
     assert products[-1].compute() == expected
 
 
-ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, readers, ids, the failing read
+ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, readers, ids, and which read fails
 
 
 @pytest.mark.parametrize(("how", "asks"), [("slots", True), ("slots", False), ("streamed", True)])
@@ -140,7 +140,7 @@ def test_late_read_error_of_an_ended_pass_does_not_fail_the_next_pass(fake: Fake
     while not aborts(context):
         time.sleep(0.001)
     check_failure(context, abi.IO)
-    store.drain(10)  # the second read takes two seconds, and fails then
+    store.drain(10)  # the second read takes two seconds and then fails
     arm_fault("read", 0)
     fake.token(store, context, [3, 4])
     assert context.take_failure() is None
@@ -150,7 +150,7 @@ def test_failed_read_is_repeated_for_an_event_that_came_meanwhile(fake: FakeMode
     store, context, product = late
     arm_fault("slow_read", 1)
     arm_fault("stat", 1)
-    product.acquire()  # the first read takes two seconds, and fails then
+    product.acquire()  # the first read takes two seconds and then fails
     fake.acquire(store, context, 0, [3, 4])
     assert store.counters()["read_errors"] == 1
     assert context.take_failure() is None
@@ -209,7 +209,7 @@ def test_streamed_product_with_few_slots_equals_the_resident_product(
     expected = resident(fake, open_store, products, IDS, repack=repack)
     store, context = open_store(fake, n_slots, repack=repack, readers=readers)
     products.append(Product(store, context, fake, IDS))
-    for _ in range(3):  # later products find some experts in slots of the product before
+    for _ in range(3):  # later products find some experts in slots of the previous product
         products[-1].set_ids(IDS)
         products[-1].acquire()
         assert products[-1].compute() == expected

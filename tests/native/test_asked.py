@@ -1,4 +1,5 @@
-"""Tests the store's predictors, one layer at a time: on an example of a paper, and on random traces with structure."""
+"""Tests the store's predictors, one layer at a time: on an example from a paper, and on random traces with
+structure."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from predictors.study.controls import FreshGate
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
 # MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts. Layers 0 and 1
 # are routed (l = 1). The counts of the two matched EAMs are added. ONE_TOKEN comes from a request of one token. It
-# agrees on the routed layers, too (all three cosines are 1). It is not matched, because entries with more tokens come
-# first.
+# agrees with the routed layers, too (all three cosines are 1), but is not matched, because entries with more tokens
+# come first.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
 AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts, in layer 2 and in layer 3
@@ -49,7 +50,7 @@ def test_eamc_predictor_reproduces_figure_5_of_moe_infinity() -> None:
 def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
     """Returns the hit rate of each request, with predictions one layer ahead.
 
-    Each of `kinds` has 60 requests, in this order.
+    `kinds` lists kinds of requests; each has 60 requests, which are replayed in this order.
     """
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k, rates = trace.shape.n_expert_used, []
@@ -70,7 +71,7 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() -> None:
     """Compares two predictors by their hit rates on requests 25 to 50 of one kind.
 
-    The first predictor has seen requests of another kind before. The second one has not.
+    The first predictor has seen requests of another kind before, and the second one has not.
     """
     shape = random_trace(n_sequences=1).shape
 
@@ -78,7 +79,7 @@ def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() 
         return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
 
     changed, fresh = rates(0, 1), rates(1)
-    assert fresh[0] < fresh[25:50].mean()  # the hit rate improves
+    assert fresh[0] < fresh[25:50].mean()  # the hit rate has improved
     assert changed[85:110].mean() > 0.9 * fresh[25:50].mean()
 
 

@@ -1,6 +1,6 @@
 """Compares the CPU's flash attention with sums in float64.
 
-Also tests that its bits depend neither on the number of rows, nor on threads, nor on AVX-512.
+Also tests that its bits depend neither on the number of rows, nor on the number of threads, nor on AVX-512.
 """
 
 import ctypes as c
@@ -26,7 +26,7 @@ SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39)
 class Attention:
     """Attention of the last N_ROWS of N_CELLS tokens.
 
-    `window` is the number of keys that a token sees, its own included. 0: the token sees its own and all earlier keys.
+    `window` is the number of keys that a token sees, including its own. 0: the token sees its own and all earlier keys.
     """
 
     d_key: int = 64
@@ -61,7 +61,7 @@ class Attention:
         q, k, v, mask, sinks = self.inputs()
         graph = ggml.graph()
         ggml_type = ggml.types[self.cache]
-        # The heads of a cell lie side by side, as in a cache.
+        # The heads of a cell are adjacent, as in a cache.
         keys, values = (
             graph.op("permute", graph.input(ggml_type, x.shape, ggml.quantized(ggml_type, x)), 0, 2, 1, 3)
             for x in (k.transpose(1, 0, 2), v.transpose(1, 0, 2))
@@ -157,7 +157,7 @@ def test_attention_ignores_infinite_values_in_masked_cells(ggml: Ggml) -> None:
 
 
 def all_bits() -> bytes:
-    """Returns the bytes of the attention of all KINDS, one kind after the other."""
+    """Returns the bytes of the attention of all KINDS, one kind after another."""
     ggml = Ggml()
     return b"".join(kind.compute(ggml, range(N_ROWS)).tobytes() for kind in KINDS.values())
 

@@ -1,4 +1,4 @@
-"""Tests bulk replay, and calls of the library that need no store: sizes of slots and names of policies."""
+"""Tests bulk replay, and library calls that need no store: sizes of slots and names of policies."""
 
 import ctypes as c
 import math
@@ -110,9 +110,9 @@ def test_replay_rejects_inconsistent_arrays(fake: FakeModel, open_store: Open) -
 
 
 def expected_stride(layout: ExpertLayout, kind: str) -> int:
-    """Returns the bytes of the largest expert matrix of a kind, rounded up.
+    """Returns the bytes of the largest expert matrix of a kind, rounded up to a multiple of 64 and of every block size.
 
-    The result is a multiple of 64 and of the bytes in a block of each type that the kind has.
+    The block sizes are the bytes in a block of each type that the kind has.
     """
     matrices = [m for m in layout.matrices if m.kind == kind]
     unit = math.lcm(64, *(GGML_TYPES[m.ggml_type][2] for m in matrices))

@@ -1,4 +1,4 @@
-"""Tests that each chosen expert's slot holds the file's bytes after a routing event, even beside concurrent calls."""
+"""Tests that each chosen expert's slot holds the file's bytes after a routing event, even during concurrent calls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"readers": 4, "preempt": False},
     {"readers": 2, "sweep": False, "overlap": False, "fill": False},
 ]
-# Each pool size runs with two of the five SWITCHES, and each of these with three sizes or more. test_store_model.py
-# covers other pairs.
+# Each pool size runs with two of the five SWITCHES, and each switch setting runs with at least three sizes.
+# test_store_model.py covers other pairs.
 RUNS = [(n, SWITCHES[(i + more) % 5]) for i, n in enumerate(SIZES.values()) for more in (1, 4)]
 MIXED: tuple[Types, ...] = (
     {"gate": Q4_K, "up": Q4_K, "down": Q6_K},

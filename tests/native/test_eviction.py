@@ -16,7 +16,7 @@ from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import Store
 from moegguf.testing.library import arm_fault
 
-WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that touches every expert
+WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that uses every expert
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_started_prefetch_that_is_not_needed_frees_its_slot(fake: FakeModel, ope
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
     store.prefetch([1], [4])
     store.advance(10)
-    context.acquire(0, [0, 1])  # the reads for this event go before the rest of the prefetch
+    context.acquire(0, [0, 1])  # reads for this event precede the rest of the prefetch
     assert store.residency()[1, 4] == 1
     context.acquire(1, [5])
     assert store.residency()[1, 4] == 0

@@ -49,9 +49,10 @@ def contents(tensor: int) -> np.ndarray:
 
 
 def take_state(address: int, tensor: int, block: int) -> list[bytes]:
-    """Takes a state as llama.cpp does: for each part, reads the head, and puts the part's bytes into the tensor.
+    """Takes a state as llama.cpp does: for each part, reads the head, and assigns the part's bytes a place in the
+    tensor.
 
-    The tensor gets these bytes when the blocks are filled. Returns the heads.
+    The bytes arrive there when the blocks are filled. Returns the heads.
     """
     lib, heads, offset = library.load(), [], block * sum(SIZES)
     for n_bytes in SIZES:

@@ -1,4 +1,5 @@
-"""Tests a simulated device behind a link in real time: its memory, the order of its work, and the least time of copies.
+"""Tests a simulated device behind a link in real time: its memory, the order of its work, and the minimum time of
+copies.
 
 Times are only bounded from below: a copy may be late on a busy machine, and is never early.
 """
@@ -69,7 +70,8 @@ class Rig:
         return made
 
     def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
-        """Returns a graph that copies an F32 tensor on the device, its source, its result, and a function.
+        """Returns a graph that copies an F32 tensor on the device, its source tensor, its result tensor, and a
+        function.
 
         The function frees the memory of both tensors.
         """
@@ -83,7 +85,7 @@ class Rig:
         return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
-        """Returns the address of bytes of value 1 in a host buffer of the device, and the name of the buffer's type."""
+        """Returns the address of bytes that are all 1 in a host buffer of the device, and the buffer type's name."""
         buffer = self.call("buft_alloc_buffer", self.call("dev_host_buffer_type", self.device), n_bytes)
         self._free.append(lambda: self.call("buffer_free", buffer))
         base = int(self.call("buffer_get_base", buffer))
@@ -141,8 +143,8 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
     """Copies bytes to a device. Returns the host buffer's type, and whether the bytes have arrived at three moments.
 
-    The first moment is when the call returns. The second is after a wait for an event that was recorded on another
-    stream before the copy. The third is after another stream has waited for an event behind the copy.
+    The first moment is when the call returns. The second is after waiting for an event that was recorded on another
+    stream before the copy. The third is after another stream has waited for an event that follows the copy.
     """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
@@ -172,7 +174,7 @@ def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Launches a graph n times behind a copy that takes 0.2 s, then waits for the device.
 
-    Returns whether the graph's result was there after each launch and after the wait, and the device's figures.
+    Returns whether the graph's result was there after each launch and after the wait, followed by the device's figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -190,14 +192,14 @@ def launches(n: int) -> tuple[list[bool], LinkFigures]:
     return there, link_figures(rig.name)
 
 
-def test_strict_device_launches_graphs_behind_copies_and_replays_the_third() -> None:
+def test_strict_device_launches_graphs_behind_copies_and_replays_from_the_third_on() -> None:
     there, figures = in_own_process(launches, 4)
     assert there == [False] * 4 + [True]
     assert (figures.launches, figures.replays, figures.launches_beside_copies, figures.fault) == (4, 2, 4, "")
 
 
 def faults_of_users() -> list[str]:
-    """Returns the faults that strict devices report after two misuses and after a correct use.
+    """Returns the faults that strict devices report after two misuses and after correct use.
 
     In the first misuse, the source of a copy changes before the copy is done. In the second, the memory of a graph is
     freed before the graph is computed. Asserts that a device with a fault computes nothing more.
@@ -233,7 +235,7 @@ def test_strict_device_reports_changed_copy_sources_and_freed_memory() -> None:
 def copy_times() -> list[float]:
     """Returns the seconds that four kinds of copies take.
 
-    These are one copy, two at once in one direction, two at once in opposite directions, and two in one stream.
+    These are one copy, two simultaneous copies in one direction, two in opposite directions, and two in one stream.
     """
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
@@ -270,9 +272,9 @@ def test_copies_take_latency_and_share_the_bandwidth_of_one_direction() -> None:
 
 
 def store_on_full_device(fake: FakeModel) -> str:
-    """Returns the error of a store with 32 slots on a device with memory for about five experts.
+    """Returns the error of a store with 32 slots on a device that has memory for about five experts.
 
-    Another store with four slots is open meanwhile. Asserts that four slots can be allocated again after that.
+    Another store with four slots is open at that time. Asserts that four slots can be allocated again afterwards.
     """
     name = add_link_device(FREE, memory_bytes=5 * fake.expert_bytes + (1 << 16))
     options = StoreOptions(device=name)
@@ -311,7 +313,7 @@ def test_pool_fits_the_largest_buffers_and_a_full_device_refuses_a_second(tmp_pa
 
 
 def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
-    """Returns for each layer the maximum number of slots, up to `wanted`, of its pool on a device and on the CPU."""
+    """Returns, for each layer, the maximum number of slots (up to `wanted`) of its pool on a device and on the CPU."""
     device = add_link_device(FREE)
     layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
@@ -342,7 +344,7 @@ def test_slot_tokens_returns_the_limit_of_each_backend() -> None:
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
-    """Returns the bytes of a slot on a device that needs padding, and how many bytes more this is than on the CPU.
+    """Returns the size of a slot in bytes on a device that needs padding, and how much larger this is than on the CPU.
 
     Asserts that the device refuses slots without padding.
     """

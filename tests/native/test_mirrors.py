@@ -1,6 +1,6 @@
 """Tests mirrors: copies of a model's files, which are usually on other drives.
 
-The tests check how reads are divided among the copies. They also check which copies the store stops using or rejects.
+The tests check how reads are divided among the copies, and which copies the store rejects or stops using.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def no_limits() -> Iterator[None]:
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    """`slow(path, seconds)`: each read of the file takes this latency, and 1 ns per byte, until the test ends."""
+    """Yields `slow(path, seconds)`. From this call to the end of the test, a read of the file takes this latency plus 1
+    ns per byte."""
     slowed = set[Path]()
 
     def slow_one(path: Path, latency_s: float) -> None:
@@ -64,7 +65,7 @@ def copies(fake: FakeModel, folder: str) -> list[Path]:
 def read_all(fake: FakeModel, store: Store, context: StoreContext, rounds: int = 2) -> None:
     """Routes to two experts at a time, until every expert of every layer was used `rounds` times.
 
-    Checks their bytes.
+    Checks the experts' bytes.
     """
     for _ in range(rounds):
         for first in range(0, N_EXPERT, 2):

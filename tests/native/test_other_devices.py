@@ -20,7 +20,7 @@ from moegguf.quantities import Link
 from moegguf.testing.library import ABI
 from moegguf.testing.link_device import add_link_device
 
-Size = tuple[int, int, int]  # number of slots on each device, of slots in RAM (0: no such tier), of staging tensors
+Size = tuple[int, int, int]  # numbers of slots per device, slots in RAM (0: no such tier), and staging tensors
 # Counters of each device, and counters of the tier in RAM (empty without this tier).
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]
 FAST = Link(1e9, 1e-5)

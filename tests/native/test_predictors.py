@@ -87,7 +87,7 @@ def token_table() -> Predictor:
 
 
 def always(*choices: list[int]) -> Predictor:
-    """Returns a token-id predictor. It has counted token i 20 times, with the experts choices[i] in every layer."""
+    """Returns a token-id predictor that has counted token i 20 times, with the experts choices[i] in every layer."""
     counted = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
     for token, experts in enumerate(choices):
         counted[token][:, experts] = 20
@@ -422,7 +422,7 @@ LINK = {"link_bytes_per_s": 1e9}  # bytes per second, so that reading an expert 
 
 
 def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -> None:
-    """Routes 6 * n tokens. Each six tokens in succession use the same random experts.
+    """Routes 6 * n tokens. Every group of six successive tokens uses the same random experts.
 
     The simulated clock advances by `compute_ns` after each layer.
     """
@@ -468,7 +468,7 @@ def test_predicted_experts_are_prefetched_up_to_the_limit_and_reduce_stall() -> 
 def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
     """The predicted experts of token 1 were never used, and all slots hold experts that were used often.
 
-    A prefetch starts nevertheless, because a miss would also evict one of these experts.
+    A prefetch starts anyway, because a miss would also evict one of these experts.
     """
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
@@ -487,9 +487,9 @@ def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
 
 
 def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
-    """Runs twice, while an expert is read in 3 us.
+    """Runs twice; reading an expert takes 3 us.
 
-    With 5 us of computing in each layer, an expert arrives in time. With 1 us, most experts arrive late.
+    With 5 us of computing per layer, an expert arrives in time. With 1 us, most experts arrive late.
     """
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
@@ -507,10 +507,8 @@ def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
 
 
 def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first() -> None:
-    """Uses a token that was counted with twelve experts in every layer but the second.
-
-    There, it always used three experts.
-    """
+    """Uses a token that was counted with twelve experts in every layer but the second, where it always used three
+    experts."""
     counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
     counted[0][:, :12] = 5
     counted[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
@@ -532,10 +530,8 @@ def test_prefetching_stops_if_waste_is_costly_or_the_link_is_busy() -> None:
 
 
 def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> None:
-    """Uses two predictors that are always wrong.
-
-    The pause sets no predictor, as the watchdog does between two trials.
-    """
+    """Uses two predictors that are always wrong. No predictor is set during the pause, as between two trials of the
+    watchdog."""
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -562,10 +558,7 @@ def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> 
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_pauses_and_prompts_do_not_count_as_time_to_prefetch(pause: str) -> None:
-    """A link moves a tenth of an expert while a layer computes.
-
-    The experts of tokens change after every three tokens.
-    """
+    """A link moves a tenth of an expert while a layer computes. The tokens' experts change after every three tokens."""
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)

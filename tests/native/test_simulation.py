@@ -53,7 +53,7 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        # The number of bytes that are prefetched depends on time if prompts are staged.
+        # The number of prefetched bytes depends on time if prompts are staged.
         names = FIGURES[:5] if staging else FIGURES
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
@@ -92,7 +92,7 @@ def test_prefetch_reduces_the_stall_by_its_head_start(fake: FakeModel, open_stor
 def test_prefetches_are_served_in_order(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
     store.prefetch([1, 1], [4, 5])
-    store.advance(fake.expert_bytes // 2)  # 4 has a slot
+    store.advance(fake.expert_bytes // 2)  # expert 4 has a slot
     store.prefetch([2], [6])
     store.advance(fake.expert_bytes * 2)
     assert [tuple(key) for key in np.argwhere(store.residency() == 2)] == [(1, 4), (1, 5)]

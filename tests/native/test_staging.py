@@ -1,4 +1,4 @@
-"""Tests staging tensors, with which a device computes prompts.
+"""Tests staging tensors, which a device uses to compute prompts.
 
 A staging tensor has a place for every expert of a layer.
 """
@@ -20,7 +20,7 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
-    """Returns random expert ids (n_tokens, n_used). An expert with a low id is more probable."""
+    """Returns random expert ids (n_tokens, n_used). The lower an expert's id, the more likely it is."""
     share = 1.0 / np.arange(1, n_expert + 1)
     return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
 

@@ -81,7 +81,7 @@ def refused(call: Callable[[], object]) -> bool:
 
 
 def test_forked_child_gets_errors_and_never_hangs(fake: FakeModel, open_store: Open) -> None:
-    """Forks 25 times while readers and a second thread use the store, so that its lock may be held at a fork."""
+    """Forks 25 times while readers and a second thread use the store, so a fork may happen while its lock is held."""
     store, context = open_store(fake, 6)
     over = threading.Event()
 

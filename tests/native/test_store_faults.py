@@ -1,7 +1,6 @@
-"""Tests operations of the store that fail, each once and permanently (TYPED), and files that change while a store is
-open.
+"""Tests operations of the store that fail, once or permanently (TYPED), and files that change while a store is open.
 
-A routing event then has the file's bytes or raises a typed error.
+In each case, a routing event has the file's bytes or raises a typed error.
 """
 
 import errno
@@ -170,7 +169,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_file_that_is_written_to_is_not_read_any_more(
+def test_modified_file_is_no_longer_read(
     fake: FakeModel, open_store: Open, direct: bool, change: Callable[[Path], object]
 ) -> None:
     store, context = open_store(fake, 4, direct=direct)
@@ -184,9 +183,7 @@ def test_file_that_is_written_to_is_not_read_any_more(
         assert context.take_failure() is not None
 
 
-def test_file_with_one_overwritten_matrix_and_another_mode_is_not_read_any_more(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_file_with_one_overwritten_matrix_and_another_mode_is_no_longer_read(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     fake.token(store, context, [0, 1])
     path, matrix = fake.paths[0], fake.layout.layers[2].matrices[1]

@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
     # Routing events.
 
     def end_pass(self) -> None:
-        """Ends the pass by taking its failure, as an engine does.
+        """Ends the pass and takes its failure, as an engine does.
 
         Asserts that the store has a failure exactly if a call of the pass has raised an error.
         """
@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
-        """Returns random expert ids (n_tokens, n_used). They name no more experts than layer `il` has usable slots.
+        """Returns random expert ids (n_tokens, n_used), which name no more experts than layer `il` has usable slots.
 
         Some experts are chosen more often than others, so that they stay in slots.
         """
@@ -313,10 +313,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(il=layers, seed=seeds)
     def cancelled_event(self, il: int, seed: int) -> None:
-        """Routes an event while the store is cancelled.
-
-        The event fails, but the experts that it needs are read nevertheless.
-        """
+        """Routes an event while the store is cancelled. The event fails, but the experts that it needs are still
+        read."""
         il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
         self.end_pass()

@@ -108,7 +108,7 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
 ) -> None:
     """Routes 120 passes: three prompts of three tokens, and single tokens.
 
-    The first token of a pass takes its experts from a repeating pattern with a probability of 0.8.
+    With a probability of 0.8, the experts of a pass's first token follow a repeating pattern.
     """
     fake = make_model(tmp_path, n_layer=3)
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)

@@ -146,7 +146,7 @@ def test_reassigned_slot_gets_no_copies_of_its_former_expert(tmp_path: Path, ope
     for ids in ([4, 5], [2, 3], [0, 1]):
         context.acquire(0, ids)
     store.prefetch([0], [4])
-    store.advance(1)  # the first matrix of the prefetched expert is on its way
+    store.advance(1)  # the first matrix of the prefetched expert is being copied
     context.acquire(0, [0, 5])  # copies for this event precede the prefetch's other matrices
     context.acquire(0, [0, 7])  # expert 7 gets the slot of the prefetched expert
     store.drain()

@@ -20,13 +20,13 @@ from tools.width_check import Array, Case, Ggml, StateCase
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1, 2, 3, 7, 8, 17)
-N_ROWS, N_IN, N_OUT = 17, 512, 40  # 40 columns are five groups of 8, and AVX-512 kernels compute two groups at once
-N_FLOATS = 37  # not a multiple of 16, the number of values of a float row that kernels compute at once
+N_ROWS, N_IN, N_OUT = 17, 512, 40  # 40 columns are five groups of 8, and AVX-512 kernels compute two groups at a time
+N_FLOATS = 37  # not a multiple of 16, the number of values in a float row that kernels compute at a time
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
 # Types that moegguf's kernels read in the layout of the file.
 PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
 FLOATS = ("f32", "f16", "bf16")
-# Types that take long to quantise. Tests that quantise weights leave them out or are marked as slow.
+# Types that are slow to quantise. Tests that quantise weights leave them out or are marked as slow.
 SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 
 # A program that writes the bytes of `products` to stdout, with the kernels that MOEGGUF_KERNELS selects.
@@ -110,7 +110,8 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_plain_products_equal_float64_products_of_rounded_activations(name: str) -> None:
-    """Also asserts that a matrix of 11 columns, which do not fill a vector, gives the first columns of a wider matrix.
+    """Also asserts that a matrix of 11 columns, which do not fill a vector, gives the first columns of a wider matrix's
+    product.
 
     Kernels compute a single row and several rows differently.
     """

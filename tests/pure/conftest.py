@@ -1,4 +1,7 @@
-"""Fixtures for tests of models and downloads. Only the fixtures import huggingface_hub, which takes long to import."""
+"""Fixtures for tests of models and downloads.
+
+huggingface_hub is slow to import, so only the fixtures import it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def repo(hub: FakeHub) -> FakeHub:
-    """The hub of the fixture `hub`, which has the repository User/Repo-GGUF with the files of `pull_helpers.FILES`."""
+    """The hub of the fixture `hub`, extended by the repository User/Repo-GGUF with the files of
+    `pull_helpers.FILES`."""
     from pull_helpers import FILES
 
     hub.add("User/Repo-GGUF", dict(FILES))

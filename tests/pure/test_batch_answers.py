@@ -1,6 +1,6 @@
-"""Tests the files of a batch: the lines of its requests, and its journal.
+"""Tests the files of a batch: its request lines and its journal.
 
-The journal keeps one answer to each request through full disks, and refuses answers to changed requests.
+The journal keeps one answer per request, even if the disk fills up, and refuses answers to changed requests.
 """
 
 import errno

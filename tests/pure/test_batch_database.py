@@ -45,7 +45,7 @@ def batches_in(folder: Path, endpoint: Endpoint) -> Batches:
 
 
 def old_folder(tmp_path: Path) -> Path:
-    """Returns a copy of the older version's folder of batches, made in the test's folder."""
+    """Copies the older version's folder of batches into the test's folder. Returns the copy's path."""
     return shutil.copytree(OLD / "batches", tmp_path / "batches")
 
 
@@ -237,7 +237,8 @@ asyncio.run(main())
 
 
 def test_kill_of_the_server_neither_loses_nor_repeats_an_answer(tmp_path: Path) -> None:
-    """Starts a server N_KILLS times and kills it at a random moment. Afterwards, every batch has each answer once."""
+    """Starts a server N_KILLS times and kills it at a random moment. Afterwards, every batch has exactly one copy of
+    each answer."""
     folder, dice = tmp_path / "batches", random.Random(1)
     command = [sys.executable, "-c", KILLED % N_REQUESTS, folder, tmp_path / "log"]
     acknowledged: set[str] = set()

@@ -58,7 +58,7 @@ def left_in(found: Batches) -> list[Any]:
 
 
 def fill_disk(database: Database) -> int:
-    """Limits the database to its present number of pages, as a full disk would. Returns the former limit in pages."""
+    """Limits the database to its current number of pages, as a full disk would. Returns the previous limit in pages."""
     ((most,),) = database.execute("PRAGMA max_page_count")
     ((n_pages,),) = database.execute("PRAGMA page_count")
     database.execute(f"PRAGMA max_page_count = {n_pages}")

@@ -1,4 +1,4 @@
-"""Tests `moegguf bench` without computing: the order of runs, the contents of rows, and the formats of output.
+"""Tests `moegguf bench` without computing: the order of runs, the contents of rows, and the output formats.
 
 Memory limits are tested in folders that imitate cgroups. One test drops a file from the page cache.
 """
@@ -51,9 +51,9 @@ SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, expe
 
 
 def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
-    """Returns an invented result of a child process, with two repetitions of both tests of SPEC.
+    """Returns a made-up result of a child process, with two repetitions of both tests of SPEC.
 
-    The 4 tokens of the prompt take `seconds` together, and each of the 2 generated tokens takes `seconds`.
+    The 4 prompt tokens take `seconds` in total, and each of the 2 generated tokens takes `seconds`.
     """
     ns = int(seconds * 1e9)
     figures = {
@@ -143,7 +143,7 @@ def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> 
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
 
 
-# Tests of the compared systems and the order of their runs
+# Tests of the systems to compare, and of the order in which they run
 
 
 def test_mmap_system_does_not_repack_if_a_copy_does_not_fit(tiny: Any) -> None:
@@ -265,7 +265,7 @@ def v2(root: Path, *, leaf_has_processes: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the removal of a group's folder by one that deletes its files, too. The kernel does so for cgroups."""
+    """Makes the removal of a group's folder delete the files in it, too, as the kernel does for cgroups."""
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 
@@ -348,7 +348,7 @@ def test_drop_page_cache_returns_the_bytes_that_stay_cached(tmp_path: Path) -> N
     assert drop_page_cache([path]) == 0
     path.write_bytes(bytes(1 << 20))
     kept = drop_page_cache([path])
-    assert kept in (0, 1 << 20)  # tmpfs, a file system in memory, keeps all bytes
+    assert kept in (0, 1 << 20)  # tmpfs keeps its files in memory, so all bytes stay
     fd = os.open(path, os.O_RDONLY)
     try:
         os.read(fd, 1 << 20)

@@ -1,4 +1,4 @@
-"""Tests request bodies: which are accepted or refused, the time that a refusal takes, and its message."""
+"""Tests request bodies: which are accepted, which are refused and with what message, and how long a refusal takes."""
 
 import asyncio
 import contextlib

@@ -30,7 +30,7 @@ Test.__test__ = False  # type: ignore[attr-defined]
 
 
 def lookups_of(events: list[list[int]], n_expert: int = 4) -> Lookups:
-    """Returns the look-ups of several passes through one layer. A list in `events` has the experts that a pass uses."""
+    """Returns the look-ups of several passes through one layer. Each list in `events` holds the experts of one pass."""
     widest = max(map(len, events))
     shape = MoeShape(1, n_expert, widest, (0,))
     trace = hand_made(shape, [[[event + [-1] * (widest - len(event))] for event in events]])
@@ -58,7 +58,7 @@ def test_least_misses_accepts_passes_with_more_experts_than_slots() -> None:
 
 
 def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
-    """Returns the minimum number of reads, found by trying every content that the slots can have after each event."""
+    """Returns the minimum number of reads, found by trying all possible contents of the slots after each event."""
     best = {frozenset(resident): 0}
     for event in events:
         after: dict[frozenset[int], int] = {}
@@ -84,7 +84,7 @@ def test_least_misses_equals_a_search_over_all_victims(events: list[set[int]], n
 
 
 def test_bound_figures_take_the_longest_of_reading_copying_and_computing() -> None:
-    """Ten tokens take 2 s, so 200 ms each. All waits take 0.5 s, so computing takes 150 ms of each token."""
+    """Ten tokens take 2 s, or 200 ms each. Waits take 0.5 s in total, so computing takes 150 ms of each token."""
     slow = bound_figures(LeastBytes(8_000_000, 0, 40_000_000), LinkSpeeds(5e6, 0, 400e6), 10, 2.0, 0.5)
     assert list(slow) == list(FIGURES)
     assert slow["bound_read_mb_per_token"] == pytest.approx(0.8)
@@ -107,7 +107,7 @@ def test_bound_figures_without_reads_are_bound_by_computing() -> None:
 
 
 def bounded(seconds: float) -> dict[str, Any]:
-    """Returns `result(seconds)` with the figures of a bound in both tests."""
+    """Returns `result(seconds)` with the bound's figures added to both tests."""
     found = result(seconds)
     for test in found["tests"]:
         n_tokens = 2 * (test["n_prompt"] + test["n_gen"])

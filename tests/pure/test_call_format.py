@@ -113,7 +113,7 @@ def mark_end(text: str, at: int) -> int:
 
 
 def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the prompt up to the answer, and the rendered answer up to the place where the model would end."""
+    """Returns the prompt up to the answer, and the rendered answer up to where the model would stop."""
     prompt, whole = rendered(name), rendered(name, message)
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
@@ -270,9 +270,9 @@ MARKS = [
 
 
 def random_answers(name: str, n: int) -> list[str]:
-    """Returns n answers made of random marks. If the template renders calls, adds n calls that were changed.
+    """Returns n answers made of random marks. If the template renders calls, adds n damaged calls.
 
-    Each of these calls is cut, or has a mark inserted.
+    Each damaged call is cut short, or has a mark inserted.
     """
     form, rng = answer_format(TEMPLATES[name]), random.Random(name)
     marks = [form.text_open, form.text_close, *form.endings, *MARKS]
@@ -302,8 +302,8 @@ def test_parser_reads_random_marks_without_an_error_for_every_cut(name: str) -> 
 def test_text_with_a_call_mark_but_no_call_is_parsed_as_text(name: str) -> None:
     format_of = answer_format(TEMPLATES[name])
     form = format_of.tools[0]
-    # The closing mark is not tested in templates whose messages have headers. There it is a control token that ends a
-    # message.
+    # The closing mark is not tested in templates whose messages have headers, because it is a control token there,
+    # which ends a message.
     for mark in filter(None, (form.open, "" if format_of.channels else form.close)):
         answer = f"It writes {mark} before a call, and this is none."
         assert parsed(name, list(answer)) == (answer, "", [])

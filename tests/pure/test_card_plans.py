@@ -20,7 +20,7 @@ from moegguf.quantities import GIB, MIB, Link
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
-CONTEXT_BYTES = 400 * MIB  # memory that the driver takes for one process on a card without other users
+CONTEXT_BYTES = 400 * MIB  # memory that the driver uses for one process on a card without other users
 RAM = Memory(128 * GIB, 120 * GIB, "the machine")
 
 Layouts = Callable[[str], ExpertLayout]
@@ -44,7 +44,7 @@ def card(n_bytes: int, used_bytes: int = CONTEXT_BYTES) -> Device:
 
 
 def speeds(cpu_bytes_per_s: float) -> Speeds:
-    """Returns the speeds of a fast card behind PCIe 5, and of a CPU that reads `cpu_bytes_per_s`."""
+    """Returns the speeds of a fast card behind PCIe 5, and of a CPU that reads `cpu_bytes_per_s` bytes per second."""
     return Speeds(1.2e12, Link(50e9, 10e-6), cpu_bytes_per_s, device_node_s=2e-6, source="supposed")
 
 

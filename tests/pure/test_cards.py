@@ -1,4 +1,4 @@
-"""Tests the sentence about a card that cannot be used. Folders of files imitate /dev, /proc and /sys of a machine."""
+"""Tests the sentence about a card that cannot be used. Folders imitate a machine's /dev, /proc and /sys."""
 
 from pathlib import Path
 
@@ -68,13 +68,13 @@ def build(
         (nvidia(node=False), [Card("NVIDIA", "580.65.06", is_reachable=False)]),
         ({"proc/driver/nvidia/version": OLD_NVRM}, []),  # the driver is loaded, but there is no card
         (pci("0x10de"), [Card("NVIDIA", driver="")]),
-        (pci("0x10de", kind="0x020000"), []),  # a network card by NVIDIA
+        (pci("0x10de", kind="0x020000"), []),  # an NVIDIA network card
         (WINDOWS, [Card("NVIDIA")]),
         (pci("0x1002", memory_bytes=16 * GIB) | RENDER, [Card("AMD")]),
         (pci("0x1002", memory_bytes=192 * GIB, kind="0x120000"), [Card("AMD", is_reachable=False)]),
-        (pci("0x1002", memory_bytes=GIB // 2) | RENDER, []),  # a part of a processor
+        (pci("0x1002", memory_bytes=GIB // 2) | RENDER, []),  # integrated into a processor
         (pci("0x1002") | RENDER, []),  # not listed: without a driver, the size of this card's memory is unknown
-        (pci("0x8086", "0000:00:02.0") | RENDER, []),  # a part of a processor
+        (pci("0x8086", "0000:00:02.0") | RENDER, []),  # integrated into a processor
         (pci("0x8086") | RENDER, [Card("Intel")]),
         (nvidia() | pci("0x8086", "0000:00:02.0") | RENDER, [Card("NVIDIA", "580.65.06")]),
     ],

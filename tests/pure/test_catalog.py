@@ -106,7 +106,7 @@ def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> No
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
         ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
-        # A path finds its file of any kind. A folder's path finds the only model in the folder.
+        # A file's path finds that file, whatever its kind. A folder's path finds the only model in the folder.
         (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),
     ):  # fmt: skip
         assert find_model(name) == folder / file
@@ -231,7 +231,7 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# Tests of the folders of the Hugging Face cache, and of a removal that fails
+# Tests of where the Hugging Face cache is, and of a removal that fails
 
 
 def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    # A reference to a commit that does not exist, which must not disturb the removal.
+    # A reference to a commit that does not exist, which must not affect the removal.
     (folder / "refs" / "other").write_text("f" * 40)
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Tests the installation of Chromium: a missing package or missing root rights raise no error."""
+"""Tests the installation of Chromium: a missing package or missing root privileges raise no error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tools import check_machine
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces apt-get and the check for root privileges on a machine without a browser.
+    """Imitates a machine with apt-get and root privileges, but without a browser.
 
-    Returns the last word of each command that is run.
+    Returns a list to which each command appends its last word instead of running.
     """
     ran: list[str] = []
     there = {"apt-get"}

@@ -41,7 +41,7 @@ def test_block_is_read_back_unchanged_by_two_stores(store: KvBlockStore, folder:
         assert each.holds(NAMES[0])
         assert bytes(each.read(NAMES[0]) or b"") == data
         assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
-    # The head may be long: it has all cells of an image, which are compared before the context is restored.
+    # The head may be long: it lists all cells of an image, which are compared before the context is restored.
     file = store.open(NAMES[0], 50_000)
     assert file is not None and file.n_bytes - file.begin == len(data) and file.head[:50_000] == data[:50_000]
     assert store.read(NAMES[1]) is None
@@ -143,7 +143,7 @@ def test_store_deletes_least_recently_used_blocks_first(folder: Path) -> None:
     assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
     assert not set(NAMES[2:6]) & left
     used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
-    # `touch` takes NAMES[1] as the prefix of NAMES[0], so NAMES[1] is kept longer.
+    # `touch` treats NAMES[1] as the prefix of NAMES[0], so NAMES[1] is kept longer.
     assert used_s[NAMES[1]] > used_s[NAMES[0]]
     # Refused, because the block is larger than the limit of the whole store.
     assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])

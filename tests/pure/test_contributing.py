@@ -20,7 +20,7 @@ COMMANDS = sorted(set(re.findall(r"\.venv/bin/moegguf ([^`\n]*)", GUIDE)))
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """Returns the cells of each row in the first table below a heading, without the table's heading and separator."""
+    """Returns the cells of each row in the first table below a heading, without the header row and the separator."""
     table = re.search(rf"^#+ {heading}\n.*?((?:^\|[^\n]*\n)+)", GUIDE, re.MULTILINE | re.DOTALL)
     assert table, heading
     return [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table[1].splitlines()[2:]]

@@ -110,7 +110,7 @@ def test_create_from_blobs_links_the_file_and_removes_unused_blobs(catalog: Cata
     assert details(entry).n_expert > 0
     before = entry.path.stat()
     catalog.create("again", Recipe(files={"tiny.gguf": digest}))
-    assert entry.path.stat() == before  # a server that has loaded the file would notice a change
+    assert entry.path.stat() == before  # a server that has loaded the file would detect a change
     catalog.remove("again")
     catalog.copy("sent", "other")
     catalog.remove("sent")
@@ -160,7 +160,7 @@ def test_add_blob_keeps_nothing_unless_the_digest_matches_and_the_disk_has_room(
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
-        add_blob(catalog, digest, [b"abc"])  # no size is announced, so only the required free space is checked
+        add_blob(catalog, digest, [b"abc"])  # no size was announced, so only the required free space is checked
     assert files_of(data_folder()) == []
     monkeypatch.undo()
 

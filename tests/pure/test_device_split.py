@@ -1,4 +1,4 @@
-"""Tests the split of layers over devices: llama.cpp's with a tensor_split, and a split by memory without one."""
+"""Tests how layers are divided among devices: as llama.cpp does with a tensor_split, and by memory without one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """The layout of a model of 12 layers with 16 experts each, so 192 experts. A token uses 4 experts of each layer."""
+    """The layout of a model of 12 layers with 16 experts each, 192 in total. A token uses 4 experts of each layer."""
     return read_layout(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("split") / "m.gguf"))
 
 

@@ -16,17 +16,18 @@ SOURCE = 1
 class Simulation:
     """Decodes with a gate. A pass takes 1 s, and each drafted token adds `cost` seconds.
 
-    `chance` maps the number of decoded tokens to the probability that a drafted token is right. With 0, nothing is
-    drafted. `noise` is the largest random change of a pass's time, as a share.
+    `chance` maps the number of decoded tokens to the probability that a drafted token is right. Nothing is drafted
+    while this probability is 0. A pass takes up to `noise` (a fraction) more or less time, at random.
     """
 
     def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
         self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
         self._random = random.Random(0)
-        self.widths: list[int] = []  # number of tokens drafted for the first sequence, for each pass
+        self.widths: list[int] = []  # number of tokens drafted for the first sequence in each pass
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
-        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean tokens per second of a sequence."""
+        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean speed of a sequence in tokens per
+        second."""
         answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
         while n_done < n_tokens:
             if not self.gate.is_due():
@@ -89,7 +90,7 @@ def test_gate_measures_passes_without_drafts_again(monkeypatch: pytest.MonkeyPat
 def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
     """Returns the simulated seconds of passes that find no draft. A pass takes 1 s.
 
-    A pass in which the gate lets the model look for drafts takes `look_s` more.
+    A pass takes `look_s` longer if the gate lets the model look for drafts.
     """
     seconds = 0.0
     for _ in range(n_passes):

@@ -1,6 +1,7 @@
-"""Tests docs/evidence and the programs that make its figures. Pages must match the recorded results. Other
-tests check the texts from which the demo learns: every starter is among them, each question has one answer, and all
-commands and options exist.
+"""Tests docs/evidence and the programs that compute its figures. Pages must match the recorded results.
+
+Other tests check the texts from which the demo learns: they contain every starter, each question has one answer, and
+all commands and options exist.
 """
 
 import re
@@ -290,7 +291,7 @@ OPTIONS = (questions.ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 COMMANDS = help_of()
 
 
-def test_starters_are_taught_with_one_answer_and_conversations_use_answers() -> None:
+def test_starters_are_taught_with_one_answer_each_and_conversations_use_taught_answers() -> None:
     starters = questions.starters()
     assert "What does moegguf do?" in starters and "Who are you?" in starters
     assert set(starters) <= questions.answers().keys()

@@ -111,7 +111,7 @@ def test_read_layout_reads_tied_output_mla_nextn_layers_and_mixed_types(tmp_path
 
 
 def latent(**changed: int) -> Gguf:
-    """Returns a model with latent attention. Keywords replace values of its attention's metadata."""
+    """Returns a model with latent attention. Keywords replace values in the metadata of this attention."""
     numbers = {"head_count_kv": 1, "key_length": 40, "key_length_mla": 24, "value_length_mla": 16}
     g = moe("deepseek2", skip_kv=("attention.head_count_kv",)).add("deepseek2.rope.dimension_count", U32, 8)
     for key, value in {"kv_lora_rank": 32, **numbers, **changed}.items():

@@ -36,7 +36,7 @@ def test_fetch_rate_on_a_saturated_link_is_equal_for_all_distances() -> None:
 
 
 def test_fetch_rate_of_a_farther_prediction_can_be_higher() -> None:
-    # Layers 0 to 2 always use the same experts. Only the last layer needs other experts for each token.
+    # Layers 0 to 2 always use the same experts. Only the last layer uses different experts for each token.
     trace = hand_made(SHAPE, [[[[0, 1]] * 3 + [[2 * t, 2 * t + 1]] for t in range(8)]], prefill=1)
     found = rates(trace, 800, 1, 3)
     assert found[1] == pytest.approx(0.4) and found[3] == 1

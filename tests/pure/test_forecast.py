@@ -23,7 +23,7 @@ Answer = Callable[[int, int], object]
 
 
 class ByDistance(ScriptedPredictor):
-    """Predicts `answer(il, distance)`. `calls` has the arguments of each call."""
+    """Predicts `answer(il, distance)`. `calls` collects the arguments of each call."""
 
     def __init__(self, answer: Answer, reach: int = 9) -> None:
         super().__init__(lambda il: None, shape=FIVE, reach=reach)

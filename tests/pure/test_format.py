@@ -52,7 +52,7 @@ def npy(array: Any) -> bytes:
 
 
 def header_with(members: Members, changes: dict[str, Any]) -> Members:
-    """Returns `members` with `changes` made in header.json. A key of the header's shape is changed in the shape."""
+    """Returns `members` with `changes` applied to header.json. A key of the model's shape is changed within `shape`."""
     header = json.loads(members["header.json"])
     for key, value in changes.items():
         (header["shape"] if key in header["shape"] else header)[key] = value

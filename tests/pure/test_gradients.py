@@ -39,7 +39,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
 
 
 def by_differences(of: Callable[[], float], values: Floats) -> Floats:
-    """Returns the gradient of the number `of()` with respect to `values`, from finite differences.
+    """Returns the gradient of `of()`, a number, with respect to `values`, from finite differences.
 
     Each value is changed and restored.
     """

@@ -1,6 +1,6 @@
 """Tests descriptions and plans of models that are on the Hugging Face hub, not on the disk.
 
-Only the beginnings of the models' files are fetched.
+Only the beginning of each model file is fetched.
 """
 
 import tempfile
@@ -23,7 +23,7 @@ PATH = "m-Q4_0.gguf"
 
 @pytest.fixture
 def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Returns the bytes of a model of 2.7 MB, which the hub has in u/r.
+    """Returns the bytes of a 2.7 MB model that the hub has in u/r.
 
     The first request for a header fetches 1,000 bytes.
     """
@@ -35,7 +35,8 @@ def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 @pytest.fixture
 def gates(hub: FakeHub, data: bytes) -> Iterator[list[Fault]]:
-    """Lets the hub send at most a tenth of the model for each of two requests. Returns the hub's faults."""
+    """Makes the hub pause the next two downloads of the model after a tenth of the file. Returns the hub's list of
+    faults."""
     hub.faults[PATH] = list(gates := [Gate(len(data) // 10), Gate(len(data) // 10)])
     yield hub.faults[PATH]
     for gate in gates:

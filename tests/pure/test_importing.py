@@ -1,7 +1,7 @@
-"""Tests traces that are imported from the routing of other programs.
+"""Tests the import of routing that other programs recorded.
 
-Arrays and tables are imported. The shape of the model comes from files, options or a GGUF. The error for a wrong file
-names the file and the broken rule.
+Arrays and tables are imported. The model's shape comes from files, options or a GGUF. The error for a wrong file names
+the file and the broken rule.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def table(n_tokens: int = 4, requests: tuple[str, ...] = ("a", "b")) -> list[dict[str, Any]]:
-    """Returns the rows of a table with n_tokens tokens of each request. The token at position 0 is the prompt."""
+    """Returns the rows of a table with n_tokens tokens per request. The token at position 0 is the prompt."""
     return [
         {
             "request": request, "position": position, "layer": layer + 1,

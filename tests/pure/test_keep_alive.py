@@ -1,4 +1,4 @@
-"""Tests keep-alive times, turns between clients, and the models that are unloaded if memory is short.
+"""Tests keep-alive times, turns between clients, and which models are unloaded when memory is short.
 
 Workers are scripted, and their processes are real.
 """
@@ -55,7 +55,7 @@ async def test_keep_alive_time_does_not_run_while_a_model_is_used(catalog: FakeC
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x", keep_alive_s=0.01)
         async with manager.lease("a", keep_alive_s=0.01) as lease:
-            await asyncio.sleep(0.02)  # a timer of the former keep-alive time would end within this sleep
+            await asyncio.sleep(0.02)  # a timer with the earlier keep-alive time would expire during this sleep
             assert await answer_text(lease, "say x") == "x"
             held = asyncio.create_task(generate(manager, "a", f"hold {go}", keep_alive_s=0.0))
             behind = asyncio.create_task(generate(manager, "a", "say behind", keep_alive_s=60))
@@ -150,10 +150,7 @@ class Queue:
         self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
-        """Serves the next request from its beginning to its end.
-
-        Returns its number in the order of `add`, and its client.
-        """
+        """Serves the next request from beginning to end. Returns its number in the order of `add`, and its client."""
         first = self.model.queue[0]
         self.model.grant(first)
         self.model.release(first)

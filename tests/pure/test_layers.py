@@ -1,4 +1,4 @@
-"""Tests imports: a package imports only packages below it, and no modules import each other in a circle.
+"""Tests imports: a package imports only packages below it, and no import is circular.
 
 Everything public has a docstring.
 """
@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }  # fmt: skip
 
-# Packages within `server` that must not import each other. Shared code lies in `server.common`.
+# Packages within `server` that must not import each other. Shared code is in `server.common`.
 DIALECTS = {"openai", "ollama", "anthropic"}
 APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {"llama_server": {"ollama", "anthropic"}}
 
@@ -82,7 +82,8 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports_of(path: Path, *, types: bool = False) -> Iterator[str]:
-    """Yields the names of imported modules, also inside functions. With `types`, includes imports for type checkers."""
+    """Yields the names of imported modules, including imports in functions. With `types`, includes imports for type
+    checkers."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree if types else without_type_checking(tree)):
         if isinstance(node, ast.Import):
@@ -126,7 +127,7 @@ def test_packages_import_each_other_in_one_direction_only() -> None:
 
 def test_only_the_manager_and_its_leases_import_worker_processes() -> None:
     users = {name_of(path) for path in MODULES if "moegguf.serving.worker_process" in imports_of(path)}
-    starts_early = "moegguf.chat.local"  # this module starts workers first, and later passes them to its manager
+    starts_early = "moegguf.chat.local"  # this module starts workers itself, and hands them to its manager later
     assert users == {"moegguf.serving.model_manager", "moegguf.serving.lease", starts_early}
 
 

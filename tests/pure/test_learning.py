@@ -87,7 +87,7 @@ def test_training_with_equal_seeds_gives_equal_networks() -> None:
 
 
 class Scripted(Trainee):
-    """A trainee without parameters to fit. Its state is the number of the epoch, and its accuracies are given."""
+    """A trainee without parameters to fit. Its state is the epoch's number, and its accuracies are scripted."""
 
     def __init__(self, *accuracies: float) -> None:
         self.parameters = {}

@@ -1,7 +1,7 @@
-"""Tests free memory and CPUs in folders that imitate machines with cgroups v1 and v2, nested, mixed, absent and broken.
+"""Tests free memory and CPUs as read from folders that imitate machines.
 
-A library that was compiled for another processor is refused. Other tests check read speeds, and the number of
-compute threads for invented times and loads.
+The folders have cgroups v1 and v2, nested, mixed, absent and broken. A library that was compiled for another processor
+is refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
 """
 
 import os
@@ -26,7 +26,7 @@ V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,me
 
 
 class FakeMachine:
-    """A folder that imitates a machine with 16 GiB of memory, 10 GiB of it free, and at first no cgroups."""
+    """A folder that imitates a machine with 16 GiB of memory (10 GiB free). At first it has no cgroups."""
 
     MEMORY = {"MemTotal": 16 << 20, "MemAvailable": 10 << 20} | dict.fromkeys(
         ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab"), 1
@@ -182,7 +182,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
     def read(buffer: np.ndarray[Any, Any]) -> None:
         nonlocal now_s
-        now_s += next(turns_s)  # other processes hold the processor in a slow turn
+        now_s += next(turns_s)  # a turn is slow if other processes occupy the processor
         read_bytes.append(buffer.nbytes)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now_s)
@@ -193,7 +193,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries that need AVX2 and AVX-512. The processor is replaced by one that has only AVX2 and FMA."""
+    """A folder of libraries that need AVX2 and AVX-512. The imitated processor has only AVX2 and FMA."""
     monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
     (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
     return tmp_path
@@ -270,7 +270,7 @@ def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
     n_steps = int(10 * MEMORY_S / 0.25)
     n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
-    assert 1 <= n_fewer <= 12  # about one try with fewer threads in MEMORY_S seconds
+    assert 1 <= n_fewer <= 12  # tries fewer threads about once in MEMORY_S seconds
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])

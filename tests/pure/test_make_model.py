@@ -1,4 +1,5 @@
-"""Tests the random models of tools/models: files that are well-formed and equal for equal seeds, weights of mean 0."""
+"""Tests the random models of tools/models: files are well-formed, equal seeds give equal files, and weights have mean
+0."""
 
 import subprocess
 import sys

@@ -22,7 +22,7 @@ MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t",
 @pytest.mark.parametrize(
     ("share", "choice"),
     [
-        # Lfu is better at the nearest share, but is below LRU at other shares, so next-use is chosen.
+        # Lfu is better at the nearest share but worse than LRU at others, so next-use is chosen.
         (0.02, ControllerChoice("next-use", "skip")),
         (0.12, ControllerChoice("next-use", "skip")),
         (0.3, ControllerChoice("next-use", "skip")),

@@ -1,4 +1,4 @@
-"""Tests which models are unloaded so that another model fits, when a load has to wait, and plans for less memory."""
+"""Tests which models are unloaded to make room for another, when a load has to wait, and plans for less memory."""
 
 import json
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def test_memory_limit_is_the_setting_or_the_free_memory() -> None:
 
 
 def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) -> None:
-    """Checks about 20 amounts of memory from the minimum up.
+    """Checks about 20 amounts of memory, starting at the minimum.
 
     Each has a plan that fits, and the worker receives this plan.
     """
@@ -282,7 +282,7 @@ def test_is_embedding_reads_the_pooling_type(metadata: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("budget", "n_bytes"),
     [("auto", 400), ("50%", 400), ("25%", 250), ("100%", 400), ("30 B", 30), ("4GiB", 400),
-     # Less than a slot: the value is not rounded, so that the later error repeats the user's value.
+     # Less than a slot is not rounded, so that a later error repeats the user's value.
      ("7 B", 7), ("0.5%", 5)],
 )  # fmt: skip
 def test_expert_cache_within_rounds_to_whole_slots_of_the_loaded_model(budget: str, n_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""Tests names of models. An invalid name raises an error of moegguf, and opens no file outside moegguf's folders."""
+"""Tests names of models. An invalid name raises one of moegguf's errors, and opens no file outside moegguf's
+folders."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""Tests request bodies of every API with null fields, and whole numbers that are written as 8.0.
+"""Tests request bodies of every API with null fields, and with whole numbers written as 8.0.
 
-A null has the effect of an absent field, for each field that may be left out. This holds for the fields of every body
+For each field that may be left out, null has the effect of an absent field. This holds for the fields of every body
 class, and for the objects inside a body that only validators read.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 from recorded_texts import recorded_lines
 
-import moegguf.server.app  # noqa: F401  # which knows every body
+import moegguf.server.app  # noqa: F401  # its import defines every body class
 from moegguf.server import embeddings, llama_server
 from moegguf.server.anthropic import messages
 from moegguf.server.common.body import Body, integral
@@ -25,7 +25,7 @@ from moegguf.server.ollama import chat as ollama
 from moegguf.server.openai import chat, completions, responses
 
 HI = [{"role": "user", "content": "hi"}]
-# Values of required fields, by the name that clients write.
+# Values of required fields, keyed by the name that clients write.
 REQUIRED: dict[str, Any] = {
     "anchor": "created_at", "completion_window": "24h", "content": "a", "destination": "b", "endpoint": "/v1/responses",
     "function": {"name": "f"}, "id": 0, "input": "a", "input_file_id": "f", "input_prefix": "a", "input_suffix": "b",
@@ -54,13 +54,13 @@ KINDS: dict[str, type[Body]] = {
     "/v1/responses": responses.ResponsesBody,
     "/v1/responses/input_tokens": responses.ResponsesBody,
 }
-DATA = (  # names of objects whose keys a client chooses, so they are not fields of the API
+DATA = (  # names of objects whose keys the client chooses, so the keys are not fields of the API
     "action", "arguments", "chat_template_kwargs", "input", "input_schema", "logit_bias", "metadata", "parameters",
     "schema",
 )  # fmt: skip
 
 
-# Bodies of these paths may have a JSON schema itself as `format`.
+# A body of these paths may have a JSON schema in `format`.
 SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")
 
 
@@ -97,7 +97,7 @@ def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
 
 
 def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iterator[str]:
-    """Yields the paths of integers in a pydantic schema that refuse 8.0, a whole number with a fraction of zero."""
+    """Yields the paths of the integers in a pydantic schema that refuse 8.0, although 8.0 is a whole number."""
     if isinstance(schema, list | tuple):
         for i, each in enumerate(schema):
             yield from whole_numbers(each, f"{path}[{i}]")
@@ -127,9 +127,9 @@ def read(kind: type[Body], given: Any) -> Any:
 
 
 def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the objects in a body whose keys are fields of the API.
+    """Yields each object in a body if its keys are fields of the API.
 
-    Leaves out objects that are values of the names in `data`, and everything in `output`.
+    Skips objects that are values of the names in `data`, and everything in `output`.
     """
     if isinstance(value, list):
         for each in value:
@@ -185,7 +185,7 @@ RAW = [
 
 
 def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (path, body) of the lines of bodies.txt, without lines whose body has to be expanded first."""
+    """Yields (path, body) of each line of bodies.txt, except lines whose body has to be expanded first."""
     for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         if " times" not in body and "every field" not in body:
@@ -200,7 +200,7 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
         given = {**least(kind), **copy.deepcopy(body)}
         if source is RAW:
             assert read(kind, given) is not None, path
-        # A field of llama-server that holds a schema, in which null may be a value, so it is taken out.
+        # llama-server's `json_schema` holds a schema, in which null may be a value, so it is not tested with null.
         schema = given.pop("json_schema", None)
         if schema is not None:
             assert read(kind, {**given, "json_schema": schema}) is not None

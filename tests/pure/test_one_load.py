@@ -1,10 +1,10 @@
 """Tests that commands and `Llama` make equal plans from equal options on one machine.
 
-Each of ROWS has a model, flags, variables of the environment and GPUs. `serve`, `run`, `batch` and `estimate` get the
-flags, and `Llama` gets keywords. A command without one of the flags is left out. `run` and `batch` plan for one
-sequence. `Llama` has the defaults of llama-cpp-python, so tests give it the commands' defaults (COMMAND_DEFAULTS of
-`moegguf.options`). `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama` of
-these sizes.
+Each of ROWS has a model, flags, environment variables and GPUs. `serve`, `run`, `batch` and `estimate` get the flags,
+and `Llama` gets keywords. A command that lacks one of the flags is skipped. `run` and `batch` plan for one sequence.
+`Llama` has the defaults of llama-cpp-python, so tests pass the commands' defaults (COMMAND_DEFAULTS of
+`moegguf.options`) to it. `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama`
+of these sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from moegguf.serving.worker import open_model
 from moegguf.serving.worker_process import WorkerProcess
 from tools.models import write_projector
 
-TIGHT = 700 << 20  # bytes of free memory that do not hold the whole model "large"
+TIGHT = 700 << 20  # bytes of free memory, too few for the whole model "large"
 TRAINED = 32768  # tokens of context
 CONTEXT = 2048
 
@@ -175,7 +175,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def heads() -> Any:
-    """Returns a model of 6 layers and one layer for multi-token prediction, the last one."""
+    """Returns a model of 7 layers, the last of them a layer for multi-token prediction."""
     arch = "glm4moe"
     found = moe(arch, n_layer=7, n_expert=16, n_used=4, skip_kv=("context_length",))
     found.add(f"{arch}.context_length", U32, TRAINED).add(f"{arch}.nextn_predict_layers", U32, 1)
@@ -253,7 +253,7 @@ class LoadedError(MoeggufError):
 
 @pytest.fixture(autouse=True)
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadConfig]]:
-    """Keeps workers and models from loading. Returns the list of configurations that workers receive."""
+    """Keeps workers and models from loading. Returns a list that collects the configurations sent to workers."""
     configs = list[LoadConfig]()
     monkeypatch.setattr(Process, "configs", configs, raising=False)
 
@@ -276,7 +276,7 @@ def plan_of(call: Callable[[], Any]) -> Plan:
 
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
-    """Returns the plan that a worker received last. Asserts that the worker's `Llama` would have an equal plan."""
+    """Returns the plan that was last sent to a worker. Asserts that the worker's `Llama` would have an equal plan."""
     config = configs[-1]
     has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"
@@ -358,7 +358,7 @@ def of_bench(path: Path, row: Row, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def same(plan: Plan, facts: dict[str, Any]) -> None:
-    """Asserts that `facts`, which `estimate` has printed, are the facts of this plan."""
+    """Asserts that `facts`, as printed by `estimate`, are the facts of this plan."""
     assert json.loads(json.dumps(plan.facts())) == facts
 
 

@@ -1,4 +1,4 @@
-"""Tests policies and predictors of the user, which are named FILE.py:CLASS.
+"""Tests the user's own policies and predictors, which are named FILE.py:CLASS.
 
 A class is constructed with the model's shape or without arguments. A class that breaks a rule is refused with an error
 that names the rule. Requests, Modelfiles and files of measurements cannot name a class.

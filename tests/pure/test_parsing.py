@@ -205,7 +205,7 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """Feeds a filter with `text`, cut at the places `cuts`. Returns the filter's output, and the filter."""
+    """Feeds a filter with `text`, cut at places that `cuts` selects. Returns the filter's output, and the filter."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])

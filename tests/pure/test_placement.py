@@ -74,7 +74,7 @@ def test_cost_model_adds_one_latency_per_missing_layer_and_time_per_node() -> No
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """The layout of a model of 8 layers with 16 experts each, so 128 experts. A token uses 4 experts of each layer."""
+    """The layout of a model of 8 layers with 16 experts each, 128 in total. A token uses 4 experts of each layer."""
     path = tmp_path_factory.mktemp("placed") / "m.gguf"
     return read_layout(moe(n_layer=8, n_expert=16, n_used=4, n_embd=256, n_ff=256).write(path))
 
@@ -87,7 +87,7 @@ def planned(
 ) -> Plan:
     """Plans for a device with room for a share of the experts and everything else.
 
-    Without a share (None), the device has half of the room that everything else needs.
+    If the share is None, the device has only half of the room that everything else needs.
     """
     needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
@@ -176,7 +176,7 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
     second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
-    # Both figures of copies are from the measurement with the shortest time to copy `n_bytes`.
+    # Both copy figures come from the measurement with the shortest time to copy `n_bytes`.
     assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)
     assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
 

@@ -34,10 +34,8 @@ def layout_of(folder: Path, **kwargs: Any) -> ExpertLayout:
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """The layout of a model of 6 layers with 16 experts each, so 96 experts.
-
-    A token uses 4 experts of each layer, so 24 in all.
-    """
+    """The layout of a model of 6 layers with 16 experts each, 96 in total. A token uses 4 experts of each layer, 24 in
+    total."""
     return layout_of(tmp_path_factory.mktemp("plan"), n_layer=6, n_expert=16, n_used=4)
 
 
@@ -87,7 +85,8 @@ def test_plan_without_streaming_limits_n_ubatch_to_the_slots(layout: ExpertLayou
 
 
 def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
-    """Returns a plan for a context of 8,192 tokens, with attention that may be fused. `options` replace both."""
+    """Returns a plan for a context of 8,192 tokens, with attention that may be fused. `options` override these
+    settings."""
     return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
 
 
@@ -101,7 +100,7 @@ def test_plan_uses_longer_passes_if_experts_have_no_slot(layout: ExpertLayout) -
     ("options", "why"),
     [
         ({"budget": "100%"}, "every expert has a slot"),
-        # Scores of attention grow with the pass if flash attention is off.
+        # Attention scores grow with the pass if flash attention is off.
         ({"flash_attn": False}, "attention may not be fused"),
         ({"n_batch": 512}, "neither the context nor a batch"),
         ({"n_ubatch": 512}, "as given"),

@@ -109,6 +109,6 @@ def test_make_wheel_packs_one_library_with_its_rpath_and_pin(
 
 
 def compile_empty(library: Path, *needed: Path) -> None:
-    """Compiles a library without functions, which needs the libraries `needed`."""
+    """Compiles an empty library that links to the libraries `needed`."""
     command = ["c++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-x", "none", "-o", library, "-Wl,--no-as-needed"]
     subprocess.run([*command, f"-Wl,-soname,{library.name}", *needed], check=True)

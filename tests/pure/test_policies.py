@@ -1,6 +1,7 @@
-"""Tests policies in Python by the first victim: the expert with the lowest score, least recently used among equals.
+"""Tests policies in Python by the expert that each evicts first.
 
-Other tests cover policies by tier, and strategies by name.
+The first victim has the lowest score; among equal scores it is the least recently used. Other tests cover policies by
+tier, and strategies by name.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> 
     history, scores = History(TWO), None
     for n, expert in enumerate(used):
         history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))
-        scores = policy.scores(history, None)  # type: ignore[arg-type]  # neither asks for a forecast
+        scores = policy.scores(history, None)  # type: ignore[arg-type]  # neither policy uses a forecast
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
     return min(residents, key=lambda expert: (table[expert], history.last_use[expert]))
 
@@ -52,7 +53,7 @@ A, B, C = (1, 0), (1, 1), (1, 2)
 
 def test_lfu_evicts_the_least_frequent_expert_and_static_never_changes() -> None:
     assert victim(Lfu(), [A, B, C], [0, 1, 0, 1, 2]) == C
-    # Both are used equally often, so the less recently used one is evicted.
+    # Both are used equally often, so the one that was used less recently is evicted.
     assert victim(Lfu(), [A, B], [0, 1, 0, 1]) == A
     profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
     assert victim(Static(TWO, profile), [A, B, (2, 0)], [0] * 5) == A

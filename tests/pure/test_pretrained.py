@@ -1,4 +1,5 @@
-"""Tests `fetch`, with which `Llama.from_pretrained` downloads: the files of a pattern, and their folders."""
+"""Tests `fetch`, which `Llama.from_pretrained` uses to download: the files that a pattern selects, and their
+folders."""
 
 import os
 from pathlib import Path

@@ -176,7 +176,7 @@ def start_pull(hub: FakeHub, home: Path, **extra: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Gate]]:
-    """Starts a pull in another process, and waits until that process reports 1 MiB. Yields the process and the gate.
+    """Starts a pull in another process, and waits until that process reports 1 MiB. Yields the process and a gate.
 
     The hub sends 2 MiB and then waits until the gate opens.
     """
@@ -276,7 +276,7 @@ def test_pull_resumes_a_cut_download(repo: FakeHub, monkeypatch: pytest.MonkeyPa
     assert nothing_has_a_name()
     assert [name for name in stored() if name.endswith(".incomplete")] != []
     repo.requests.clear()
-    # The disk has room only for the missing bytes, and for the 64 MiB that stay free.
+    # The disk has room only for the missing bytes and the 64 MiB that must stay free.
     monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA

@@ -26,9 +26,9 @@ def small() -> Gguf:
 
 
 def refuse(tmp_path: Path, data: bytes) -> str:
-    """Writes `data` and reads it. Asserts that a ModelFormatError with the file's name and an offset is raised.
+    """Writes `data` to a file and reads the file. Returns the message of the ModelFormatError that this raises.
 
-    Returns the error's message.
+    Asserts that the message has the file's name and an offset.
     """
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)

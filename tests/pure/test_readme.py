@@ -1,6 +1,6 @@
 """Tests the README and docs: commands exist, Python code compiles, and links lead to existing files and headings.
 
-docs/architecture.md names only files that exist, and every package. Variables and options in docs/deployment.md exist,
+docs/architecture.md names every package, and only files that exist. Variables and options in docs/deployment.md exist,
 and the configuration files in deploy/ are valid.
 """
 

@@ -24,7 +24,7 @@ HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 def routed(
     pass_: int, il: int, ids: list[list[int]], *, sequence: int = 0, first: int = 0, **more: object
 ) -> RoutingEvent:
-    """Returns a routing event with the experts `ids`. Its time is 10 ns times the number of the pass."""
+    """Returns a routing event with the experts `ids`. Its time is 10 ns times the pass number."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "sequence": sequence, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 

@@ -165,7 +165,7 @@ def test_release_workflow_calls_only_files_and_targets_that_exist() -> None:
 def test_readme_states_that_nothing_is_published_until_a_release_is_dated() -> None:
     """The README and the page about installation name a wheel first, then the sources.
 
-    Both state that no release is published, until CHANGELOG.md has a version with a date.
+    Both state that no release is published until CHANGELOG.md has a version with a date.
     """
     is_published = re.search(r"^## \d\S+ \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     for page in ("README.md", "docs/install.md"):

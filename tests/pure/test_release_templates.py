@@ -1,7 +1,7 @@
 """Tests the chat templates that the pinned llama.cpp ships.
 
-Each template renders every conversation of CONVERSATIONS. The prompt has every text of the messages, and objects as
-JSON. The tables below list the exceptions.
+Each template renders every conversation of CONVERSATIONS. The prompt contains every text of the messages, and objects
+as JSON. The tables below list the exceptions.
 """
 
 import re
@@ -62,7 +62,7 @@ EITHER_TEXT_OR_CALLS = {  # templates that write either the text of a message or
     "meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407",
     "muse-glimmer", "openai-gpt-oss-120b", "upstage-Solar-Open-100B",
 }  # fmt: skip
-# Templates that write the system's message only if the last message is the user's.
+# Templates that write the system message only if the last message is the user's.
 SYSTEM_WITH_LAST_QUESTION = {"mistralai-Mistral-Nemo-Instruct-2407"}
 # Templates that write tools as Python's repr, not as JSON.
 PYTHON_TOOLS = {"Apriel-1.6-15b-Thinker-fixed", "unsloth-Apriel-1.5"}

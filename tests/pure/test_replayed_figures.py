@@ -1,4 +1,4 @@
-"""Tests that the shipped trace replays to its recorded figures, so that recorded results hold for this code."""
+"""Tests that a replay of the shipped trace gives its recorded figures, so recorded results hold for this code."""
 
 import json
 from dataclasses import replace

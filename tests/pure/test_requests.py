@@ -11,7 +11,7 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Counts evaluated tokens like `Llama`. `noted` has (number of the request, phase) for each evaluation."""
+    """Counts evaluated tokens like `Llama`. `noted` collects (number of the request, phase) for each evaluation."""
 
     def __init__(self) -> None:
         self.requests = Requests()
@@ -24,7 +24,7 @@ class Context:
         self.n_past += n_tokens
 
     def generate(self, n_prompt: int, *, keep: int = 0) -> Generator[int, None, None]:
-        """Evaluates `n_prompt` tokens after `keep` tokens that the context holds, then one token after another."""
+        """Evaluates `n_prompt` tokens after the `keep` tokens in the context, then single tokens."""
 
         def steps() -> Generator[int, None, None]:
             self.n_past = keep
@@ -42,7 +42,7 @@ def take(steps: Generator[int, None, None], n: int) -> None:
     steps.close()
 
 
-def test_prompt_of_any_length_starts_a_request_and_an_unstarted_generator_none() -> None:
+def test_prompt_of_any_length_starts_a_request_but_an_unstarted_generator_does_not() -> None:
     context = Context()
     take(context.generate(5), 2)
     take(context.generate(1, keep=6), 2)

@@ -51,7 +51,7 @@ def model(arch: str = "qwen2moe", ggml_type: int = F32_T) -> tuple[Gguf, dict[st
 @pytest.mark.parametrize(("ggml_type", "error"), [(F32_T, 0), (F16_T, 1e-3), (30, 1e-2), (Q8_0_T, 2e-2)])
 def test_read_routers_dequantizes_matrices_of_any_type(tmp_path: Path, ggml_type: int, error: float) -> None:
     g, values = model(ggml_type=F32_T if ggml_type == 30 else ggml_type)
-    if ggml_type == 30:  # the builder of GGUF files has no BF16
+    if ggml_type == 30:  # the GGUF builder does not support BF16
         for tensor in g.tensors:
             if "gate_inp" in str(tensor.name):
                 tensor.ggml_type, tensor.n_bytes = 30, 2 * N_EMBD * N_EXPERT

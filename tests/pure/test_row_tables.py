@@ -27,7 +27,7 @@ N_ROWS_BASE = 4_000_000
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
     """The layout of Qwen3.8-Flash-Next with 4 layers and a table of 5.4 GiB.
 
-    The file is sparse and takes no disk space.
+    The file is sparse and occupies almost no disk space.
     """
     shape = replace(PRESETS["qwen3.8-flash-next"], n_layer=4, ple_vocab_base=N_ROWS_BASE)
     path = tmp_path_factory.mktemp("tables") / "sparse.gguf"

@@ -1,7 +1,8 @@
 """Tests scores of predictors.
 
 A predictor of known accuracy has exactly the figures that follow from the definitions. The accuracy of a batch is
-formula 7 of ExpertFlow: the intersection over the union of predicted and true experts. Reuse is counted by hand.
+formula 7 of ExpertFlow: the size of the intersection of predicted and true experts, divided by the size of their union.
+Reuse is counted by hand.
 """
 
 import math
@@ -120,7 +121,7 @@ def matrix(*rows: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("true", "predicted", "expected"),
     [
-        # Three experts right, one missed, one predicted and not used.
+        # Three experts are right, one is missed, and one is predicted but not used.
         (matrix("xx..", "..xx"), matrix("x.x.", "..xx"), 3 / 5),
         (matrix("x...", ".x.."), matrix("....", "...."), 0),
         (matrix("x...", ".x.."), matrix("xxxx", "xxxx"), 2 / 8),
@@ -160,7 +161,7 @@ def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
     judge.observe(routed(1, -1, -1))  # padding
     judge.observe(routed(1, 1, 99, pass_=1))  # an expert that does not exist
     judge.observe(routed(1, [1, 2], [3, 4], pass_=2))  # two tokens
-    judge.observe(routed(5, 1, 2, pass_=2))  # the last layer is computed for one of the two tokens only
+    judge.observe(routed(5, 1, 2, pass_=2))  # the last layer is computed for only one of the two tokens
     judge.observe(routed(1, 1, 2, pass_=3, phase=Phase.PREFILL))
     assert judge.table().means[1].due == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
@@ -182,7 +183,7 @@ def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
 TWO_LAYERS = MoeShape(n_layer=2, n_expert=4, n_expert_used=1, layers=(0, 1))
 
 
-def test_reuse_of_one_expert_per_request_is_skewed_within_and_even_merged() -> None:
+def test_reuse_of_one_expert_per_request_is_skewed_in_each_and_even_over_all() -> None:
     figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]]] * 8 for e in range(4)]))
     assert (figures.within.covering, figures.within.entropy) == (0.25, 0)
     assert (figures.merged.covering, figures.merged.entropy) == (1, pytest.approx(1))
@@ -203,7 +204,7 @@ def test_reuse_counts_distances_between_uses_and_leaves_out_prompts() -> None:
     assert figures.reuse_distances[4] == pytest.approx(0.2)
     assert sum(figures.reuse_distances.values()) == pytest.approx(1)
     assert figures.next_token.tolist() == [0.5, 0.5]
-    # Only token 3 of the tokens 2, 3 and 4 uses an expert of the two tokens before.
+    # Token 3 is the only one of tokens 2, 3 and 4 that uses an expert of the two tokens before it.
     assert figures.windows_same[2] == pytest.approx(1 / 3)
     figures = reuse(
         hand_made(TWO_LAYERS, [[[[3], [3]], [[0], [1]], [[0], [2]]], [[[3], [3]], [[2], [2]], [[2], [2]]]], prefill=1)

@@ -37,8 +37,8 @@ USUAL = [
             ("Model-BF16-00002-of-00003.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
             ("Model-BF16.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
         )),
-        # The tag "latest" selects Q4_K_M, then Q8_0, then the first model. A match of a whole word is preferred to a
-        # part of a word.
+        # The tag "latest" selects Q4_K_M, then Q8_0, then the first model. A whole-word match is preferred to a partial
+        # one.
         (["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"], "latest", "b-Q8_0.gguf"),
         (["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"], "latest", "b.gguf"),
         (["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS", "m-Q4_XS.gguf"), (["m-IQ4_XS.gguf"], "Q4_XS", "m-IQ4_XS.gguf"),
@@ -121,7 +121,7 @@ def test_library_model_has_consistent_names_files_and_sizes(model: LibraryModel)
     prefix, _, rest = model.file.partition("-00001-of-0000")
     files = [f"{prefix}-0000{n}-of-0000{rest}" for n in range(1, int(rest[0]) + 1)] if rest else [model.file]
     assert select_files([*files, "other-Q2_K.gguf"], model.quantization).files == tuple(files)
-    assert 4 < 8 * model.resident_bytes / model.n_parameters < 9  # bits of a weight
+    assert 4 < 8 * model.resident_bytes / model.n_parameters < 9  # bits per weight
     assert 0.5 < model.expert_bytes / model.resident_bytes < 1
     assert 0 < model.token_bytes < model.expert_bytes and model.dense_bytes > 0
 

@@ -15,7 +15,7 @@ from moegguf.options import GROUPS, OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, load_op
 from moegguf.quantities import parse_duration
 from moegguf.settings import Environment, Host, Settings, parse_host, read_load_keywords, read_settings
 
-# The table of ollama-python's _parse_host, then forms that are not in it.
+# The cases of ollama-python's _parse_host, followed by forms that it does not list.
 HOSTS = [
     (None, "http://127.0.0.1:11434"), ("", "http://127.0.0.1:11434"), ("1.2.3.4", "http://1.2.3.4:11434"),
     (":56789", "http://127.0.0.1:56789"), ("1.2.3.4:56789", "http://1.2.3.4:56789"),
@@ -84,7 +84,7 @@ def test_parse_duration_rejects_other_values(value: Any) -> None:
         parse_duration(value)
 
 
-def test_default_settings_equal_ollamas_and_placement_rejects_other_words() -> None:
+def test_default_settings_match_ollama_and_placement_rejects_other_words() -> None:
     settings = read_settings({})
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)

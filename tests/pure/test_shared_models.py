@@ -19,7 +19,8 @@ from moegguf.serving.model_manager import ModelManager
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> FakeCatalog:
-    """A catalog with `a`. `b` and `c` share its files; `b` has a system message, and `c` has a context of 8192."""
+    """A catalog with `a`, and with `b` and `c`, which share its files. `b` has a system message, and `c` has a context
+    of 8192."""
     catalog = FakeCatalog(tmp_path)
     catalog.add("a")
     add_persona(catalog, "b", system="Be brief.")

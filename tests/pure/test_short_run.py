@@ -1,4 +1,5 @@
-"""Tests tools/gpu/short_run.py: time limits of steps, writing each outcome when its part ends, the results table."""
+"""Tests tools/gpu/short_run.py: time limits of steps, outcomes written as soon as a part ends, and the results
+table."""
 
 import json
 import time
@@ -32,7 +33,7 @@ def answered(tokens_per_s: float, **more: Any) -> dict[str, Any]:
 class Scripted(Runner):
     """A runner that starts no process.
 
-    A part takes its scripted seconds (1 without any), but no longer than the time left.
+    A part takes its scripted seconds (by default 1), but no longer than the time left.
     """
 
     def __init__(self, seconds: dict[str, float], fail: str = "", switches: int = 0) -> None:
@@ -51,7 +52,7 @@ class Scripted(Runner):
         return outcome | ({"values": facts} if part.kind == "facts" else {})
 
 
-def test_calls_interleave_turns_and_ends_add_up_the_shares() -> None:
+def test_calls_take_turns_between_parts_and_ends_are_sums_of_shares() -> None:
     plan = plan_of(("M", 10, 1, ["a"]), ("Q", 20, 2, ["b", "c"]), ("R", 30, 1, ["d"]))
     assert [call.name for call in calls(plan[1])] == ["Q/b/1", "Q/c/1", "Q/b/2", "Q/c/2"]
     assert [end_s for _, end_s in ends(plan, 45)] == [10, 30, 45]

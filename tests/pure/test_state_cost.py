@@ -9,7 +9,7 @@ from moegguf.quantities import GIB, MIB
 def step(
     state_bytes: int, *, write_bytes_per_s: float, tokens_per_s: float, n_tokens: int = 1000, limit: int = 16 * GIB
 ) -> int:
-    """Returns the distance that is chosen after two passes of a prompt and the writing of a state were measured."""
+    """Returns the distance that is chosen once two passes of a prompt and one write of a state have been measured."""
     cost = StateCost(limit)
     for n_pass in (1, 2, 3):
         cost.note_pass(eval_s=512 * n_pass / tokens_per_s, n_new=512)

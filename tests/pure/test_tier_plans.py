@@ -26,7 +26,7 @@ RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """The layout of a model of 6 layers with 16 experts each, so 96 experts. A token uses 4 experts of each layer."""
+    """The layout of a model of 6 layers with 16 experts each, 96 in total. A token uses 4 experts of each layer."""
     return read_layout(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("tiers") / "m.gguf"))
 
 
@@ -94,12 +94,12 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
     size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
     n_staged = math.ceil(tensor_bytes / size)
     cycle, above = 24 + n_staged, plan(layout, (24 + n_staged) * size, "auto")
-    assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may have
+    assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may take
     assert (above.n_slots, above.n_staging, above.n_ubatch, above.slot_tokens) == (24, 1, 512, 1)
     below = plan(layout, (cycle - 1) * size, "auto")
     assert (below.n_slots, below.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)
     assert any("read 1 token at a time instead of 512: experts in slots" in reason for reason in below.reasons)
-    for n_slots in (2, 5, n_staged + 1):  # no staging tensor fits in addition to slots for the experts of a token
+    for n_slots in (2, 5, n_staged + 1):  # no staging tensor fits beside slots for the experts of one token
         assert plan(layout, n_slots * size, "auto").n_ubatch == 1
     tiny = plan(layout, (n_staged + 2) * size, "auto")
     assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)

@@ -1,6 +1,6 @@
 """Tests the token scheduler.
 
-Tokens with similar routing paths share a batch, and sizes of batches differ by at most one.
+Tokens with similar routing paths share a batch, and batch sizes differ by at most one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_order_effects_replay_equal_tokens_in_every_order() -> None:
 
 
 class FixedPaths(RoutingPaths):
-    """Routing paths that a test passes to the constructor."""
+    """Routing paths that the test passes in."""
 
     def __init__(self, paths: np.ndarray | dict[int, np.ndarray]) -> None:
         super().__init__(SMALL)

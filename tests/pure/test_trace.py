@@ -30,8 +30,8 @@ from moegguf.trace.trace import Trace, TraceHeader
 from predictors.study.arrange import separated, shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
-# A token uses two experts of layer 1 and one of layer 3. Layer 3 is computed only for the last of the first three
-# tokens, which are a prompt in two passes.
+# A token uses two experts of layer 1 and one of layer 3. The first three tokens are a prompt in two passes, and layer 3
+# is computed only for the last of them.
 LAYER_1 = [[0, 1], [1, 2], [2, 3], [3, 0], [1, 0], [2, 1]]
 LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 
@@ -56,7 +56,7 @@ def routing_events(trace: Trace) -> list[RoutingEvent]:
     return [event for event in trace.events() if isinstance(event, RoutingEvent)]
 
 
-def test_events_come_in_live_order() -> None:
+def test_events_have_the_order_of_a_live_run() -> None:
     check(tiny())
     events: list[Any] = []
     for event in tiny().events():
@@ -138,13 +138,13 @@ def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
 
 
 def reuse(trace: Trace) -> float:
-    """Returns the mean share of a decoded token's experts in the first MoE layer that the token before also used."""
+    """Returns the mean share of a decoded token's experts that the previous token also used, in the first MoE layer."""
     ids = trace.decode().expert_ids[0]
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
-    """Returns a trace of one request with one token per pass. passes[p][row] has the token's experts in a layer."""
+    """Returns a trace of one request with one token per pass. passes[p][row] lists the token's experts in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])

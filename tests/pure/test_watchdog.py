@@ -1,7 +1,7 @@
 """Tests the watchdog of prefetching.
 
 A trial compares stalls with and without prefetching. If prefetching saves too little, the watchdog stops it, and tries
-again after pauses that become longer.
+again after increasingly long pauses.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ DEFAULT = WatchdogOptions()
 
 
 class Run:
-    """Feeds tokens to a watchdog. A token stalls `off` ns without prefetching, and `on` ns with prefetching.
+    """Feeds tokens to a watchdog. A token stalls for `off` ns without prefetching, and for `on` ns with prefetching.
 
     `noise` makes the stalls random.
     """
@@ -68,7 +68,7 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
 
 def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
-    for seed in range(100):  # prefetching saves about the share that it has to save
+    for seed in range(100):  # prefetching saves about as much as it has to save
         run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
         run.tokens(whole - 1)
         early += run.dog.trials
@@ -128,7 +128,7 @@ def test_trial_restarts_after_a_lasting_change_of_the_number_of_sequences() -> N
     assert run.dog.on and run.dog.last_gain == pytest.approx(0.1)
 
 
-def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
+def test_rest_between_trials_doubles_up_to_a_limit() -> None:
     run = Run(1000, 2000)
     begun = []
     for n in range(4 * TRIAL + 100 + 200 + 400 + 400):
@@ -144,7 +144,7 @@ def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
 class Watched(Run):
     """A Run with a prompt after each token.
 
-    For each token, the link is busy for the share `busy` of the stall without prefetching.
+    For each token, the link is busy for `busy` times the stall without prefetching.
     """
 
     def __init__(self, busy: float) -> None:
@@ -162,7 +162,7 @@ class Watched(Run):
             self.dog.token(self.stall_ns)
 
 
-def test_idle_link_starts_no_trial_and_is_checked_after_growing_rests() -> None:
+def test_idle_link_starts_no_trial_and_is_checked_after_ever_longer_rests() -> None:
     run = Watched(WHOLE.busy - 0.01)
     for rest in (100, 200, 400, 400):
         run.tokens(WHOLE.weighed_tokens)

@@ -176,7 +176,7 @@ def test_outbox_sends_the_lines_of_a_block_in_one_call_even_after_an_error() -> 
 def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tuple[list[str], str]:
     """Returns the texts of the deltas that are sent before an answer ends, and the text that is sent when it ends.
 
-    `texts_and_waits` has the text of each delta, and the seconds until the next one.
+    `texts_and_waits` lists the text of each delta, and the seconds until the next one.
     """
     found, now_s = list[str](), 1000.0
     events = Events(

@@ -35,13 +35,13 @@ CLIENTS, MAX_TOKENS = 64, 24
 # A prompt whose answer repeats text, so that parts of it are drafted.
 REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8
 CANCELS = 0.15  # share of the requests that the client cancels
-# The shortest and the longest seconds between two kills, and between two changes of the budget.
+# The shortest and the longest time in seconds between two kills, and between two changes of the budget.
 KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
 MEMORY = 512 << 20  # bytes of memory for all models together
 # Bytes of a worker without its model: Python, libraries, and the vocabulary for constraints of answers.
 PROCESS_BYTES = 200 << 20
-REFUSED = (404, 503)  # statuses of a change of the budget while the model is loaded anew
+REFUSED = (404, 503)  # statuses of a budget change while the model is being reloaded
 
 # Answers are computed one at a time if the processor lacks the kernels whose bits do not depend on the pass.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
@@ -56,7 +56,7 @@ class Meddler:
     def __init__(self, run: Run) -> None:
         self._client, self._outcome, self._dice = run.client, run.outcome, random.Random(2)
         self.budgets, self.refused = list[int](), 0
-        self.over: list[Any] = []  # (resident bytes, size of the model) of workers that took too much
+        self.over: list[Any] = []  # (resident bytes, size of the model) of workers that used too much memory
 
     async def _loaded(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = (await self._client.get("/api/ps")).json()["models"]

@@ -1,8 +1,8 @@
 """Compares the logits of several sequences between moegguf with slots for some experts and plain llama.cpp.
 
 `python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join one
-after another, one is replaced, and some passes have several tokens of each sequence. For each number of sequences, the
-program prints as JSON whether both systems' logits are equal to the bit.
+after another, one is replaced, and some passes contain several tokens of each sequence. For each number of sequences,
+the program prints as JSON whether both systems' logits are bit-identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.gpu.measure import device_of
 
 N_SEQUENCES = (3, 9)
 N_PASSES = 48
-N_PROMPT, LONGER = 20, 7  # tokens of the first sequence's prompt; each next prompt is this much longer
+N_PROMPT, LONGER = 20, 7  # tokens in the first prompt, and how many tokens each prompt is longer than the one before
 N_GUESSED = 4  # tokens per sequence in every third pass, as if drafted tokens were verified
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "build/cuda-carried/bin"  # the build to copy to a machine with a card
-VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # adds what ggml needs to older headers of Vulkan
+VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # adds definitions that ggml needs to older Vulkan headers
 VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
@@ -40,7 +40,7 @@ def cuda(architecture: str) -> Backend:
     wheel = next(_cublas_wheels(), None)
     if wheel is None:
         return Backend("cuda", tuple(flags))
-    # cmake's FindCUDAToolkit looks for cublas and the driver's stub next to nvcc only, and wheels are elsewhere.
+    # cmake's FindCUDAToolkit looks for cublas and the driver's stub only next to nvcc, but wheels are elsewhere.
     library = next(wheel.glob("lib/libcublas.so.*"))
     flags += [
         f"-DCUDA_cublas_LIBRARY={library}",
@@ -55,7 +55,7 @@ def cuda(architecture: str) -> Backend:
 def to_carry(backend: Backend) -> Backend:
     """Returns `backend` as a small build for the processors of today's servers, not for this machine's processor.
 
-    The servers are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's kernels of flash attention,
+    The servers are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's flash attention kernels,
     which the measurements do not use.
     """
     extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
@@ -64,7 +64,7 @@ def to_carry(backend: Backend) -> Backend:
 
 
 def nvcc() -> Path:
-    """Returns the path of CUDA's compiler. Raises FileNotFoundError with a sentence for the user."""
+    """Returns the path of CUDA's compiler. Raises FileNotFoundError with a message for the user."""
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if found is None:
         raise FileNotFoundError(
@@ -126,7 +126,7 @@ def of_processes(library: Path, home: Path) -> dict[str, str]:
         "MOEGGUF_LIBRARY": str(library),
         "MOEGGUF_TRIAL_LOAD": "0",
         "MOEGGUF_HOME": str(home),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # do not load pytest plugins that are installed on the machine by chance
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # do not load pytest plugins that happen to be installed on the machine
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
 

@@ -1,4 +1,4 @@
-// calls.cpp: counts and times the calls of four functions of CUDA's runtime. The library is loaded with LD_PRELOAD, and
+// calls.cpp: counts and times calls to four functions of CUDA's runtime. The library is loaded with LD_PRELOAD, and
 // tools/gpu/measure.py reads the sums.
 #include <cuda_runtime.h>
 

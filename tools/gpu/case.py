@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-N_FIRST = 64  # number of first tokens of an answer, timed separately because many slots lack their experts
+N_FIRST = 64  # tokens at the start of an answer, timed separately because many experts are not in slots yet
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Case:
     system: str  # "llama.cpp" or "moegguf"
     limit_bytes: int | None = None  # device memory that may be used; None: all of it
     hold: bool = True  # true: the process allocates the memory above the limit; false: only sizes follow from the limit
-    more_on_cpu: int = 0  # llama.cpp: change to the estimated number of layers whose experts are on the CPU
+    more_on_cpu: int = 0  # llama.cpp: added to the estimated number of layers whose experts are on the CPU
     all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True
     options: dict[str, Any] | None = None  # moegguf: keyword arguments of Llama
     link: str = ""  # link speed ("8GB/s") of a simulated device that is used instead of `device`; "": none
     n_prompt: int = 512
-    n_prompts: int = 3  # number of timed prompts, after a first cold one
+    n_prompts: int = 3  # number of timed prompts, after one cold prompt that is not counted
     n_decode: int = 192
     n_ctx: int = 2048
     n_ubatch: int = 512
@@ -45,7 +45,7 @@ class Case:
 def read_parts(text: str) -> dict[str, Any]:
     """Returns the JSON objects in the lines of a process's output, merged into one.
 
-    A line that is not JSON is skipped, such as the last line of a process that was killed.
+    Skips lines that are not JSON, such as the last line of a process that was killed.
     """
     result = dict[str, Any]()
     for line in text.splitlines():

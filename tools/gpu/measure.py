@@ -1,8 +1,8 @@
 """Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON object for each part.
 
 moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then greedy decoding token by token.
-The store's pending work ends before each timed part. If the case has `hold` and a limit, the process first allocates
-the device's memory above the limit, to imitate a smaller card.
+Each timed part begins after the store's pending work has ended. If the case has `hold` and a limit, the process first
+allocates the device's memory above the limit, to imitate a smaller card.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
 
 
 def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
-    """Returns the value for -ncmoe: the number of first layers whose experts llama.cpp computes on the CPU.
+    """Returns the value for -ncmoe: the number of leading layers whose experts llama.cpp computes on the CPU.
 
     Layers without experts are counted, too.
     """
@@ -135,7 +135,7 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 
 
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
-    """Decodes greedily. Returns the tokens and the seconds for all of them."""
+    """Decodes greedily. Returns the tokens, and the seconds for all of them together."""
     settle(llm)
     tokens = []
     start = time.perf_counter()
@@ -191,7 +191,7 @@ def is_complete(llm: Llama) -> bool | None:
 def predictions(llm: Llama) -> dict[str, float]:
     """Returns the predicted tokens per second of each placement and of the "chosen" one.
 
-    The result is empty if the plan has compared no placements.
+    The result is empty if the plan compared no placements.
     """
     decided = getattr(llm.plan, "placement", None) if llm.session is not None else None
     if decided is None:
@@ -201,7 +201,7 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 
 def device_of(case: Case) -> str:
-    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device and returns its
+    """Returns ggml's name for the case's device. If the case has a link, adds a simulated device and returns its
     name."""
     return add_link_device(parse_link(case.link)) if case.link else case.device
 

@@ -1,8 +1,8 @@
 """Makes a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
 
-The trial's folder has an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake, ninja and
-Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and starts
-`tools/gpu_trial.py` of the sources.
+The trial's folder contains an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake,
+ninja and Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and
+starts `tools/gpu_trial.py` from the sources.
 
 python -m tools.gpu.pack FOLDER        # the folder of the short run, with the library of `make check-cuda`
 """
@@ -36,7 +36,8 @@ NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"
 )
 
-# Dependencies of moegguf that the test models, tests and measurements import. BESIDE has the other packages they need.
+# Dependencies of moegguf that the test models, tests and measurements import. BESIDE lists the other packages they
+# need.
 PRODUCT = (
     "diskcache",
     "gguf",
@@ -49,7 +50,8 @@ PRODUCT = (
     "xxhash",
 )
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
-# Compiled packages depend on the version of Python, so the short run uses the packages that the GPU machine has.
+# Compiled packages depend on the version of Python, so the short run uses the packages that are installed on the GPU
+# machine.
 COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [
@@ -98,9 +100,9 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for the files of a build. Libraries and programs have no symbol tables.
+    """Yields (path in the archive, file) for the files of a build, and for libgomp.
 
-    The stripped copies are written to `folder`. libgomp is added.
+    Libraries and programs are stripped of unneeded symbols; the stripped copies are written to `folder`.
 
     Raises subprocess.CalledProcessError, FileNotFoundError.
     """
@@ -137,7 +139,7 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 def pack(folder: Path) -> int:
     """Makes the trial's folder and returns its size in bytes.
 
-    Raises ValueError if `folder` has other files, or becomes too large.
+    Raises ValueError if `folder` contains other files, or becomes too large.
     """
     _make(folder, START)
     _fetch_wheels(folder / WHEELS, requirements())
@@ -149,7 +151,7 @@ def pack(folder: Path) -> int:
 def pack_short_run(folder: Path, library: Path) -> int:
     """Makes the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
 
-    Raises ValueError if `folder` has other files, or becomes too large.
+    Raises ValueError if `folder` contains other files, or becomes too large.
     """
     _make(folder, SHORT_RUN)
     _fetch_wheels(folder / WHEELS, [line for line in requirements() if _name(line) not in COMPILED])

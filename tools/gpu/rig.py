@@ -74,7 +74,7 @@ FULL = Rig(
 
 
 def small() -> Rig:
-    """Returns a rehearsal with tiny models, for a machine without a large GPU. Its figures mean nothing."""
+    """Returns a rehearsal with tiny models, for a machine without a large GPU. Its figures are meaningless."""
     models = []
     for preset in ("tiny-qwen3moe", "tiny-mixtral"):
         n_bytes = model_size_bytes(PRESETS[preset], "q4_0")

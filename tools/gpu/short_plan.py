@@ -15,13 +15,14 @@ from typing import Any, Literal
 from tools.gpu.case import N_FIRST, Case
 from tools.gpu.rig import GB
 
-TOTAL_S = 545.0  # time of all steps; the call itself takes some seconds more
+TOTAL_S = 545.0  # time for all steps; the call itself takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # figure: number of first tokens that equal llama.cpp's tokens
-STOP = "a stop, us"  # figure: us that a layer adds because it waits for experts, without the time to copy them
+SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that equal llama.cpp's
+STOP = "a stop, us"  # figure: us that waiting for experts adds per layer, not counting the time to copy them
 
 # Remedies: experimental changes that a library may have behind a switch, and the bit of each. `moegguf_switches`
-# returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES has the bits of those that are on.
+# returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
+# on.
 SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}
 
 Kind = Literal["facts", "micro", "measure", "batches", "tests"]
@@ -39,12 +40,12 @@ class Part:
 
     name: str
     kind: Kind
-    arguments: tuple[str, ...] = ()  # command-line arguments of `micro` or pytest
+    arguments: tuple[str, ...] = ()  # command-line arguments for `micro` or pytest
     case: Case | None = None
     predicted: Predicted = field(default_factory=dict)
     switches: str = ""  # letters of the remedies that are on; "-": all off; "": MOEGGUF_SWITCHES is not set
     needs_card: bool = False  # the part is skipped on a simulated device
-    counts_calls: bool = False  # calls of CUDA's runtime are counted, which takes a little time
+    counts_calls: bool = False  # calls to CUDA's runtime are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
     n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
     limit_s: float = 40.0
@@ -72,7 +73,7 @@ class Setting:
     holds: bool  # true: the process allocates the card's other memory; false: only sizes follow from the limit
     sizes: Mapping[str, Any]
     n_slots: int  # slots of a large pool; on a real card, byte offsets of F16 slots need more than 32 bits
-    n_experts: int  # experts in products: of step S1's small pools, and of step M2 if simulated
+    n_experts: int  # experts in the products of step S1's small pools, and of step M2 on a simulated device
     n_columns: int  # columns of an expert's matrix in the products of step S1
 
     @property

@@ -1,7 +1,8 @@
-"""Measures on a card for less than ten minutes. `tools/gpu/short_run.sh` starts this program.
+"""Runs measurements on a card for less than ten minutes. `tools/gpu/short_run.sh` starts this program.
 
 Each part of each step is a process, and its outcome is written as soon as it is known. A part that fails, takes too
-long or cannot run on this machine also has an outcome, and the run continues. tools/gpu/short_plan.py has the steps.
+long or cannot run on this machine also has an outcome, and the run continues. tools/gpu/short_plan.py defines the
+steps.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
 def to_repeat(plan: Sequence[Step], outcomes: Mapping[str, Outcome]) -> set[str]:
     """Returns the names of calls that a second run repeats.
 
-    These are calls that neither succeeded nor lacked memory, and all calls of a part whose turns differ.
+    These are calls that have not succeeded, unless memory was too small, and all calls of a part whose turns differ.
     """
     found = set[str]()
     for step in plan:
@@ -128,7 +129,8 @@ class Runner:
         return "not built in" if missing or (part.switches and not self.switches) else ""
 
     def run(self, part: Part, left_s: float) -> Outcome:
-        """Waits for the part's model, then runs the part, for at most `left_s` seconds in all. Returns the outcome."""
+        """Waits for the part's model, then runs the part, for at most `left_s` seconds in total. Returns the
+        outcome."""
         start = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
             if (writer := self._writers.get(part.model)) and writer.wait(left_s):

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Answers in less than ten minutes what only a card can answer (an H100 or H200; docs/gpu.md, "The short run").
+# Measures, in less than ten minutes, what only a card can show (an H100 or H200; docs/gpu.md, "The short run").
 #
-#   FOLDER/short_run.sh                          in the folder that `make short-run` has made, on the machine with the card
+#   FOLDER/short_run.sh                          in the folder that `make short-run` made, on the machine with the card
 #   tools/gpu/short_run.sh --backend link        a rehearsal in these sources: tiny models, a simulated device
 #
-# OUT: for results.json, results.txt and log.txt (default: short-run in the current folder). WORK: for models, 16 GB
-# (default: moegguf-short-run in /dev/shm where that has 20 GB, else in /tmp). PYTHON: the interpreter. Other arguments
-# go to tools/gpu/short_run.py.
+# OUT: the folder for results.json, results.txt and log.txt (default: short-run in the current folder). WORK: the folder
+# for 16 GB of models (default: moegguf-short-run in /dev/shm if that has 20 GB free, else in /tmp). PYTHON: the
+# interpreter. Other arguments are passed to tools/gpu/short_run.py.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 memory_kb=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure moegguf on this machine's GPU, without a network: unpack the archives beside this file and run the trial.
 
-python3 gpu_trial.py --work FOLDER          again and again, until it says that everything is done
+python3 gpu_trial.py --work FOLDER          repeat until it prints that everything is done
 python3 gpu_trial.py --work FOLDER --help
 """
 
@@ -16,7 +16,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def unpack(work: Path) -> None:
-    """Unpacks the sources and wheels into `work`, unless a source archive of this size and time was unpacked there."""
+    """Unpacks the sources and wheels into `work`, unless a source archive with this size and time has already been
+    unpacked there."""
     archive = HERE / "sources.tar.xz"
     stamp = work / "unpacked"
     made = f"{archive.stat().st_size} {archive.stat().st_mtime_ns}"

@@ -28,15 +28,16 @@ class StepError(Exception):
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
-    """Returns True if `names` has the step's name, or a prefix of it that ends in "/"."""
+    """Returns True if `names` contains the step's name, or a prefix of it that ends in "/"."""
     return name in names or name.startswith(tuple(of for of in names if of.endswith("/")))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step: `run` takes the seconds that are left and returns the outcome. Raises StepError or UnfinishedError.
+    """A step: `run` is called with the remaining seconds, and returns the outcome or raises StepError or
+    UnfinishedError.
 
-    A step begins only if at least `least_s` seconds are left.
+    The step begins only if at least `least_s` seconds remain.
     """
 
     name: str
@@ -57,7 +58,8 @@ class State:
         self._write()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Deletes the outcomes of these steps, so that they run again. "model/" stands for all that begin with it."""
+        """Deletes the outcomes of these steps, so that they run again. "model/" stands for all steps whose names begin
+        with it."""
         for name in [name for name in self.outcomes if is_among(name, names)]:
             del self.outcomes[name]
         self._write()
@@ -73,7 +75,7 @@ def run_steps(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Runs the steps that have no outcome, in order, within `limit_s`. Returns True if all steps have an outcome now.
+    """Runs the steps that have no outcome, in order, within `limit_s`. Returns True if all steps then have an outcome.
 
     Raises StepError if a step fails.
     """

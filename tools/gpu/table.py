@@ -1,6 +1,6 @@
 """Formats the trial's results as a Markdown table.
 
-Each row has the fastest variant of a system (a way to run llama.cpp or moegguf) for one model and memory limit.
+Each row shows the fastest variant of a system (a way to run llama.cpp or moegguf) for one model and memory limit.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _ratio(row: Row, other: Row | None) -> str:
-    """Returns the row's speed divided by the speed of `other`, as text; NONE without another row's speed."""
+    """Returns the row's speed divided by the speed of `other`, as text; NONE if `other` is missing, has no speed, or is
+    this row."""
     return f"{row.speed / other.speed:.2f}x" if other and other.speed and other is not row else NONE
 
 

@@ -1,4 +1,4 @@
-"""Writes random Mixture-of-Experts models as GGUF files, for tests and benchmarks. Their tokenizer reads any text.
+"""Writes random Mixture-of-Experts models as GGUF files, for tests and benchmarks. Their tokenizer can encode any text.
 
 Imports from moegguf only an error class and the metadata key of the locality. Never holds a whole model in memory.
 """

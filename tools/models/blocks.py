@@ -1,9 +1,9 @@
 """Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
 The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. Every matrix would then have one common
-direction, and the router would choose only a few experts. So the values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
-drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL and IQ4_XS
-have scales with random signs.
+direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
+therefore drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL
+and IQ4_XS have scales with random signs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ROUTER_SKEW = 0.15
 class BlockPools:
     """Pools of random blocks, one for each (type, standard deviation). A pool is made at its first use.
 
-    A pool has about POOL_BYTES or less. A chunk is one matrix: it starts at its own block of the pool and wraps around.
-    The number of blocks is prime. So no two chunks start at the same block while a model has fewer chunks than a pool
-    has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
+    A pool occupies at most about POOL_BYTES. A chunk is one matrix: it starts at its own block of the pool and wraps
+    around. The number of blocks is prime, so no two chunks start at the same block while a model has fewer chunks than
+    a pool has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:
@@ -86,7 +86,8 @@ class BlockPools:
 
 
 def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
-    """Returns blocks (n_blocks, bytes per block) whose weights have mean zero and standard deviation about `std`."""
+    """Returns blocks (n_blocks, bytes per block) whose weights have a mean of zero and a standard deviation of about
+    `std`."""
     rng = np.random.default_rng([seed, int(qtype), zlib.crc32(repr(std).encode())])
     spread = rng.uniform(0.75, 1.25, n_blocks).astype(np.float32)
     return BLOCK_MAKERS[qtype](rng, spread * (std / _unit_std(qtype)))
@@ -214,9 +215,9 @@ def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns MXFP4 blocks. Each scale is rounded up or down to a power of two at random.
+    """Returns MXFP4 blocks. Each scale is rounded at random up or down to a power of two.
 
-    The probabilities keep the expected square of the scale.
+    The probabilities preserve the expected square of the scale.
     """
     exponent = np.floor(np.log2(scale))
     rest = (scale / np.exp2(exponent)) ** 2  # a value from 1 to 4

@@ -1,8 +1,8 @@
 """Names and dimensions of tensors that hybrid models and DeepSeek V4 have.
 
 The tensors belong to recurrent layers, special attention, n-gram tables and hyper-connections. Names and dimensions are
-as the pinned llama.cpp loads them (src/models/*.cpp). Names of a layer's tensors lack the prefix "blk.N.". Dimensions
-are in numpy's order.
+as the pinned llama.cpp loads them (src/models/*.cpp). The names of a layer's tensors omit the prefix "blk.N.".
+Dimensions are in numpy's order.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def _low_rank_mixer(name: str, shape: Shape) -> Named:
 
 
 def last_mixer(shape: Shape) -> Named:
-    """Yields the tensors that combine the residual streams after the last layer, none without several streams."""
+    """Yields the tensors that combine the residual streams after the last layer, if the architecture has several
+    streams."""
     if shape.arch == "deepseek4":
         yield "output_hc_fn.weight", (shape.hc_mult, shape.hc_mult * shape.n_embd)
         yield "output_hc_base.weight", (shape.hc_mult,)
@@ -169,7 +170,7 @@ def table(shape: Shape) -> Named:
 
 
 def table_heads(shape: Shape) -> list[int]:
-    """Returns the number of the n-gram table's rows for each hash function: consecutive primes above `ple_vocab_base`.
+    """Returns the number of rows in the n-gram table for each hash function: consecutive primes above `ple_vocab_base`.
 
     The table is padded to a multiple of ROW_MULTIPLE rows.
     """

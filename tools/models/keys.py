@@ -22,11 +22,11 @@ class Wide:
 Value = bool | int | float | Sequence[int] | Wide
 Keys = dict[str, Value]
 
-SQRT_SOFTPLUS = 4  # llama.cpp's number of this gating function, which the gguf package may lack
+SQRT_SOFTPLUS = 4  # llama.cpp's number for this gating function, which the gguf package may lack
 
 
 def architecture_keys(shape: Shape) -> Keys:
-    """Returns {metadata key: value}. The keys lack their prefix, the name of the architecture."""
+    """Returns {metadata key: value}. The keys omit their prefix, the name of the architecture."""
     keys = _feed_forward(shape) | _attention(shape)
     if shape.ssm_d_inner:
         keys |= _state(shape)
@@ -76,7 +76,8 @@ def _heads_of_attention(shape: Shape, n_head_kv: int) -> list[int]:
 
 
 def _mla(shape: Shape) -> Keys:
-    """Returns the keys of multi-head latent attention, which llama.cpp stores as one KV head of the compressed size."""
+    """Returns the metadata keys of multi-head latent attention, whose cache in llama.cpp is one head of compressed
+    size."""
     keys: Keys = {
         "attention.head_count_kv": 1,
         "attention.key_length": shape.kv_lora_rank + shape.n_rot,

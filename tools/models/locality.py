@@ -1,10 +1,10 @@
-"""Published measurements of how much real models reuse experts from token to token, and a random process that fits.
+"""Published measurements of expert reuse from token to token in real models, and a random process fitted to them.
 
 The process draws router logits for each layer and expert. The experts with the largest logits are chosen. A logit is a
 sum of three independent Gaussian parts. The constant part is the popularity of the expert. The slow part is the topic,
 an AR(1) process that decays over `memory_tokens`. The third part is drawn anew for each token. The parts' shares of the
-variance were fitted so that LRU eviction has about the published hit rates. The program
-predictors/study/synthesize.py draws from the process. Models that tools/make_model.py writes route like the process.
+variance were fitted so that LRU eviction has about the published hit rates. The program predictors/study/synthesize.py
+draws from the process. Models written by tools/make_model.py route like the process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOCALITIES = {
         {0.0625: 0.37, 0.18: 0.706, 0.19: 0.74, 0.24: 0.803, 0.26: 0.84, 0.40: 0.90, 0.64: 0.96},
         constant=0.42, slow=0.28, memory_tokens=16,
     ),
-    # A token uses 23 % of the previous token's experts again, on average.
+    # A token reuses 23 % of the previous token's experts on average.
     "glm": Locality(
         "GLM-5.3-Flash", "a thread on llama.cpp", 288, 8,
         {0.033: 0.21, 0.047: 0.27, 0.10: 0.41, 0.13: 0.48, 0.20: 0.58, 0.31: 0.70},
@@ -69,9 +69,9 @@ LOCALITIES = {
 
 
 def popularity(n_expert: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Returns the popularity of each expert in one layer: quantiles of a standard Gaussian in random order.
+    """Returns the popularity of each expert in one layer (n_expert,): quantiles of a standard Gaussian in random order.
 
-    The constant part of a logit is this popularity times a factor: (n_expert,).
+    The constant part of a logit is this popularity times a factor.
     """
     quantiles = [NormalDist().inv_cdf((i + 0.5) / n_expert) for i in range(n_expert)]
     return rng.permutation(np.array(quantiles, np.float32))

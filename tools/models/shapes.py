@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# ARCHS has the optional fields of Shape that must be positive, for each architecture.
+# ARCHS lists, for each architecture, the optional fields of Shape that must be positive.
 DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
 ARCHS: dict[str, tuple[str, ...]] = {
     "qwen2moe": ("n_ff_shexp",),
@@ -73,7 +73,7 @@ class Shape:
     indexer_head_size: int = 0
     indexer_top_k: int = 0
     n_layer_hash: int = 0  # number of leading layers that route by token id
-    ple_vocab_base: int = 0  # each hash function has slightly more rows in the n-gram table; 0: no table
+    ple_vocab_base: int = 0  # each hash function has slightly more rows than this in the n-gram table; 0: no table
     ple_heads_per_ngram: int = 0
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is equal for all
 tokens and `token` differs: both come from the token's embedding. The first layer's attention or delta net writes
-`slow`. Later layers change none of the three.
+`slow`. Later layers leave all three unchanged.
 
 The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
 every token, and only RoPE distinguishes positions. A pair of dimensions rotates by `angle` per token. The score at
@@ -40,12 +40,12 @@ LEAST_REST = 32  # minimum number of dimensions outside the three parts; all lay
 # score rises again. Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16
 # bits.
 LONGEST_CONTEXT = 8192
-# Factor on queries in the attention of other layers than the first. Each head then attends to few tokens, which change
-# at every step, so that greedy decoding does not loop.
+# Factor on queries in the attention of all layers but the first. Each head then attends to few tokens, which change at
+# every step, so that greedy decoding does not loop.
 SHARPNESS = 4.0
 # Factor on the variance of the part that is drawn anew for each token. Without this factor, the hit rate of LRU
-# eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. The reasons: experts' logits
-# depend on each other in few dimensions, and sampled tokens repeat.
+# eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. There are two reasons: with
+# few dimensions, experts' logits depend on each other, and sampled tokens repeat.
 OWN_GAIN = 1.08
 # Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
 # of later layers are scaled up.
@@ -57,7 +57,7 @@ OPEN_GATE = 1.2784645
 
 @dataclass(frozen=True)
 class SlowRouting:
-    """Makes the tensors by which a random model's routing has the locality. `qtype` is the token embeddings' type."""
+    """Makes the tensors that give a random model's routing its locality. `qtype` is the token embeddings' type."""
 
     shape: Shape
     locality: Locality

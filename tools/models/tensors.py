@@ -12,7 +12,7 @@ from tools.models import hybrids
 from tools.models.hybrids import Named
 from tools.models.shapes import Shape
 
-# The type of most matrices in each quantisation; _qtype_of_role and ROW_FALLBACK have the exceptions.
+# The type of most matrices in each quantisation; _qtype_of_role and ROW_FALLBACK define the exceptions.
 QUANTS = {
     "q4_0": QType.Q4_0,
     "q4_k_m": QType.Q4_K,
@@ -75,7 +75,8 @@ class Tensor:
 
     @property
     def n_chunks(self) -> int:
-        """Returns the number of matrices in the tensor. The pool of random blocks has another start for each matrix."""
+        """Returns the number of matrices in the tensor. Each matrix starts at a different place in the pool of random
+        blocks."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
 

@@ -57,7 +57,7 @@ class Vocabulary:
 def build_vocabulary(n_vocab: int) -> Vocabulary:
     """Returns a vocabulary of exactly n_vocab tokens. Raises ValueError if n_vocab is less than 259.
 
-    Each call with this n_vocab returns an equal vocabulary.
+    The vocabulary depends only on n_vocab.
     """
     n_reachable = n_vocab - len(SPECIALS)
     if n_reachable < 256:

@@ -64,8 +64,8 @@ def write_model(
     reuses experts as published for that model. With None, the routing follows from random weights.
 
     `n_split` is a number of shards. Each tensor goes to the shard that is smallest so far, so that gate, up and down of
-    a layer are usually in different files. `split_max_bytes` fills one shard after the other instead, as
-    llama-gguf-split does.
+    a layer are usually in different files. `split_max_bytes` instead fills one shard after another, as llama-gguf-split
+    does.
 
     `progress` is called after each tensor with two numbers of bytes: tensor data written so far, and all tensor data.
     The files have temporary names until all are complete. Raises OSError if the disk is too full, OptionError for an
@@ -149,7 +149,7 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
 
 
 def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
-    """Writes a model file for tests of plans. The weights are a hole that takes no disk space. Returns `path`."""
+    """Writes a model file for tests of plans. The weights are a hole that occupies no disk space. Returns `path`."""
     plan = tensors(shape, quant)
     writer = GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape, quant, "random", None)
@@ -190,7 +190,8 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 class Weights:
     """Makes the bytes of each tensor.
 
-    A tensor has values for the locality, F32 values, a table of expert ids for each token, or blocks from the pools.
+    A tensor contains values for the locality, F32 values, a table of expert ids for each token, or blocks from the
+    pools.
     """
 
     pools: BlockPools
@@ -214,7 +215,7 @@ class Weights:
 
 
 def _with_row_heads(pieces: Iterator[memoryview], row_bytes: int, head: Bytes) -> Iterator[memoryview]:
-    """Yields the bytes of the rows, in which `head` has replaced the first bytes of each row."""
+    """Yields the bytes of the rows, with the first bytes of each row replaced by `head`."""
     rest = b""
     for piece in pieces:
         data = bytearray(rest + piece)

@@ -57,14 +57,16 @@ class Header:
     tensors: tuple[TensorEntry, ...]
 
     def with_pair(self, index: int, pair: KeyValue | None) -> Header:
-        """Returns a copy in which `pair` replaces the key-value at `index`, or, if None, the key-value is removed.
+        """Returns a copy in which `pair` replaces the key-value at `index`. If `pair` is None, the key-value is
+        removed.
 
         An index after the last one appends `pair`.
         """
         return replace(self, pairs=self.pairs[:index] + ((pair,) if pair else ()) + self.pairs[index + 1 :])
 
     def with_tensor(self, index: int, tensor: TensorEntry | None) -> Header:
-        """Returns a copy in which `tensor` replaces the tensor at `index`, or, if None, the tensor is removed."""
+        """Returns a copy in which `tensor` replaces the tensor at `index`. If `tensor` is None, the old tensor is
+        removed."""
         return replace(self, tensors=self.tensors[:index] + ((tensor,) if tensor else ()) + self.tensors[index + 1 :])
 
 

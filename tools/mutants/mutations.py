@@ -80,7 +80,7 @@ def _scalar(gguf_type: int, random: Random) -> Item:
 def _near(value: Item, gguf_type: int, random: Random) -> Item:
     """Returns a whole number near `value`, as a faulty converter may write.
 
-    A value that is not a whole number is replaced with a random value of this type.
+    A value that is not a whole number is replaced with a random value of the same type.
     """
     if isinstance(value, bytes) or FORMATS[gguf_type] in "fd?":
         return _scalar(gguf_type, random)
@@ -92,7 +92,8 @@ def _pick(header: Header, random: Random) -> int:
 
 
 def change_value(header: Header, random: Random) -> Header:
-    """Replaces one key's value with a value of this type. An array's items are changed, added, removed or shuffled."""
+    """Replaces one key's value with a value of the same type. An array's items are changed, added, removed or
+    shuffled."""
     index = _pick(header, random)
     pair = header.pairs[index]
     if isinstance(pair.value, list):
@@ -140,7 +141,7 @@ def remove_pair(header: Header, random: Random) -> Header:
 
 
 def add_pair(header: Header, random: Random) -> Header:
-    """Adds a random value under a key that GGUF files may have. An old value of this key is removed."""
+    """Adds a random value under a key that GGUF files may have. The key's old value, if any, is removed."""
     arch = next((p.value for p in header.pairs if p.key == "general.architecture"), None)
     arch = arch if isinstance(arch, bytes) else b"llama"
     if arch == b"clip":
@@ -232,7 +233,8 @@ MUTATIONS: list[tuple[Mutation, int]] = [
 
 
 def mutate(header: Header, seed: int) -> tuple[Header, str]:
-    """Returns the header after one to three mutations, and their description. Both depend on header and seed only."""
+    """Returns the header after one to three mutations, and their description. Both depend only on the header and the
+    seed."""
     random = Random(seed)
     mutations, weights = zip(*MUTATIONS, strict=True)
     changed = header

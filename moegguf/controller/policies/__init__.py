@@ -37,8 +37,8 @@ class Policy(Protocol):
     """
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. None keeps the scores
-        returned last.
+        """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. A result of None keeps
+        the previous scores.
 
         Called after each routing event. NaN and infinite scores count as 0. Scores are not used while a prompt is
         computed.
@@ -119,7 +119,7 @@ def policy_names() -> list[str]:
 
 def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
     """Returns the policy that `name`, a policy's name or "FILE.py:CLASS", refers to. Raises OptionError for an unknown
-    name (also "auto"), a missing popularity file, and a class that cannot be used."""
+    name (including "auto"), a missing popularity file, and a class that cannot be used."""
     if names_file(name):
         return make_own(name, "policy", Policy, shape)  # type: ignore[type-abstract]
     if make := OWN_POLICIES.get(name):
@@ -155,13 +155,14 @@ def parse_policies(text: str) -> Mapping[str, str]:
 
 def device_policy(text: str, tier: str) -> str:
     """Returns the name of the policy for the slots from which layers compute; `tier` is the tier of these slots ("vram"
-    or "ram"). `text` without "=" is that name. Returns "auto" if `text` has a policy only for the other tier."""
+    or "ram"). A `text` without "=" is itself the name. Returns "auto" if `text` names a policy only for the other
+    tier."""
     return parse_policies(text).get(tier, AUTO) if "=" in text else text
 
 
 def ram_policy(text: str) -> str:
-    """Returns the name of the policy for slots in RAM when a device has slots, too. Returns "lru" if `text` has no
-    policy for "ram", or "auto".
+    """Returns the name of the policy for slots in RAM when a device also has slots. Returns "lru" if `text` names no
+    policy for "ram", or names "auto".
 
     Raises OptionError for a policy that needs forecasts or scores from Python, because the store does not apply these
     to slots in RAM below a device.

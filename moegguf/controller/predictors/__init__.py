@@ -1,4 +1,4 @@
-"""Makes predictors by name. Most predictors are the method of a paper. `base.Predictor` is their interface."""
+"""Makes predictors by name. Most predictors implement a method from a paper. `base.Predictor` is their interface."""
 
 from __future__ import annotations
 

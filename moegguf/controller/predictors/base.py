@@ -17,8 +17,8 @@ class Predictor(ABC):
 
     One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
     before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
-    calls any number of times. Calls stop while nothing is to be predicted, for example while all experts have slots.
-    A predictor must not change the arrays of an event.
+    calls any number of times. There are no calls while there is nothing to predict, for example while all experts have
+    slots. A predictor must not change the arrays of an event.
     """
 
     name: ClassVar[str]
@@ -36,8 +36,8 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which is `distance` layers with experts after the
-        layer observed last.
+        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which comes `distance` layers with experts after
+        the last observed layer.
 
         Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
         cannot be predicted now. The order of the probabilities matters more than their size.

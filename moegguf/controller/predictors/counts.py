@@ -30,8 +30,8 @@ def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def previous_token(shape: MoeShape) -> StorePredictor:
-    """Makes the predictor by temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token used in
-    a layer get probability 1, and all others 0.
+    """Makes the predictor that uses temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token
+    used in a layer get probability 1, and all others 0.
 
     It can predict every layer that was observed at least once, even in an earlier request.
     """
@@ -43,9 +43,9 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
     often.
 
     The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), how often each token
-    id used each expert. Raises ValueError when they do not fit, and KeyError without `tokens`. A probability is the
-    share of the token id's occurrences that used the expert, after adding one occurrence of an average token. The paper
-    does not define unseen tokens: here they get the layer's popularity.
+    id used each expert. Raises ValueError if they are not valid for the model, and KeyError if `tokens` is missing. A
+    probability is the share of the token id's occurrences that used the expert, after adding one occurrence of an
+    average token. The paper does not cover unseen tokens; here they get the layer's popularity.
     """
     tokens = weights.arrays["tokens"]
     below = tokens.min(initial=0) >= 0 and tokens.max(initial=-1) < shape.n_vocab

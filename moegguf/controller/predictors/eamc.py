@@ -1,5 +1,5 @@
-"""MoE-Infinity's prediction (section 4.5) from the experts of past requests. The past requests that most resemble the
-pass in progress are used."""
+"""Predicts, as MoE-Infinity does (section 4.5), from the experts of the past requests that most resemble the pass in
+progress."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class EamcPredictor(StorePredictor):
     is the rEAM of a past request. Every later layer can be predicted.
 
     The predictor needs no training. A request's rEAM is added to the collection when the request ends, or when
-    `learned` is called. The store finds the `n_matches` nearest rEAMs and adds them without weights, as in the paper,
-    so that rEAMs with more tokens count more. The paper also multiplies by a layer proximity 1 - (i - l) / L. Here this
-    factor only changes the order of prefetches, if `PrefetchOptions.by_proximity` is True.
+    `learned` is called. The store finds the `n_matches` nearest rEAMs and adds them up without weights, as in the
+    paper, so that rEAMs with more tokens count more. The paper also multiplies by a layer proximity 1 - (i - l) / L.
+    Here this factor only changes the order of prefetches, if `PrefetchOptions.by_proximity` is True.
 
     The collection `eamc` may already have entries. Only this object may change the collection from then on.
     """

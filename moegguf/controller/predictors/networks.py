@@ -38,9 +38,9 @@ def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
 
 
 def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
-    """Returns the pairs (source layer, target layer) for predictions at these distances (`windows`), sorted. A target
-    with fewer layers before it than the distance has the first layer with experts as its source. That first layer is
-    not a target."""
+    """Returns the pairs (source layer, target layer) for predictions at these distances (`windows`), sorted. If a
+    target has fewer layers with experts before it than the distance, its source is the first of them. That first layer
+    is never a target."""
     rows = range(1, len(shape.layers))
     return sorted({(shape.layers[max(row - k, 0)], shape.layers[row]) for k in windows for row in rows})
 
@@ -50,7 +50,8 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
     Returns NoPrediction for a model with only one layer with experts.
 
     The arrays are `<source>.<target>.{hidden,out}.{weight,bias}`, with the facts `windows` and `n_hidden`. Raises
-    ValueError when they do not fit, and KeyError without one of the facts. Each prediction computes one network.
+    ValueError if they are not valid for the model, and KeyError if a fact is missing. Each prediction evaluates one
+    network.
     """
     windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
     if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
@@ -87,14 +88,14 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
 
     For a sequence with one token in the pass, it predicts the next layer, if every earlier layer of the pass was
     observed. The arrays are `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the
-    fact `hidden`. Raises ValueError when they do not fit, and KeyError without `hidden`.
+    fact `hidden`. Raises ValueError if they are not valid for the model, and KeyError if `hidden` is missing.
 
     The paper leaves some points open, which are decided here as follows. One network serves all layers: its input is
     padded to one length. The network recognizes the target layer by the length of the unpadded part and the layer's
     popularity. Expert numbers count from 1 and are divided by n_expert, so that 0 occurs only as padding. The vector
     a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole matrix would
-    be equal for every token. (Section 5: "the inter-layer affinity vector from the previous layer's expert selection".)
-    The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
+    be the same for every token. (Section 5: "the inter-layer affinity vector from the previous layer's expert
+    selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

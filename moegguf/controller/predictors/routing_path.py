@@ -6,10 +6,10 @@ reads the chunk token by token with cross-attention to the encoder. One linear h
 experts of the token. moegguf/learning/routing_path.py trains the network.
 
 The network differs from T5 to reduce the cost of one token. A chunk's encoder states and the decoder's keys and values
-are cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in window and chunk
-are learned vectors instead of relative biases, because both have fixed lengths. A window that begins before the request
-is filled with a learned token, so that only the causal mask is needed. Most of the network's weights are usually the
-embeddings, (n_vocab + 1) * n_embd.
+are cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in the window and the
+chunk are learned vectors instead of relative biases, because both have fixed lengths. A window that begins before the
+request is filled with a learned token, so that only the causal mask is needed. The embeddings, (n_vocab + 1) * n_embd,
+are usually most of the network's weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     """Makes the predictor. It predicts all layers of a pass when the pass's tokens are announced, and does not use the
     expert ids of routing events.
 
-    The store predicts tokens that decode, not prompts. The encoder runs at the last layer of the last token of a
+    The store predicts for tokens of answers, not for prompts. The encoder runs at the last layer of the last token of a
     chunk, so that the next token usually does not wait for it. Token ids outside the vocabulary (the caller passed
     embeddings instead of token ids) clear the predictor's state. A pass with such ids has no prediction.
 

@@ -16,7 +16,7 @@ void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-// A token of the draft context with a lower probability ends the draft, and is left out.
+// A token that the draft context predicts with a lower probability ends the draft, and is left out.
 constexpr float least_probability = 0.5f;
 // Largest number of tokens in a draft by MTP heads; each guess depends on the previous one.
 constexpr int32_t most_by_heads = 4;
@@ -27,7 +27,7 @@ struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
     llama_tokens draft;
-    size_t n_followed = 0;           // number of tokens, from the first one on, that the draft context has evaluated
+    size_t n_followed = 0;           // number of leading tokens that the draft context has evaluated
     int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
     bool by_model = false;           // true: the draft context's last draft was not empty
 };
@@ -66,8 +66,9 @@ struct drafts {
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
     // Makes an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
-    // that followed their most recent earlier occurrence, if at least `key` tokens followed it. Otherwise the draft
-    // comes from an older occurrence that more tokens follow, for example if a few tokens repeat again and again.
+    // that followed the most recent earlier occurrence of these tokens, if at least `key` tokens followed it.
+    // Otherwise, for example if a few tokens repeat over and over, the draft comes from an older occurrence that is
+    // followed by more tokens.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
@@ -139,10 +140,10 @@ struct drafts {
         }
     }
 
-    // Lets the draft model evaluate all tokens of the sequence except the last token. If this fails, for example
-    // because the draft context has no room, clears the sequence there and returns false. MTP heads evaluate nothing
-    // here, because they evaluate each pass of the target. For heads, returns true if they have evaluated exactly as
-    // many tokens.
+    // Evaluates all tokens of the sequence except the last with the draft model. If this fails, for example because the
+    // draft context has no room, clears the sequence there and returns false. MTP heads evaluate nothing here, because
+    // they evaluate each pass of the target. For heads, returns true if they have evaluated exactly this number of
+    // tokens.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
@@ -169,10 +170,10 @@ struct drafts {
         return fits;
     }
 
-    // Lets the heads evaluate the target's pass. Does nothing if there are no heads. Before that, each sequence's
-    // positions from its first token in the pass on are removed from the draft context, because they are left from
-    // drafts. If positions before the pass are missing, as in a restored or copied context, the whole sequence is
-    // removed and begins again at the pass.
+    // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes each sequence's
+    // positions from its first token in the pass on, because they are left over from drafts. If positions before the
+    // pass are missing, as in a restored or copied context, removes the whole sequence, which then starts again at the
+    // pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);
@@ -195,7 +196,7 @@ struct drafts {
     }
 
     // Notes that the first n tokens of the sequence's last draft were accepted. Does nothing if there was no draft.
-    // Heads that have drafted before are also notified about a draft from n-grams, and go on from the last accepted
+    // Heads that have drafted before are also notified about an n-gram draft, and continue from the last accepted
     // token.
     void accept(int32_t number, int32_t n) {
         Sequence & sequence = this->sequence(number);

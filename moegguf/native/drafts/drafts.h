@@ -1,8 +1,8 @@
-// drafts.h: guesses the next tokens of sequences ("drafts") with llama.cpp's own speculative code (its `common`
+// drafts.h: guesses the next tokens of sequences ("drafts") with llama.cpp's own speculative decoding (in its `common`
 // library).
 //
 // This is a separate library, because it needs libllama, and libllama needs libmoegguf. A draft repeats earlier tokens
-// of the sequence (n-grams), or comes from a draft context. A draft context computes a smaller model, or the target
+// of the sequence (n-grams), or comes from a draft context. A draft context evaluates a smaller model, or the target
 // model's own heads for further tokens (MTP). The caller must verify every token. All calls must come from one thread.
 // No call throws. moegguf/engine/drafts.py declares these functions for Python.
 #pragma once
@@ -20,8 +20,8 @@ extern "C" {
 typedef struct drafts drafts;
 
 // Sources of drafts, in the order in which they are tried: the long n-gram, the short n-gram, the draft context. An
-// n-gram draft has the tokens after an earlier occurrence of the last `key` tokens. DRAFTS_SOURCES is the number of
-// sources, and stands for "no source".
+// n-gram draft consists of the tokens after an earlier occurrence of the last `key` tokens. DRAFTS_SOURCES is the
+// number of sources, and also means "no source".
 enum drafts_source { DRAFTS_LONG_NGRAM, DRAFTS_SHORT_NGRAM, DRAFTS_MODEL, DRAFTS_SOURCES };
 
 struct drafts_config {
@@ -30,7 +30,7 @@ struct drafts_config {
     int32_t n_max;  // largest number of tokens in a draft
     struct llama_context * target;
     struct llama_context * draft; // draft context or NULL; has as many sequences as the target; must outlive the drafts
-    int32_t heads;                // 1: the draft context computes the target model's own heads (MTP)
+    int32_t heads;                // 1: the draft context evaluates the target model's own heads (MTP)
 };
 
 // A request for a draft of one sequence. n_max is the largest number of tokens from each source; 0: the source is not
@@ -49,15 +49,15 @@ struct drafts_request {
 DRAFTS_API const char * drafts_open(const struct drafts_config * config, drafts ** opened);
 DRAFTS_API void drafts_close(drafts * drafts);
 
-// Keeps the first `n_kept` tokens of a sequence, and replaces the tokens after them by these n tokens.
+// Keeps the first `n_kept` tokens of a sequence, and replaces the tokens after them with these n tokens.
 DRAFTS_API const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int32_t n_kept, const int32_t * tokens,
                                           int32_t n);
 DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * requests, int32_t n);
 
-// Must be called when the target context has just evaluated this batch. If the target's heads make drafts, they also
+// Must be called right after the target context has evaluated this batch. If the target's heads make drafts, they also
 // evaluate the batch. The tokens of each sequence must be consecutive in the batch.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
-// Must be called when the first n tokens of the sequence's last draft were accepted.
+// Must be called after the first n tokens of the sequence's last draft were accepted.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
 #ifdef __cplusplus

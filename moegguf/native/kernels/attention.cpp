@@ -1,9 +1,9 @@
-// attention.cpp: computes FLASH_ATTN_EXT. Threads share the work by tiles of rows, and by parts of the keys if there
-// are few tiles. A row is the query of one token and one head. Rows that read the same keys share a tile: the heads of
-// a group, and successive tokens. Keys are added in the order of their positions, in blocks and parts that end at fixed
-// positions. So the bits of a row depend neither on other rows and cells nor on the number of threads. Without lists of
-// cells (cell_lists.h), the order of the cells takes the place of their positions. This file writes only the
-// operation's result, its work memory, and candidates of TOP_K. It does not know about the store.
+// attention.cpp: computes FLASH_ATTN_EXT. The work is divided among threads by tiles of rows, and also by parts of the
+// keys if there are few tiles. A row is the query of one token and one head. Rows that read the same keys share a tile:
+// the heads of a group, and successive tokens. Keys are added in the order of their positions, in blocks and parts that
+// end at fixed positions. So the bits of a row's result depend neither on other rows and cells nor on the number of
+// threads. Without lists of cells (cell_lists.h), the cells' numbers are used instead of their positions. This file
+// writes only the operation's result, its work memory, and candidates of TOP_K. It does not know about the store.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
 #include "kernels.h"
@@ -18,8 +18,9 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int64_t few_tiles = 4; // if a thread has fewer tiles than this, threads share the parts of tiles instead
-// Initial maximum of the scores; unlike with -inf, its difference from itself is not NaN.
+// Parts of tiles are divided among threads if there are fewer tiles per thread than this.
+constexpr int64_t few_tiles = 4;
+// Initial maximum of the scores. Unlike with -inf, subtracting it from itself does not yield NaN.
 constexpr float lowest = -1e30f;
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
 constexpr int64_t unlisted = 1 << 30; // position of the first cell that is not in any list; above every listed position
@@ -153,7 +154,7 @@ AttentionScale scale_of(const ggml_tensor * op) {
     return {params[2] == 0 ? params[0] : params[0] / params[2], params[2]};
 }
 
-// Up to most_keys cells in the order of their positions. These positions lie between two neighbouring multiples of
+// Up to most_keys cells in the order of their positions. All positions are between two successive multiples of
 // most_keys.
 struct Block {
     int n = 0;
@@ -259,8 +260,8 @@ struct Tile {
     }
 
     // Adds a block of keys to the sums of the current part. Returns false if no token sees any of its cells. A token is
-    // computed together with the tokens before it if it sees all of the cells that they see, or no cell that they do
-    // not see. `next`: the block that is added next.
+    // computed together with the tokens before it if it sees all of the cells that they see, or only cells that they
+    // see. `next`: the block that is added next.
     bool add_block(const Block & block, const Block & next) {
         look(block);
         bool found = false;
@@ -281,8 +282,8 @@ struct Tile {
         return found;
     }
 
-    // Adds the keys of a block whose bits are set in `together` to the sums of tokens [first, last). At least one of
-    // the tokens sees each key.
+    // Adds the keys of a block whose bits are set in `together` to the sums of tokens [first, last). Each of these keys
+    // is seen by at least one of the tokens.
     void add_keys(const Block & block, const Block & next, uint32_t together, int first, int last) {
         Keys of = {};
         uint32_t common = together;
@@ -462,7 +463,7 @@ AttentionSums sums_at(const Shape & s, float * memory) {
 
 void compute_tiles(const ggml_compute_params * params, const Shape & s, float * scratch) {
     for (int64_t i = params->ith; i < s.n_tiles; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        Tile tile(s, s.n_tiles - 1 - i, scratch); // the last tokens come first, because they usually see most keys
+        Tile tile(s, s.n_tiles - 1 - i, scratch); // the last tokens come first, because they usually see the most keys
         tile.load_queries();
         tile.clear(tile.all);
         for (int64_t part = 0; part < tile.n_parts; part++) {

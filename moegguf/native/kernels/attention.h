@@ -1,6 +1,6 @@
 // attention.h: computes attention for a tile of rows (queries) and a block of keys. The product of a row and a key is
-// summed value by value, and sums over keys are computed key by key, each sum in its own lane. So the bits depend
-// neither on the number of rows nor on the instruction set. A key that a row does not see adds zero.
+// summed value by value, and sums over keys are computed key by key, each sum in its own lane. So the bits of a result
+// depend neither on the number of rows nor on the instruction set. A key that a row does not see adds zero.
 #pragma once
 
 #include "kernels.h"
@@ -87,8 +87,8 @@ struct Attention {
         for (; row < n_rows; row += lanes) { score_rows<1>(queries + row, n_lanes, keys, n_keys, n, scores + row); }
     }
 
-    // Transposes half floats i to i + 7 of 2 * lanes rows: x[j] gets number i + j of the first `lanes` rows, y[j]
-    // number i + j of the other rows.
+    // Transposes half floats i to i + 7 of 2 * lanes rows: x[j] gets element i + j of the first `lanes` rows, y[j]
+    // element i + j of the other rows.
     static MOEGGUF_INLINE void transpose_halves(const uint16_t (*rows)[few_halves], int64_t i, F (&x)[8], F (&y)[8]) {
         typename Isa::I h[8], g[8];
 #pragma GCC unroll 8
@@ -117,8 +117,8 @@ struct Attention {
                                const RowsToPrefetch & soon, int soon_row, int n_soon, float * scores) {
         F sums[n_rows][2] = {};
         for (int64_t begin = 0; begin < n; begin += few_halves) {
-            // Rows of a KV cache lie at distances at which they evict each other from the processor's first-level
-            // cache. So parts of them are copied next to each other here.
+            // The spacing of rows in a KV cache makes them evict each other from the processor's first-level cache. So
+            // parts of them are copied next to each other here.
             alignas(64) uint16_t rows[2 * lanes][few_halves];
             const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
             for (int k = 0; k < 2 * lanes; k++) { memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves); }
@@ -272,7 +272,7 @@ struct Attention {
     template <CacheType type, int n_rows>
     static void mix_rows(const float * p, int key_stride, int row_stride, const char * const * values, int64_t n,
                          const uint8_t * keys, int n_keys, const float * rescale, float * out) {
-        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a single row has enough independent sums with 8 vectors
+        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a single row needs 8 vectors for enough independent sums
         int64_t i = 0;
         for (; i + n_wide * lanes <= n; i += n_wide * lanes) {
             mix_tile<type, n_rows, n_wide>(p, key_stride, row_stride, values, i, n, keys, n_keys, rescale, out);

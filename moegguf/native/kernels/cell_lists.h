@@ -10,7 +10,7 @@
 
 namespace moegguf {
 
-constexpr int32_t part_keys = 512; // positions in one part; sums are computed for each part and then merged
+constexpr int32_t part_keys = 512; // number of positions in one part; sums are computed for each part and then merged
 
 // The cells of one sequence in one stream: pairs (position, cell) [n], ordered by position. parts[i] is the index of
 // the first pair of part i. Parts end at positions that are multiples of part_keys, and empty parts are left out.

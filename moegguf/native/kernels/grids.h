@@ -1,6 +1,6 @@
 // grids.h: unpacks plain weights in blocks of 256 values whose codes come from tables (grids). An entry of upstream's
 // grids has 8 or 4 successive values. Except for IQ1, these are absolute values, and their signs are separate bits. The
-// indices for several columns are computed before the grids are read, so that reads seldom wait for an index.
+// indices for several columns are computed before the grids are read, so that reads rarely wait for an index.
 #pragma once
 
 #include "plain_types.h"
@@ -21,7 +21,7 @@ inline float half_of(const void * from) { return half_at((const uint8_t *)from);
 
 // ---- signs ----
 
-// Adds an eighth bit to the 7 bits in each byte, so that the number of bits that are set is even.
+// Adds an eighth bit to the 7 bits in each byte, so that the number of set bits is even.
 inline __m256i with_even_bits(__m256i sevens) {
     const __m256i odd = _mm256_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0, 0,
                                          -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
@@ -69,7 +69,7 @@ __m256i spread_groups(__m256i x) {
     return _mm256_and_si256(x, _mm256_set1_epi8(one));
 }
 
-// Joins each of 32 low bytes with its high byte to an index of 16 bits.
+// Combines each of 32 low bytes with its high byte into a 16-bit index.
 inline void join(const uint8_t * low, __m256i high, uint16_t * out) {
     const __m256i a = _mm256_unpacklo_epi8(load_32(low), high), b = _mm256_unpackhi_epi8(load_32(low), high);
     _mm256_store_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
@@ -260,7 +260,7 @@ struct PlainIq1M : Grid<PlainIq1M, Unsigned<9, 4>> {
         join(x.qs, _mm256_and_si256(nibbles, _mm256_set1_epi8(7)), out.index);
         const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(nibbles, 2), _mm256_set1_epi8(2)); // bytes: 0 or 2
         _mm256_store_si256((__m256i *)out.more, _mm256_sub_epi8(_mm256_set1_epi8(10), sign));
-        // the lower 12 bits of each 16 bits are scales
+        // the lower 12 bits of each 16-bit word are scales
         const __m128i twelve = _mm_and_si128(_mm_loadl_epi64((const __m128i *)x.scales), _mm_set1_epi16(0xfff));
         const __m256i three = spread_groups<3>(_mm256_cvtepu16_epi32(twelve));
         out.scales = doubled_plus_1(_mm256_castsi256_si128(three));
@@ -271,8 +271,8 @@ struct PlainIq1M : Grid<PlainIq1M, Unsigned<9, 4>> {
         const __m256i more = _mm256_shuffle_epi8(_mm256_set1_epi32((int)found.more[i]), bytes_of_4);
         return eighths(of_grid(iq1s_grid, found.index + 4 * i), more);
     }
-    // Returns an eighth of the block's scale. The scale is a half float: each of the four words in `scales` has 4 bits
-    // of it in the word's upper 4 bits.
+    // Returns an eighth of the block's scale. The scale is a half float: the upper 4 bits of each of the four words in
+    // `scales` hold 4 bits of it.
     static float d(const uint8_t * from) {
         const __m128i packed = _mm_loadl_epi64((const __m128i *)((const block_iq1_m *)from)->scales);
         const auto four = (uint64_t)_mm_cvtsi128_si64(_mm_srli_epi16(packed, 12));

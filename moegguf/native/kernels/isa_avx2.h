@@ -1,6 +1,6 @@
 // isa_avx2.h: operations on 8 columns of weights at once, with AVX2. A lane is a column; a vector of codes has four
-// successive values of each column. isa_avx512.h has operations with the same results, bit by bit. Vectors have the
-// operators + - * / | of GCC and Clang.
+// successive values of each column. isa_avx512.h has operations with bit-identical results. GCC and Clang provide the
+// operators + - * / | for vectors.
 #pragma once
 
 #include "kernels.h"
@@ -16,7 +16,7 @@ namespace {
 struct Avx2 {
     using OneRow = Avx2;
     static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
-    // true: interleaved weights of many rows are unpacked to panels, because tiles have few rows
+    // true: for many rows, interleaved weights are unpacked into panels, because tiles have few rows
     static constexpr bool unpacks_interleaved = true;
     static constexpr bool signed_codes = true; // 8-bit codes are signed: unsigned sums would overflow in maddubs
     using I = __m256i;
@@ -77,16 +77,16 @@ struct Avx2 {
         const I x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
         return twice(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
     }
-    // Interleaves two arrays with a byte for each column. Each column's lane then has two numbers of 16 bits: one of
-    // the first and one of the second sub-block.
+    // Interleaves two arrays with a byte for each column. Each column's lane then holds two 16-bit numbers: one from
+    // the first and one from the second sub-block.
     static I pairs(const uint8_t * first, const uint8_t * second) {
         const __m128i a = _mm_loadl_epi64((const __m128i *)first), b = _mm_loadl_epi64((const __m128i *)second);
         return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b));
     }
     static I add_pairs(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 
-    // Returns sum + scale * (w . x) for 16 values of each column. The products are added in two sums of 16 bits. These
-    // do not overflow, because the offset of the codes is subtracted first. `minus` has n_minus numbers for these 16
+    // Returns sum + scale * (w . x) for 16 values of each column. The products are added in two 16-bit sums. These do
+    // not overflow, because the offset of the codes is subtracted first. `minus` has n_minus numbers for these 16
     // values, which subtract the offset.
     template <int, int n_minus>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
@@ -129,13 +129,13 @@ struct Avx2 {
     }
 
     // Returns, for each 8 values, their sum times -offset. `pairs` has 16 sums of two successive values. Each result is
-    // split into two numbers of 16 bits: pairs 0 and 2, and pairs 1 and 3.
+    // split into two 16-bit numbers: one for pairs 0 and 2, and one for pairs 1 and 3.
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
     }
     // Returns, for each 16 values, their sum times -offset. `pairs` has 16 sums of two successive values. Each result
-    // is split into two numbers of 16 bits: even pairs and odd pairs.
+    // is split into two 16-bit numbers: one for even pairs and one for odd pairs.
     static __m256i minus_16(__m256i pairs, int offset) {
         const __m256i eights = minus_8(pairs, offset);
         return _mm256_add_epi16(eights, _mm256_shuffle_epi32(eights, 0x4e));
@@ -146,7 +146,7 @@ struct Avx2 {
     static I load_codes(const uint8_t * x) { return _mm256_loadu_si256((const I *)x); }
     static void store_codes(uint8_t * out, I x) { _mm256_storeu_si256((I *)out, x); }
 
-    // Loads 16 bytes of column i to the lower half of the vector, and 16 bytes of column i + 4 to the upper half.
+    // Loads 16 bytes of column i into the lower half of the vector, and 16 bytes of column i + 4 into the upper half.
     template <class At>
     static MOEGGUF_INLINE I load_lanes(At at, int i) {
         const auto part = [at](int column) { return _mm_loadu_si128((const __m128i *)at(column)); };

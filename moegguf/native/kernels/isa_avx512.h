@@ -1,5 +1,5 @@
 // isa_avx512.h: operations on 16 columns of weights at once, or on 8, with AVX-512 and VNNI. A lane is a column; a
-// vector of codes has four successive values of each column. Vectors have the operators + - * / | of GCC and Clang.
+// vector of codes has four successive values of each column. GCC and Clang provide the operators + - * / | for vectors.
 #pragma once
 
 #include "isa_avx2.h"
@@ -32,8 +32,8 @@ struct Columns16 {
     static I look_up(I nibbles, const int8_t * table) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), nibbles);
     }
-    // Moves one or two bits of each byte, from bit `shift` on, to bits 4 and 5. `bits` is 1 for one bit, and 3 for two
-    // bits.
+    // Moves one or two bits of each byte, starting at bit `shift`, to bits 4 and 5. `bits` is 1 for one bit, and 3 for
+    // two bits.
     template <int shift>
     static I high_bits(I x, int bits) {
         const I moved = shift <= 4 ? _mm512_slli_epi16(x, 4 - shift) : _mm512_srli_epi16(x, shift - 4);
@@ -54,7 +54,7 @@ struct Columns16 {
         const __m128i a = _mm_loadu_si128((const __m128i *)groups[0]), b = _mm_loadu_si128((const __m128i *)groups[1]);
         return _mm512_cvtph_ps(_mm256_set_m128i(b, a));
     }
-    static F half_powers(const uint8_t * const (&groups)[2]) { // 2^(e - 128) of bytes
+    static F half_powers(const uint8_t * const (&groups)[2]) { // 2^(e - 128) for each byte e
         const I e = _mm512_cvtepu8_epi32(_mm_set_epi64x(load_8(groups[1]), load_8(groups[0])));
         const I normal = _mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(-1)), 23);
         const __mmask16 small = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));
@@ -75,8 +75,8 @@ struct Columns16 {
         const __m128i x = _mm_set_epi64x(load_8(groups[1]), load_8(groups[0]));
         return _mm512_and_si512(_mm512_cvtepi8_epi32(x), _mm512_set1_epi32(0xffff));
     }
-    // Interleaves two arrays with a byte for each column. Each column's lane then has two numbers of 16 bits: one of
-    // the first and one of the second sub-block.
+    // Interleaves two arrays with a byte for each column. Each column's lane then holds two 16-bit numbers: one from
+    // the first and one from the second sub-block.
     static I pairs(const uint8_t * first, const uint8_t * second) {
         const __m128i a = _mm_loadu_si128((const __m128i *)first), b = _mm_loadu_si128((const __m128i *)second);
         return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
@@ -180,7 +180,7 @@ struct Columns8 : Avx2 {
     static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
     static I multiply_add(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
     template <bool is_signed>
-    static I fours(I w, I x) { // signed codes use AVX2: reading memory limits the speed, not computing
+    static I fours(I w, I x) { // signed codes use AVX2: memory limits the speed, not computation
         return is_signed ? Avx2::fours<true>(w, x) : add_fours(I{}, w, x);
     }
     static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
@@ -195,7 +195,7 @@ struct Vnni : Width {
     using I = typename Width::I;
 
     // Returns sum + scale * (w . x) for 16 values of each column, exactly. Partial sums of 4 * n_dots products fit into
-    // 16 bits, and dpwssd multiplies them with the scale.
+    // 16 bits, and dpwssd multiplies them by the scale.
     template <int n_dots, int n_minus>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         static_assert(n_minus == 0 || n_dots * n_minus == 4);
@@ -227,8 +227,8 @@ struct Vnni : Width {
         return sum;
     }
 
-    // Returns, for each 8 values, their sum times -offset, as a number of 32 bits. `pairs` has 16 sums of two
-    // successive values.
+    // Returns, for each 8 values, their sum times -offset, as a 32-bit number. `pairs` has 16 sums of two successive
+    // values.
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));

@@ -3,16 +3,16 @@
 //
 // The files multiply.cpp and attention.cpp divide an operation among threads, and call the kernels of the processor.
 // The files types.h (interleaved weights), plain_types.h and grids.h (weights in a file's layout) unpack weights. The
-// file panels.h keeps unpacked weights for many rows, and tile.h multiplies with them. New types: see types.h and
-// plain.h.
+// file panels.h defines panels of unpacked weights for many rows, and tile.h multiplies with them. To add a type of
+// weights, see types.h and plain.h.
 //
 // To add an instruction set NAME:
 // 1. Write isa_NAME.h with the operations of isa_avx2.h, and NAME.cpp like avx2.cpp.
 // 2. Declare `extern const Kernels NAME` below, and add a case to `detect` in multiply.cpp.
 // 3. Add NAME.cpp and its compiler options to moegguf/native/CMakeLists.txt.
 //
-// The headers that unpack weights use AVX2 directly. A processor without AVX2 also needs other code there, and another
-// condition in moegguf/processor.py.
+// The headers that unpack weights use AVX2 directly. Support for a processor without AVX2 also needs other code there,
+// and a different condition in moegguf/processor.py.
 #pragma once
 
 #include "ggml.h"
@@ -26,17 +26,18 @@ namespace moegguf::kernels {
 
 struct Panels;
 
-// A kernel that multiplies activations with weights of one type. Each row of activations is quantised to blocks. A tile
-// has rows that are multiplied together: the first block of every row, then the second block of every row, and so on.
+// A kernel that multiplies activations with weights of one type. Each row of activations is quantised into blocks. A
+// tile holds rows that are multiplied together: the first block of every row, then the second block of every row, and
+// so on.
 struct Kernel {
     int block_values;
     size_t block_bytes;
     int max_rows; // a tile has 1, 2, 4, ... rows, up to this number
 
-    // Quantises a row of n values to blocks that begin `stride` bytes apart.
+    // Quantises a row of n values into blocks that begin `stride` bytes apart.
     void (*quantize)(const float * x, int64_t n, char * blocks, size_t stride);
 
-    // Copies quantised rows, which lie anywhere in memory, to one tile.
+    // Copies quantised rows, which may be anywhere in memory, into one tile.
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
     // Multiplies a tile of rows with n_cols columns of weights, and writes out[r][0, n_cols). n_cols is a multiple of 8
@@ -48,7 +49,7 @@ struct Kernel {
     const Panels * panels; // used for many rows; nullptr: weights are never unpacked
 };
 
-// The way to multiply many rows: a group of columns is unpacked once, to a panel, and the panel is multiplied with all
+// The way to multiply many rows: a group of columns is unpacked once into a panel, which is then multiplied with all
 // rows.
 struct Panels {
     const Kernel * kernel; // multiplies panels; its row_bytes is block_bytes times the number of blocks
@@ -64,7 +65,7 @@ using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_c
 
 // ---- attention: rows are queries, keys are cells of a cache that some of the rows see ----
 
-constexpr int most_rows = 64, most_keys = 32; // largest number of rows in a tile, and of keys in a block, of attention
+constexpr int most_rows = 64, most_keys = 32; // largest numbers of rows in a tile and of keys in a block
 constexpr int few_rows = 8;
 
 // The scale of scores. A score is factor * (query . key), or cap * tanh(factor * (query . key)) if cap is not 0.
@@ -73,18 +74,18 @@ struct AttentionScale {
 };
 
 // Running sums of each row. max: the greatest score; sum: the sum of e^(score - max); values: the sum of the keys'
-// values weighted with e^(score - max), [n_rows][n].
+// values weighted by e^(score - max), [n_rows][n].
 struct AttentionSums {
     float *max, *sum, *values;
 };
 
-// Two sets chosen from 32 keys, with a bit for each key. `seen` has the keys that a row sees. `biased` has the seen
-// keys whose value in the mask is not 0.
+// Two subsets of 32 keys, with one bit per key. `seen` has the keys that a row sees. `biased` has the seen keys whose
+// value in the mask is not 0.
 struct SeenKeys {
     uint32_t seen, biased;
 };
 
-// Rows of n_bytes that will be read soon. They are prefetched to the processor's cache.
+// Rows of n_bytes that will be read soon. They are prefetched into the processor's cache.
 struct RowsToPrefetch {
     const char * const * rows;
     int64_t n, n_bytes;
@@ -94,7 +95,7 @@ struct RowsToPrefetch {
 // multiple of 16.
 enum class CacheType { f32, f16 };
 
-// The kernels of attention. There are two ways, which compute the same bits. With many rows, each row has a vector
+// The kernels of attention. There are two variants, which compute the same bits. With many rows, each row has a vector
 // lane, and scores are [key][n_lanes]. With few rows (score_few, soften_few), each key has a lane, and scores are
 // [row][most_keys]. `queries` is [n][n_lanes] in both.
 struct AttentionKernels {
@@ -114,7 +115,7 @@ struct AttentionKernels {
     void (*score_few)(const float * queries, int n_lanes, int n_rows, const char * const * keys, int n_keys, int64_t n,
                       const RowsToPrefetch & soon, float * scores);
 
-    // Replaces scores by e^(score - max), and updates max and sum of each row. `bias` is added to the scores, and is
+    // Replaces scores with e^(score - max), and updates max and sum of each row. `bias` is added to the scores, and is
     // -inf if a row does not see a key; nullptr: no bias. Writes to `rescale` [n_rows] the factors for the earlier sums
     // of values.
     void (*soften)(float * scores, const float * bias, int n_lanes, int n_rows, int n_keys,
@@ -122,8 +123,8 @@ struct AttentionKernels {
     void (*soften_few)(float * scores, const float * bias, int n_rows, int n_keys, const AttentionScale & scale,
                        const AttentionSums & sums, float * rescale);
 
-    // Computes out [n_rows][n] = out * rescale + the sum over keys of p * value. The weight p of a key is at [key *
-    // key_stride + row * row_stride]. keys [n_keys]: indices of the keys in `values` and `p`.
+    // Computes out [n_rows][n] = out * rescale + the sum over keys of p * value. keys [n_keys]: indices of the keys in
+    // `values` and `p`. In `p`, the weight of a key is at key * key_stride + row * row_stride.
     void (*mix)(const float * p, int key_stride, int row_stride, int n_rows, CacheType type,
                 const char * const * values, int64_t n, const uint8_t * keys, int n_keys, const float * rescale,
                 float * out);
@@ -137,7 +138,8 @@ struct AttentionKernels {
 struct Kernels {
     const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 interleaved rows, as in upstream's repack.cpp
     const Kernel * (*of_plain)(ggml_type type);       // weights in a file's layout
-    MultiplyFloats (*of_floats)(ggml_type type);      // float weights; all three functions: nullptr for other types
+    // Float weights; all three functions return nullptr for other types.
+    MultiplyFloats (*of_floats)(ggml_type type);
     const AttentionKernels * attention;
 };
 
@@ -145,7 +147,7 @@ extern const Kernels avx2;   // needs FMA and F16C
 extern const Kernels avx512; // needs AVX-512 (BW, DQ, VL) and VNNI as well
 
 // Returns the kernels for this processor; nullptr: upstream's kernels are used. For comparisons, the environment
-// variable MOEGGUF_KERNELS chooses "avx2" or "upstream".
+// variable MOEGGUF_KERNELS can select "avx2" or "upstream".
 const Kernels * processor_kernels();
 
 } // namespace moegguf::kernels

@@ -1,6 +1,6 @@
-// multiply.cpp: computes MUL_MAT with weights that are quantised or floats, and MUL_MAT_ID with quantised weights,
-// divided among threads. For quantised weights, activations are quantised row by row, and several rows are multiplied
-// together as a tile. The bits of a row depend neither on the tile nor on the number of threads.
+// multiply.cpp: computes MUL_MAT with quantised or float weights, and MUL_MAT_ID with quantised weights, divided among
+// threads. For quantised weights, activations are quantised row by row, and several rows are multiplied together as a
+// tile. The bits of a row's result depend neither on the tile nor on the number of threads.
 #include "multiply.h"
 
 #include "ggml-cpu-impl.h"
@@ -28,7 +28,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // size in bytes of a part of the weights, multiplied with all rows at a time
+constexpr int64_t part_bytes = 256 << 10; // number of bytes of weights that are multiplied with all rows at a time
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
@@ -55,7 +55,7 @@ MultiplyFloats kernel_of_floats(const ggml_tensor * op) {
     return kernels && is_plain ? kernels->of_floats(w->type) : nullptr;
 }
 
-// Returns the number of rows of the next tile if n_left rows are left. It may be larger than n_left: the last row is
+// Returns the number of rows of the next tile if n_left rows are left. The number may exceed n_left: the last row is
 // then repeated.
 int next_tile(int64_t n_left, int max_rows) {
     int n = 1;
@@ -92,12 +92,12 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
     return GGML_PAD(size.n_cols * size.column_bytes, 64);
 }
 
-// Columns of weights that are multiplied with all rows before the next columns.
+// Columns of weights that are multiplied with all rows before the next columns are.
 struct Columns {
     const Kernel * kernel;
     const char * weights;
     size_t row_bytes; // size of a row of weights in bytes
-    int64_t n;        // values of a row
+    int64_t n;        // number of values in a row
     int64_t first, n_cols;
     const char * soon; // weights that are unpacked next; nullptr: none
 
@@ -114,7 +114,7 @@ struct Product {
     const Kernel * kernel;
     const char * weights;
     size_t row_bytes; // size of a row of weights in bytes
-    int64_t n;        // values of a row
+    int64_t n;        // number of values in a row
 
     Product(const Kernel * of_weights, const ggml_tensor * w, int64_t n_rows)
         : panels(of_weights->panels && n_rows >= of_weights->panels->least_rows ? of_weights->panels : nullptr),
@@ -125,7 +125,7 @@ struct Product {
 
     size_t quantized() const { return quantized_bytes(kernel, n); } // size of a quantised row of activations in bytes
 
-    // Calls visit() with columns [first, last), or with one unpacked panel of them after another. panel: memory for the
+    // Calls visit() once with columns [first, last), or once with each of their unpacked panels. panel: memory for the
     // unpacked weights.
     template <class Visit>
     void for_each_part(int64_t first, int64_t last, char * panel, Visit visit) const {
@@ -141,8 +141,9 @@ struct Product {
     }
 };
 
-// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it takes part by
-// part. A thread that has finished its share takes parts of other shares, because another thread may be slower.
+// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it takes one
+// part at a time. A thread that has finished its share takes parts of other shares, because another thread may be
+// slower.
 struct Shares {
     int64_t * taken; // [n_threads] number of parts that were taken from each share
     int64_t n_threads, n_parts, n_cols;
@@ -194,7 +195,7 @@ struct Matrices {
     }
 };
 
-// Quantises n_rows rows of activations, from row `first` on, into tiles. Each thread quantises some of the rows.
+// Quantises n_rows rows of activations, starting at row `first`, into tiles. Each thread quantises some of the rows.
 void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, int64_t first,
                     int64_t n_rows, char * tiles) {
     for (int64_t row = 0, tile = first; row < n_rows;) {
@@ -209,7 +210,7 @@ void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, c
     }
 }
 
-// Multiplies columns of weights with n_rows rows in tiles, and writes the results to rows from `first_row` on.
+// Multiplies columns of weights with n_rows rows in tiles, and writes the results to rows starting at `first_row`.
 void multiply_tiles(ggml_tensor * op, const Columns & columns, const char * tile, int64_t first_row, int64_t n_rows) {
     for (int64_t row = 0; row < n_rows;) {
         const int n_tile = next_tile(n_rows - row, columns.kernel->max_rows);
@@ -248,7 +249,7 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
 
 // ---- MUL_MAT with weights that are floats ----
 
-constexpr int64_t float_cols = 64; // number of columns of weights that a thread takes at once
+constexpr int64_t float_cols = 64; // number of columns of weights that a thread takes at a time
 
 // Computes columns [first, last) of a plane of the result: the product of a matrix of activations and a matrix of
 // weights. Several planes may share a matrix of weights.
@@ -292,7 +293,7 @@ struct Work {
     char * panels;    // [n_threads] memory for a panel
     int64_t * n_rows; // [n_expert] number of rows that are multiplied with each expert
     int64_t * taken;  // [n_expert][n_threads] Shares::taken of each expert
-    int64_t * end;    // [n_expert] index after the expert's last entry in `choices`
+    int64_t * end;    // [n_expert] index just past the expert's last entry in `choices`
     Choice * choices; // the choices of all tokens, ordered by expert
     size_t size;
 

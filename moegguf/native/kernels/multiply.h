@@ -26,8 +26,8 @@ bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_te
 // operation.
 size_t moegguf_attention_work_size(const struct ggml_tensor * op, int n_threads);
 
-// Sorts the candidates of one row of TOP_K before they are compared, because their order decides which of several equal
-// scores are taken. If the candidates are cells of a KV cache with lists, they are sorted by position, so other
+// Sorts the candidates of one row of TOP_K before they are compared, because their order decides which candidates with
+// equal scores are chosen. If the candidates are cells of a KV cache with lists, they are sorted by position, so other
 // sequences do not change the result. Candidates that a mask hides come last.
 void moegguf_order_candidates(const struct ggml_tensor * scores, int64_t row, int32_t * candidates);
 

@@ -1,6 +1,6 @@
-// panels.h: panels, which hold unpacked weights of Isa::n_cols columns, block by block. Weights of many rows of
-// activations are unpacked once to a panel. plain.h unpacks weights in a file's layout, and this file unpacks
-// interleaved weights.
+// panels.h: panels, which hold unpacked weights of Isa::n_cols columns, block by block. Weights that are multiplied
+// with many rows of activations are unpacked once, into a panel. plain.h unpacks weights in a file's layout, and this
+// file unpacks interleaved weights.
 #pragma once
 
 #include "kernels.h"
@@ -41,7 +41,7 @@ struct ScaledPanel {
 };
 
 // A panel of weights in blocks of 256 values with integer scales. A block has 64 vectors of codes, 16 of scales, and
-// one of d. If the type has minima, vectors of pairs of minima follow, and one of their factors.
+// one of d. If the type has minima, vectors of pairs of minima follow, and then a vector of their factors.
 template <class Isa, class T>
 struct SuperblockPanel {
     static constexpr int n_values = 256, n_steps = 8, n_codes = T::n_codes, n_dots = T::n_dots, n_pairs = T::n_pairs;
@@ -95,7 +95,7 @@ constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),     
 // The fewest rows for which unpacking interleaved weights takes less time than it saves.
 constexpr int least_unpacked_rows = 12;
 
-// Unpacks a step of a block to a panel, and then the steps after it.
+// Unpacks one step of a block into a panel, and then all later steps.
 template <class Isa, class T, int step = 0>
 MOEGGUF_INLINE void unpack_steps(typename T::template Block<Isa> & block, uint8_t * out) {
     using P = SuperblockPanel<Isa, T>;

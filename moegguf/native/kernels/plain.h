@@ -1,14 +1,14 @@
-// plain.h: multiplies weights that lie row by row as in a file. These rows are called columns here, because they are
-// columns of the result. A single row of activations is multiplied with 8 columns at once. For more rows, columns are
-// unpacked once to a panel, and tile.h multiplies the panel with all rows. A panel has codes of 8 bits, four successive
-// values of each column in a vector, and scales. Both ways add the products of a block exactly, as integers, and then
-// add block after block with fma. So their bits are equal.
+// plain.h: multiplies weights that are stored row by row, as in a file. These rows are called columns here, because
+// they are columns of the result. A single row of activations is multiplied with 8 columns at once. For more rows,
+// columns are unpacked once into a panel, and tile.h multiplies the panel with all rows. A panel has 8-bit codes, with
+// four successive values of each column in a vector, and scales. Both ways add the products of a block exactly, as
+// integers, and then add the blocks one after another with fma. So their results are bit-identical.
 //
 // To add a type, write only its unpacking:
 // 1. Write a struct in plain_types.h. There are two kinds:
-//    - a scale in floating point for each 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
+//    - a floating-point scale for each 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
 //      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
-//    - blocks of 256 values with integer scales of 8 bits for each 16 values: derive from `Superblock`, as PlainQ2K and
+//    - blocks of 256 values with 8-bit integer scales for each 16 values: derive from `Superblock`, as PlainQ2K and
 //      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
 //    If codes come from tables, derive from `Grid` in grids.h: `prepare` finds the indices into the tables.
 // 2. Choose its kind of codes: `Unsigned<zero, fit>` (the fastest) if codes are from 0 to 63 and the code `zero` stands
@@ -28,7 +28,7 @@ namespace {
 
 // ---- panels ----
 
-// Loads 16 bytes of each column to four vectors. Each vector has four successive bytes of all columns.
+// Loads 16 bytes of each column into four vectors. Each vector has four successive bytes of all columns.
 template <class Isa, class At>
 MOEGGUF_INLINE void load_columns(At at, typename Isa::I * out) {
     typename Isa::I x[4];
@@ -49,7 +49,7 @@ struct Columns {
     }
 };
 
-// Unpacks one block of each column to `out`. Returns the end of the output.
+// Unpacks one block of each column into `out`. Returns the end of the output.
 template <class Isa, class T>
 MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int64_t at, uint8_t * out) {
     using I = typename Isa::I;
@@ -71,7 +71,7 @@ MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int
     return out;
 }
 
-// Unpacks one block of each column, and calls visit(number of the column, block) for each.
+// Unpacks one block of each column, and calls visit(column number, block) for each one.
 template <class Isa, class T, int n, class Visit>
 MOEGGUF_INLINE void unpack_each(const Columns<n> & columns, int64_t at, Visit visit) {
     if constexpr (std::is_empty_v<typename T::Prepared>) {
@@ -152,7 +152,7 @@ MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
     return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-// Returns signed bytes as 16-bit numbers: first the bytes at even places, then the bytes at odd places.
+// Returns signed bytes as 16-bit numbers: first the bytes at even indices, then the bytes at odd indices.
 MOEGGUF_INLINE __m256i even_then_odd(__m128i x) {
     return _mm256_cvtepi8_epi16(
         _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
@@ -242,7 +242,7 @@ struct OneRow {
     }
 };
 
-// Plain weights of two or more rows are unpacked, because OneRow multiplies a single row.
+// Plain weights are unpacked for two or more rows of activations, because OneRow multiplies only a single row.
 template <class Isa, class T>
 constexpr Panels panels = {&panel_kernel<Isa, T>, Panel<Isa, T>::bytes / Isa::n_cols, unpack_columns<Isa, T>, 2};
 

@@ -1,4 +1,5 @@
-// plain_types.h: unpacks each type of weights that lie row by row, as in a file. plain.h explains how to add a type.
+// plain_types.h: unpacks each type of weights that are stored row by row, as in a file. plain.h explains how to add a
+// type.
 #pragma once
 
 #include "isa_avx2.h"
@@ -23,8 +24,8 @@ struct RowSum {
 struct RowPlain {
     int8_t qs[256];
     int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
-    // Sum of each group of 16 values, times -T::offset, in the form of Isa::minus_16 (AVX2: two numbers of 16 bits). If
-    // a scale covers 32 values, each even element is for a group of 32 values, and the odd elements are not used.
+    // Sum of each group of 16 values, times -T::offset, in the form of Isa::minus_16 (AVX2: two 16-bit numbers). If a
+    // scale covers 32 values, each even element is for a group of 32 values, and the odd elements are not used.
     int32_t minus[16];
     float d;
 };
@@ -42,8 +43,8 @@ inline __m256i load_32(const uint8_t * from) { return _mm256_loadu_si256((const 
 
 // ---- codes ----
 
-// Codes from -127 to 127. They are multiplied as signed codes with AVX2, and as unsigned codes with the offset 128 with
-// VNNI, which adds products in 32 bits.
+// Codes from -127 to 127. With AVX2, they are multiplied as signed codes. With VNNI, which adds products in 32 bits,
+// they are multiplied as unsigned codes with the offset 128.
 struct Signed {
     static constexpr bool has_sign = true;
     static constexpr int n_dots = 1, zero = 0;
@@ -180,8 +181,8 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-// The base of types in blocks of 256 values. scale_values_: number of values with one scale: 16, or 32 (only for signed
-// codes).
+// The base of types with blocks of 256 values. scale_values_: number of values with one scale: 16, or 32 (only for
+// signed codes).
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // empty in this base; types derived from Grid (grids.h) find indices first, and then codes
@@ -205,7 +206,7 @@ struct Unpacked {
     float d, min; // factor of the scales, and factor of the minima
 };
 
-// Unpacks codes of 2 bits. A half of 128 values has 32 bytes: bits 0 and 1 are the first 32 values, bits 2 and 3 the
+// Unpacks 2-bit codes. Each half of 128 values has 32 bytes: bits 0 and 1 are the first 32 values, bits 2 and 3 the
 // next 32, and so on.
 inline void two_bits(const uint8_t * from, __m256i * out) {
 #pragma GCC unroll 2
@@ -231,8 +232,8 @@ struct PlainQ2K : SuperblockWithMins<Unsigned<0, 4>> {
     }
 };
 
-// Q3_K: codes of 2 bits, and the third bit of each value in 32 more bytes: bit 0 belongs to the first 32 values, and so
-// on. Scales have 6 bits, from which 32 is subtracted: 4 bits in the nibbles of 8 bytes, 2 bits in 4 bytes.
+// Q3_K: 2-bit codes, and the third bit of each value in 32 more bytes: bit 0 belongs to the first 32 values, and so on.
+// Scales have 6 bits: 4 in the nibbles of 8 bytes, and 2 in 4 bytes. 32 is subtracted from each scale.
 struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     static constexpr int bytes = 110;
     template <class Isa>
@@ -255,7 +256,7 @@ struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     }
 };
 
-// Q4_K and Q5_K: 12 bytes have the scales and minima of 6 bits, for each 32 values. In a part of 64 values, the low
+// Q4_K and Q5_K: 12 bytes hold a 6-bit scale and a 6-bit minimum for each 32 values. In a part of 64 values, the low
 // nibbles are the first 32 values.
 template <bool has_fifth_bit>
 struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
@@ -284,7 +285,8 @@ struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
     }
 };
 
-// Q6_K: a half of 128 values has 4 bits of each value in the nibbles of 64 bytes, and 2 bits of each value in 32 bytes.
+// Q6_K: each half of 128 values has 4 bits of each value in the nibbles of 64 bytes, and 2 bits of each value in 32
+// bytes.
 struct PlainQ6K : Superblock<Unsigned<32, 2>> {
     static constexpr int bytes = 210;
     template <class Isa>

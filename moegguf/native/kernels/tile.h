@@ -1,6 +1,6 @@
 // tile.h: multiplies tiles of rows with interleaved weights or panels. Each result is computed by the same additions
-// for any number of rows and any instruction set. The products of a block are added exactly, as integers, and then
-// block after block with fma.
+// for any number of rows and any instruction set. The products of a block are added exactly, as integers. The blocks
+// are then added one after another with fma.
 #pragma once
 
 #include "kernels.h"
@@ -12,9 +12,9 @@
 namespace moegguf::kernels {
 namespace {
 
-// ---- rows of activations, as blocks of 8 bits with a scale, with the values that upstream's blocks have ----
+// ---- rows of activations, as blocks of 8-bit values with a scale, with the values of upstream's blocks ----
 
-// Multiplies 32 values by `inverse`, rounds the products to integers and writes these to `out`. Returns the sums of
+// Multiplies 32 values by `inverse`, rounds the products to integers and writes them to `out`. Returns the sums of
 // successive pairs of the integers.
 inline __m256i round_32(const float * x, float inverse, int8_t * out) {
     __m256i q[4];
@@ -62,7 +62,7 @@ void quantize_block(const float * x, RowSum & row) {
 }
 
 // Finds the scale of 256 values and returns its inverse. Upstream's quantize_row_q8_K may negate the scale and all
-// quantised values, which gives equal products.
+// quantised values, which yields the same products.
 template <class Isa, class Row>
 float scale_of(const float * x, Row & row) {
     const float max = largest<Isa>(x, 256), inverse = max > 0 ? 127.0f / max : 0.0f;
@@ -113,13 +113,13 @@ void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
 
 // ---- tiles ----
 
-// Distance of prefetches. They go to the second-level cache, because few prefetches to the first-level cache can be
-// under way at once.
+// Distance by which prefetches run ahead. They go to the second-level cache, because only a few prefetches to the
+// first-level cache can be in flight at once.
 constexpr int prefetch_ahead_bytes = 32768;
 
-// Prefetches one of n_parts parts of the n_bytes from `soon` on; nullptr: nothing. A burst of prefetches would fill the
-// queue of the cache's misses, and loads would have to wait. Without the barrier, the compiler collects the prefetches
-// of all parts in one burst.
+// Prefetches one of n_parts parts of the n_bytes at `soon`; nullptr: prefetches nothing. A burst of prefetches would
+// fill the cache's miss queue, and loads would have to wait. Without the barrier, the compiler would collect the
+// prefetches of all parts in one burst.
 template <int n_bytes, int n_parts>
 MOEGGUF_INLINE void prefetch_part(const uint8_t * soon, int part) {
     constexpr int n_lines = (n_bytes + 63) / 64;

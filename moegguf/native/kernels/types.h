@@ -1,4 +1,4 @@
-// types.h: unpacks each type of interleaved weights, in upstream's layouts. These have 8 interleaved rows, which are
+// types.h: unpacks each type of interleaved weights, in upstream's layouts. Each layout interleaves 8 rows, which are
 // called columns here because they are columns of the result. A line has 64 bytes, 8 of each column.
 //
 // To add a type that upstream interleaves in groups of 8 rows and 8 bytes, write its struct here. Then add the type to
@@ -40,7 +40,7 @@ namespace {
 const int8_t iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // values plus 12
 
-// The addresses of a part of a block, one for each group of 8 columns. `offset`: where the part begins in the block, in
+// The addresses of a part of a block, one for each group of 8 columns. `offset`: offset of the part in the block, in
 // bytes.
 template <class Isa>
 struct Parts {
@@ -53,8 +53,8 @@ struct Parts {
 
 // ---- 32 values with a scale ----
 
-// Weights of 4 bits with a scale for each 32 values. A block has a scale for each column, then two lines of nibbles:
-// values 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
+// 4-bit weights with a scale for each 32 values. A block has a scale for each column, then two lines of nibbles: values
+// 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
 template <int scale_bytes>
 struct NibblesX8 {
     static constexpr int n_values = 32, n_interleaved = 8, bytes = 8 * scale_bytes + 128;
@@ -134,7 +134,7 @@ struct Mxfp4X8 : NibblesX8<1> {
 // ---- 256 values with integer scales: sub-blocks of 32 or 16 ----
 
 // Scales and minima, unpacked to [sub-block][column]. A packed block has 12 bytes for each of its 8 sub-blocks: the
-// scales and minima of 8 columns, of 6 bits each.
+// 6-bit scales and minima of 8 columns.
 template <class Isa>
 struct Scales6 {
     alignas(64) uint8_t scales[8][Isa::n_cols], mins[8][Isa::n_cols];
@@ -147,12 +147,12 @@ struct Scales6 {
     }
 
   private:
-    // Unpacks scales to s and minima to m. s[0] and m[0] get sub-blocks 0, 1, 4 and 5, s[1] and m[1] the others, each
-    // with 8 bytes.
+    // Unpacks scales into s and minima into m. s[0] and m[0] get sub-blocks 0, 1, 4 and 5; s[1] and m[1] get the
+    // others. Each sub-block has 8 bytes.
     static void unpack(const uint8_t * packed, __m256i * s, __m256i * m) {
         const auto * from = (const __m256i *)packed;
         const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1), c = _mm256_loadu_si256(from + 2);
-        // Each of low_s, low_m and high takes every third of the 24 words in a, b and c. The words of one result lie in
+        // Each of low_s, low_m and high takes every third of the 24 words in a, b and c. The words of one result are in
         // different lanes, so blends can collect them.
         const __m256i low_s = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x92), c, 0x24),
                                                           _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5));

@@ -1,12 +1,13 @@
-// expected_use.cpp: policies that estimate when each expert is used next, and evict the expert whose next use is
-// expected last.
+// expected_use.cpp: policies that estimate when each expert will be used next, and evict the expert whose expected next
+// use is furthest away.
 //
 // Time is counted in passes of one token. Let p be the share of a layer's tokens that use an expert. The expert's next
-// use is then expected 1 / p - 1 passes after its layer is computed next. With a forecast of probability q, the use is
-// expected (1 - q) / p passes after the layer is computed next.
+// use is then expected 1 / p - 1 passes after its layer is next computed. With a forecast of probability q, the use is
+// expected (1 - q) / p passes after the layer is next computed.
 //
-// The wait until the layer is computed next is a fraction of a pass, or a whole pass for the layer that is computed
-// now. The policies multiply this wait by distance_weight and add it. They touch only their own tables (policy.h).
+// The wait until the layer is next computed is a fraction of a pass, or a whole pass for the layer that is computed
+// now. The policies multiply this wait by distance_weight, and add the product. They touch only their own tables
+// (policy.h).
 #include "policies/policy.h"
 
 #include <algorithm>
@@ -21,8 +22,8 @@ namespace {
 
 constexpr float least_rate = 1e-4f; // smallest estimate of the share of tokens that use an expert
 
-// A policy that evicts the expert whose next use is expected last. Rates: the class that estimates the share of tokens
-// that use each expert.
+// A policy that evicts the expert whose expected next use is furthest away. Rates: the class that estimates the share
+// of tokens that use each expert.
 template <class Rates>
 class ExpectedUse : public EvictionPolicy {
   public:
@@ -38,8 +39,8 @@ class ExpectedUse : public EvictionPolicy {
                                              std::to_string(distance_weight));
         }
         // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
-        // difference `ahead` between that layer and the present one. A later layer is computed in this pass, and an
-        // earlier one in the next pass. The present layer counts as a whole pass ahead: its chosen experts are pinned,
+        // difference `ahead` between that layer and the current one. A later layer is computed in this pass, and an
+        // earlier one in the next pass. The current layer counts as a whole pass ahead: its chosen experts are pinned,
         // and its remaining experts wait for the next pass.
         const int n_row = layout.n_moe_layers;
         for (int ahead = 1 - n_row; ahead < n_row; ahead++) {
@@ -66,14 +67,13 @@ class ExpectedUse : public EvictionPolicy {
         return was_known || probabilities;
     }
 
-    // Returns the expected number of passes from the next computation of layer il until the expert is used, as a
-    // negative number or 0.
+    // Returns minus the expected number of passes from the next computation of layer il until the expert is used.
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
         return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
     }
 
-    // Returns the wait until layer il is computed next, as a fraction of a pass, times -distance_weight. Layer now.il
+    // Returns the wait until layer il is next computed, as a fraction of a pass, times -distance_weight. Layer now.il
     // is computed now.
     float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
@@ -94,13 +94,13 @@ class ExpectedUse : public EvictionPolicy {
 // ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2). It keeps
 // the experts that are predicted for this pass, nearest layers first.
 //
-// Victims come roughly in this order:
+// Victims are chosen roughly in this order:
 // - experts that were prefetched, but not chosen by their layer's router;
 // - experts that are not predicted for this pass, or whose layer was already computed;
 // - predicted experts, the farthest layer first.
 //
 // The paper gives this order, but no order within each of the three groups. It explains "locality" only by an example:
-// a cache of 8 experts holds the two nearest of four layers, and the third layer when the first one is done. Here
+// a cache of 8 experts holds the two nearest of four layers, and the third layer when the first one is done. Here,
 // predicted experts are ordered by their layer's distance. Experts that are not predicted are ordered by the average
 // number of passes until their next use, plus their layer's distance.
 class Locality final : public ExpectedUse<FadingAverage> {
@@ -120,9 +120,9 @@ class Locality final : public ExpectedUse<FadingAverage> {
         return true;
     }
 
-    // Turns probabilities into 1 (active) or 0 (idle), because section 3.1 predicts only active and idle experts. If a
-    // token uses k experts, the k most probable experts are active. Every other expert with a probability of at least
-    // `likely` is active, too. An expert with probability 0 is always idle.
+    // Turns probabilities into 1 (active) or 0 (idle), because the paper predicts only whether an expert is active or
+    // idle (section 3.1). If a token uses k experts, the k most probable experts are active. Every other expert with a
+    // probability of at least `likely` is active, too. An expert with probability 0 is always idle.
     bool on_forecast(int il, const float * probabilities) override {
         if (!probabilities) { return ExpectedUse::on_forecast(il, nullptr); }
         const Layer & layer = layout_.layers[il];
@@ -152,7 +152,7 @@ class Locality final : public ExpectedUse<FadingAverage> {
     static constexpr float half_life_tokens = 14.0f;
     static constexpr float likely = 0.5f; // every expert with at least this probability is active
 
-    // [n_layer * n_expert_max] `yes`: prefetched, and not used yet; `in_vain`: the layer's router then chose other
+    // [n_layer * n_expert_max] `yes`: prefetched but not used yet; `in_vain`: the layer's router then chose other
     // experts; `no`: neither.
     std::vector<Early> prefetched_;
     std::vector<float> active_, sorted_; // scratch
@@ -160,8 +160,8 @@ class Locality final : public ExpectedUse<FadingAverage> {
 
 constexpr float least_input = 1e-3f; // smallest probability that logit() uses; smaller ones are raised to it
 
-// Returns an approximation of log(p / (1 - p)), with p limited to [least_input, 1 - least_input]. Its logarithm is
-// linear between powers of two, which is precise enough and fast.
+// Returns an approximation of log(p / (1 - p)), with p limited to [least_input, 1 - least_input]. The approximate
+// logarithm is linear between powers of two, which is precise enough and fast.
 float logit(float p) {
     p = std::clamp(p, least_input, 1.0f - least_input);
     const float rest = 1.0f - p;
@@ -173,8 +173,8 @@ float logit(float p) {
 
 // Estimates the probability that a token uses an expert, as a mixture of predictions. The predictions are fading
 // averages of use, and recall: the experts that were used after earlier tokens whose routing was like the last token's.
-// Each layer mixes them by a logistic regression, because layers differ in how long they keep using the same experts.
-// The weights are learned while the model runs (Duchi et al. 2011: AdaGrad).
+// Each layer mixes them by logistic regression, because layers differ in how long they keep using the same experts. The
+// weights are learned while the model runs (Duchi et al. 2011: AdaGrad).
 class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
@@ -197,7 +197,7 @@ class LearnedRates {
     using Inputs = std::array<float, n_averages + 1>;
 
     struct History { // the experts that the most recent tokens used in one layer
-        // [2 * window][n_used] experts of each token; the id n_expert fills up a row with fewer experts.
+        // [2 * window][n_used] experts of each token; a row with fewer experts is padded with the id n_expert.
         std::vector<int16_t> ids;
         int n_tokens = 0, n_used = 0;
         std::array<int16_t, window> n_alike{}; // number of experts that each earlier token shares with the last token
@@ -219,7 +219,7 @@ class LearnedRates {
     std::vector<float> rates_;       // [n_layer * n_expert_max] estimated probability that a token uses the expert
     std::vector<float> used_;        // [n_expert_max] share of this event's tokens that use the expert
     std::vector<History> histories_; // [n_layer]
-    // [i] weight of an earlier token that shares i experts fewer with the last token than the most similar one does.
+    // [i] weight of an earlier token that shares i fewer experts with the last token than the most similar one does.
     std::vector<float> alike_weights_;
     std::array<int, window> n_alike_{}; // sum of History::n_alike over all layers; the latest token comes last
     std::array<float, n_after + window> alike_{};
@@ -240,7 +240,7 @@ LearnedRates::LearnedRates(const Layout & layout)
       sums_(layout.n_expert_max + 1) {
     // The initial weight of recall, and the initial sum of squared gradients.
     constexpr float first_recall = 0.4f, first_gradient = 1e-3f;
-    // A token that shares no expert with the last token has exp(-16) of the weight of one that shares all experts.
+    // A token that shares no expert with the last token has exp(-16) times the weight of one that shares all experts.
     constexpr float sharpness = 16.0f;
     Inputs weights, gradients;
     weights.fill((1.0f - first_recall) / n_averages);
@@ -341,7 +341,7 @@ void LearnedRates::count_alike(int il) {
 }
 
 // Computes the input `recalled` of each expert in a layer. Does nothing without earlier tokens. An earlier token has
-// more weight if it shares more experts with the last token, over all layers.
+// more weight, the more experts it shares with the last token over all layers.
 void LearnedRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
@@ -367,7 +367,7 @@ void LearnedRates::recall(int il) {
 }
 
 // Makes the policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode.
-// For several sequences that decode together, the estimates are only approximate. In all other passes the policy only
+// For several sequences that decode together, the estimates are only approximate. In all other passes, the policy only
 // updates its estimates. Victims are then chosen by recency or, in a sweep, by layer (Residency::victim).
 //
 // values: distance_weight, then the half-life in tokens of a plain average, which replaces the learned estimate.

@@ -5,8 +5,8 @@
 namespace moegguf {
 namespace {
 
-// A policy that evicts the least recently used expert. It has no scores, so recency decides; in a sweep, the layer's
-// next turn comes first.
+// A policy that evicts the least recently used expert. It has no scores, so recency decides; in a sweep, experts of the
+// layer that is needed last are evicted first.
 class Lru final : public EvictionPolicy {
   public:
     Lru(const Layout &, const Values &) {}
@@ -16,8 +16,8 @@ class Lru final : public EvictionPolicy {
 };
 
 // A policy that evicts the expert with the lowest decayed number of uses. A use counts half as much after each
-// half-life (LRFU, Lee et al. 2001). The policy's one value is this half-life in tokens. Passes of more than one token
-// are counted, too, but in them recency decides, as in Lru.
+// half-life (LRFU, Lee et al. 2001). The policy's only value is this half-life in tokens. Passes of more than one token
+// are counted, too, but recency decides in them, as in Lru.
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
@@ -35,7 +35,7 @@ class DecayedFrequency final : public EvictionPolicy {
 
 // Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used at least
 // twice since they were loaded are protected. All other experts are on probation, and are evicted first. The protected
-// segment holds at most a share of the layer's resident experts; this share is the policy's one value. At the layer's
+// segment holds at most a share of the layer's resident experts; this share is the policy's only value. At the layer's
 // next routing event, the least recently used experts above this share go back on probation.
 class Slru final : public EvictionPolicy {
   public:
@@ -95,7 +95,7 @@ class Slru final : public EvictionPolicy {
 
     const Layout & layout_;
     const float share_;
-    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert was loaded and not used yet
+    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert was loaded but not used yet
     std::vector<uint64_t> used_;   // [n_layer * n_expert_max] clock_ at a protected expert's last use; 0: on probation
     std::vector<int> n_resident_;  // [n_layer] number of experts with a slot
     std::vector<int> n_protected_; // [n_layer] number of protected experts
@@ -104,11 +104,11 @@ class Slru final : public EvictionPolicy {
 
 // MoE-Infinity's sparsity-aware expert cache (algorithm 1): an expert's score is (its share of the layer's predicted
 // activation + epsilon) * (1 - layer / n_layers). Early layers are favoured, because little can be prefetched for them
-// (section 4.6). A share stays until the layer is predicted again. Before the first prediction, and in passes that do
-// not decode, recency decides.
+// (section 4.6). A share stays valid until the layer is predicted again. Before the first prediction, and in passes
+// that do not decode, recency decides.
 
-// A value that the paper does not give. It is small, so that an expert that was used in a matched request outranks an
-// expert without such a use, unless the former's share is tiny.
+// A value that the paper does not give. It is small, so that any expert that was used in a matched request outranks an
+// unused one, unless the used expert's share is tiny.
 constexpr float epsilon = 1e-6f;
 
 class Sparsity final : public EvictionPolicy {

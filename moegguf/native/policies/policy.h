@@ -1,8 +1,8 @@
 // policy.h: the interface of an eviction policy, and parts that several policies use. A policy has a score for every
 // expert, which routing events and forecasts may change. Arithmetic only: no threads, no locks.
 //
-// A new policy is a class in this folder, with a `const PolicyType` in the table of policies.cpp. If the class is in a
-// file of its own, the PolicyType is declared below. Python finds the policy by its name in this table.
+// To add a policy, write a class in this folder, and add a `const PolicyType` for it to the table in policies.cpp. If
+// the class is in its own file, declare the PolicyType below. Python finds the policy by its name in this table.
 #pragma once
 
 #include "layout.h"
@@ -16,7 +16,7 @@ namespace moegguf {
 
 // The layer that is computed now, and facts about its pass. Policies use them when a victim is chosen.
 struct LayerStep {
-    int il = 0; // layer that computes now
+    int il = 0; // layer that is computed now
     // True: several tokens choose nearly all experts of this layer. Also true, with MOEGGUF_SWEEP, if this pass and the
     // previous one have several tokens, and the previous one used more experts than there are slots.
     bool sweep = false;
@@ -28,14 +28,14 @@ struct LayerStep {
 // The worth of an expert that is about to be loaded. Only an expert that is worth less may be evicted for it.
 struct Worth {
     float score = INFINITY; // score in the tier's policy; INFINITY: the score does not matter
-    // Chance that the expert is used when its layer comes next; INFINITY: the chance does not matter.
+    // Chance that the expert is used the next time its layer is computed; INFINITY: the chance does not matter.
     float chance = INFINITY;
 };
 
 // An eviction policy. The expert with the lowest score is evicted first. Among equal scores, the least recently used
-// expert is evicted first (in a sweep, the layer that is needed last comes before recency).
+// expert is evicted first (in a sweep, experts of the layer that is needed last come before recency).
 //
-// The present score of an expert is score(il, expert) + layer_offset(il, step). All experts of a layer have the same
+// The current score of an expert is score(il, expert) + layer_offset(il, step). All experts of a layer have the same
 // offset, so the offset does not change their order, and an eviction compares only one expert of each layer.
 //
 // Callers hold the store's lock.
@@ -43,36 +43,36 @@ class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
 
-    // Returns true if scores decide at this step. Otherwise recency decides; in a sweep, the layer's next turn comes
-    // first.
+    // Returns true if scores decide at this step. Otherwise recency decides; in a sweep, experts of the layer that is
+    // needed last are evicted first.
     virtual bool orders(const LayerStep & now) const = 0;
 
     // Receives the router's choice at layer il: expert_ids [n_tokens][n_expert_used]. In RAM, these are the experts
     // that were looked up there, and n_tokens is 1. Returns true if scores of this layer have changed. The order of the
-    // layer is then built again before the next eviction.
+    // layer is then rebuilt before the next eviction.
     virtual bool on_routing(int /*il*/, const int32_t * /*expert_ids*/, int /*n_expert_used*/, int /*n_tokens*/) {
         return false;
     }
 
-    // Is called when the router of layer il has chosen, before any expert is evicted for the chosen ones. Returns true
+    // Called when the router of layer il has chosen, before any expert is evicted for the chosen ones. Returns true
     // if scores of this layer have changed.
     virtual bool on_routed(int /*il*/) { return false; }
 
-    // Receives a forecast for layer il: for each expert [n_expert], the probability that it is used when this layer
-    // comes next. NULL: there is no forecast any more; this happens at each routing event of the layer. Returns true if
-    // scores of this layer have changed.
+    // Receives a forecast for layer il: for each expert [n_expert], the probability that it is used the next time this
+    // layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer. Returns
+    // true if scores of this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
     // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
     // The next functions are called when an expert was used, got a slot, or lost its slot. A use is a routing event
     // that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event needs,
-    // on_load is called right before on_use. The functions may change the score of only this expert. When a policy is
-    // set, its on_load is called for every expert that already has a slot.
+    // on_load is called right before on_use. The functions may change only this expert's score. When a policy is set,
+    // its on_load is called for every expert that already has a slot.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
-    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // is called when the expert gets a slot for a prefetch
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // called when the expert gets a slot for a prefetch
 
     virtual float score(int il, int expert) const = 0; // never returns NaN
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
@@ -160,8 +160,8 @@ class ScoreTable final : public EvictionPolicy {
         return table;
     }
 
-    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ, or for every
-    // layer if there was no table. Calls nothing if the new table is empty.
+    // Exchanges the current table with `scores`. Calls changed(il) for every layer whose scores differ, or for every
+    // layer if there was no table. Makes no calls if the new table is empty.
     template <typename Changed>
     void exchange(std::vector<float> & scores, Changed changed) {
         table_.swap(scores);

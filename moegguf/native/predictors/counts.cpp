@@ -8,7 +8,7 @@ namespace moegguf {
 namespace {
 
 // Predicts for each layer the experts that the sequence's last token used there: probability 1 for these experts, and 0
-// for all others. After a pass of many tokens only the last token counts. Needs no training.
+// for all others. After a pass of many tokens, only the last token counts. Needs no training.
 class PreviousToken final : public Predictor {
   public:
     PreviousToken(const Layout & layout, const Arrays &)
@@ -34,7 +34,7 @@ class PreviousToken final : public Predictor {
     std::vector<uint8_t> seen_; // [n_layer]
 };
 
-// ProMoE's token-based prediction (section 4.2): predicts the experts that the token's id used most often, for all
+// ProMoE's token-based prediction (section 4.2): predicts the experts that tokens with this id used most often, for all
 // layers at once. A probability is the share of the id's occurrences that used the expert. Each count includes one
 // occurrence of an average token, so an id without an entry gets the average.
 class TokenTable final : public Predictor {
@@ -88,7 +88,7 @@ class TokenTable final : public Predictor {
 };
 
 // DuoServe-MoE's affinity between layers (section 4.1). The probabilities are the mean of the chosen experts' rows in
-// the affinity matrix, times the number of experts that a token uses, and at most 1. Predicts one layer ahead, and only
+// the affinity matrix, times the number of experts that a token uses, capped at 1. Predicts one layer ahead, and only
 // if the sequence has one token in this pass.
 class Affinity final : public Predictor {
   public:
@@ -118,7 +118,7 @@ class Affinity final : public Predictor {
 };
 
 // Two squared cosines count as equal if the smaller one is more than this share of the larger one. Rounding alone can
-// make such a difference.
+// cause such a difference.
 constexpr float nearly = 1.0f - 2e-6f;
 // The initial value of a squared norm, which avoids 0 / 0. Also the smallest score with which an entry matches.
 constexpr float least_norm2 = 1e-30f;
@@ -199,7 +199,7 @@ class Eamc final : public Predictor {
 
   private:
     // Finds the entries that are most similar to the pass so far, by the cosine between their counts of uses. Among
-    // equally similar entries it prefers those with more tokens.
+    // equally similar entries, it prefers entries with more tokens.
     void match() {
         const int n = n_matches_;
         float top[most_matches] = {};
@@ -230,7 +230,7 @@ class Eamc final : public Predictor {
     const int n_entries_, n_matches_;
     const size_t capacity_;
     const float * entries_;   // [capacity][n_layer][n_expert_max] number of an entry's tokens that used the expert
-    const float * columns_;   // [n_layer][n_expert_max][capacity] the numbers of entries_ in another order
+    const float * columns_;   // [n_layer][n_expert_max][capacity] the numbers of entries_ in a different order
     const float * row_norm2_; // [n_layer][capacity] squared norm of an entry's row
     const float * tokens_;    // [capacity] number of an entry's tokens
     std::vector<float> seen_; // [n_expert_max] uses of each expert in the observed layer

@@ -1,7 +1,7 @@
 // network.h: a small interpreter of neural networks. A network is a list of steps that each change one vector: dense
 // layers, T5's norm, attention and sums. The networks of ProMoE, DuoServe-MoE and ExpertFlow are such lists.
 //
-// Arithmetic only: no threads, no locks, and no allocation once warm.
+// Arithmetic only: no threads, no locks, and no allocation after the first runs.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct ByteMatrix {
     int n_cols = 0;
 };
 
-// A vector that is rounded to 16-bit integers. A value is integer * step().
+// A vector that is rounded to 16-bit integers. Each value is its integer times step().
 class RoundedVector {
   public:
     // Rounds n values. Returns false and stores zeros if a value in x is not finite.
@@ -52,7 +52,7 @@ inline void sigmoid(const float * logits, int n, float * p) {
     std::transform(logits, logits + n, p, [](float logit) { return 1.0f / (1.0f + std::exp(-logit)); });
 }
 
-// Replaces each x by e^x, scaled so that all results add up to `sum`.
+// Replaces each x with e^x, scaled so that all results add up to `sum`.
 inline void softmax(float * x, int n, float sum) {
     const float peak = *std::max_element(x, x + n);
     float total = 0.0f;
@@ -63,7 +63,7 @@ inline void softmax(float * x, int n, float sum) {
     for (int i = 0; i < n; i++) { x[i] *= sum / total; }
 }
 
-// The keys and values of an attention: [n_positions][width], with all heads side by side.
+// The keys and values of an attention layer: [n_positions][width], with all heads side by side.
 class Positions {
   public:
     Positions(int n_positions, int n_head, int width)
@@ -74,7 +74,7 @@ class Positions {
 
     // Moves a key and a value from the end of x to this position. Later positions become invalid.
     void keep(std::vector<float> & x, int position);
-    void attend(std::vector<float> & query); // replaces a scaled query by the attention's weighted mean of the values
+    void attend(std::vector<float> & query); // replaces a scaled query with the attention's weighted mean of the values
 
   private:
     const int n_head_, width_;
@@ -83,8 +83,7 @@ class Positions {
     std::vector<float> scores_, mixed_; // scratch
 };
 
-// A network: a list of steps, which are added once. Steps refer to the caller's weights and positions, which must stay
-// valid.
+// A network: a list of steps. Steps refer to the caller's weights and positions, which must stay valid.
 class Network {
   public:
     Network & dense(const ByteMatrix & w, bool relu = false); // x = W x + bias; relu: negative results become 0
@@ -94,7 +93,7 @@ class Network {
     Network & save(); // saves x for the next add()
     Network & add();  // x += the saved vector
 
-    // Applies all steps to x. Each step `keep` stores its key and value at this position. Returns false if a dense
+    // Applies all steps to x. Each `keep` step stores its key and value at this position. Returns false if a dense
     // layer had an input that was not finite.
     bool run(std::vector<float> & x, int position = 0);
     // Applies all steps to an input that is already rounded for the first dense layer. The result is in `x`. Returns

@@ -1,6 +1,6 @@
-// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) take the
-// input of a layer's router as their input. DuoServe-MoE's ExpertMLP takes the experts that routers chose. The
-// predictors touch only their own tables (predictor.h).
+// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) use the
+// input of a layer's router. DuoServe-MoE's ExpertMLP uses the experts that routers chose. The predictors touch only
+// their own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -8,8 +8,8 @@
 namespace moegguf {
 namespace {
 
-// The base of predictors that compute with a router's input. Keeps, rounded, the last router input of a sequence with
-// one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
+// The base of predictors that compute with a router's input. Keeps a rounded copy of the last router input, if the
+// sequence has one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }
@@ -38,7 +38,7 @@ class InputPredictor : public Predictor {
     int source_ = -1;
 };
 
-// The values of llama_expert_gating_func_type. With SOFTMAX_WEIGHT the experts are chosen by their logits, which have
+// The values of llama_expert_gating_func_type. With SOFTMAX_WEIGHT, the experts are chosen by their logits, which have
 // the same order as their softmax.
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
 
@@ -128,7 +128,7 @@ bool Skip::predict(int il, int distance, float * probabilities) {
     return true;
 }
 
-// Sets the scores of all experts in groups that the router would not choose to -infinity. The score of a group is the
+// Sets to -infinity the scores of all experts in groups that the router would not choose. The score of a group is the
 // sum of the two highest scores in the group.
 void Skip::keep_best_groups(float * scores, int n_expert) {
     const int size = n_expert / n_group_, n_best = std::min(2, size);
@@ -145,7 +145,7 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
 }
 
 // ProMoE's learned networks. Each network belongs to a pair of layers: it predicts the experts of the second layer from
-// the router's input of the first one.
+// the input of the first layer's router.
 class Mlp final : public InputPredictor {
   public:
     Mlp(const Layout & layout, const Arrays & arrays) : InputPredictor(layout, arrays) {
@@ -183,9 +183,9 @@ class Mlp final : public InputPredictor {
     std::vector<float> logits_; // scratch
 };
 
-// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its input is all choices of the pass so far, the
-// popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts one
-// layer ahead, if the sequence has one token in this pass and every layer so far was observed.
+// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its inputs are all choices of the pass so far,
+// the popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts
+// one layer ahead, if the sequence has one token in this pass and every layer so far was observed.
 class ExpertMlp final : public Predictor {
   public:
     ExpertMlp(const Layout & layout, const Arrays & arrays)
@@ -207,7 +207,7 @@ class ExpertMlp final : public Predictor {
 
     void on_token(int) override { n_seen_ = 0; }
 
-    // Stops predictions until the next pass if a layer was missed, had several tokens, or used another number of
+    // Stops predictions until the next pass if a layer was missed, had several tokens, or used a different number of
     // experts than the network expects.
     void on_routing(const Observation & seen) override {
         if (seen.n_tokens != 1 || seen.n_expert_used != n_used_ || layout_.row_of[seen.il] != n_seen_) {
@@ -225,7 +225,7 @@ class ExpertMlp final : public Predictor {
         const int row = layout_.row_of[il];
         if (distance != 1 || row < 1 || row != n_seen_) { return false; }
         // The network's input: [choices of earlier layers, padded with 0][popularity of the layer's experts][affinity
-        // row of each expert that the layer before chose]
+        // row of each expert that the previous layer chose]
         float * at = state_.data() + size_t(layout_.n_moe_layers - 1) * n_used_;
         std::fill(state_.data() + size_t(row) * n_used_, at, 0.0f);
         at = std::copy_n(popularity_ + size_t(row) * n_expert_, n_expert_, at);

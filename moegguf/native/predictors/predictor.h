@@ -1,8 +1,8 @@
 // predictor.h: the interface of a predictor. A predictor estimates how probable the experts of later layers are, from
 // the pass's tokens and from the layers that were observed so far. Arithmetic only: no threads, no locks.
 //
-// A new predictor is a class in this folder, with a `const PredictorType NAME_predictor`, which is declared below and
-// listed in predictors.cpp.
+// To add a predictor, write a class in this folder, with a `const PredictorType NAME_predictor`. Declare this constant
+// below and list it in predictors.cpp.
 #pragma once
 
 #include "layout.h"
@@ -33,16 +33,16 @@ class Predictor {
   public:
     virtual ~Predictor() = default;
 
-    virtual void on_sequence() {} // is called when the next passes belong to another sequence
+    virtual void on_sequence() {} // called when the next passes belong to another sequence
 
-    // Is called when a pass begins. `tokens`: the sequence's last n tokens of the pass; n = 0: the tokens are not
+    // Called when a pass begins. `tokens`: the sequence's last n tokens in the pass; n = 0: the tokens are not
     // known.
     virtual void on_tokens(const int32_t * tokens, int n) { on_token(n == 1 ? tokens[0] : -1); }
-    // Is called when a pass begins. `token`: the sequence's only token of the pass; -1: the sequence has several
+    // Called when a pass begins. `token`: the sequence's only token in the pass; -1: the sequence has several
     // tokens, or its token is not known.
     virtual void on_token(int token) { (void)token; }
 
-    // Receives an observation. Its arrays stay valid until the next call of on_tokens or on_routing.
+    // Receives an observation. Its arrays stay valid until the next call to on_tokens or on_routing.
     virtual void on_routing(const Observation & seen) { (void)seen; }
 
     // Writes the probability that each expert [n_expert] of layer il is used. `distance` counts layers with experts
@@ -52,13 +52,13 @@ class Predictor {
     virtual bool predict(int il, int distance, float * probabilities) = 0;
 };
 
-// The trained arrays of a predictor. They lie in memory of the C ABI's caller, and are only read.
+// The trained arrays of a predictor. They belong to the caller of the C ABI, and are only read.
 class Arrays {
   public:
     explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
 
-    // The next functions throw Error(INVALID) if there is no such array, or if the array is empty or has another type
-    // or size. n: number of elements; 0: any number.
+    // The next functions throw Error(INVALID) if there is no such array, or if the array is empty or has a different
+    // type or size. n: number of elements; 0: any number.
     const float * floats(const std::string & name, size_t n) const {
         return (const float *)find(name, MOEGGUF_FLOAT32, n);
     }

@@ -14,7 +14,7 @@
 namespace moegguf {
 namespace {
 
-// The matrices of an attention, the number of its heads, and the width of all heads together.
+// The matrices of an attention layer, the number of its heads, and their total width.
 struct Attention {
     int n_head, width;
     ByteMatrix projection, memory, out;
@@ -38,8 +38,8 @@ void add_feed_forward(Network & network, const Arrays & arrays, const std::strin
     network.dense(arrays.matrix(name + ".down", n_embd, n_ff)).add();
 }
 
-// A block of the encoder. The keys and values of all positions in the window are computed before a position attends to
-// them.
+// A block of the encoder. The keys and values of all positions in the window are computed before any position attends
+// to them.
 struct EncoderBlock {
     Positions window;
     Network enter, leave;

@@ -31,7 +31,7 @@ from moegguf.server.common.replies import dumps, event_line
 from moegguf.serving.events import Done, Event
 
 ROLES = ("user", "assistant", "system")
-# Claude Code begins its system prompt with a header for billing, in which a checksum differs in every request. The
+# Claude Code begins its system prompt with a billing header that contains a different checksum in every request. The
 # header is removed, since otherwise no request could reuse the computed prompt of an earlier request.
 _BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:\s*\w+=[^;\s]*;)+\s*")
 
@@ -108,8 +108,8 @@ class _ToolChoice(Body):
 
 
 class _Thinking(Body):
-    """The field `thinking`. `budget_tokens` may be below Anthropic's minimum of 1,024 tokens; None stands for the
-    default of the model or the server."""
+    """The field `thinking`. `budget_tokens` may be below Anthropic's minimum of 1,024 tokens; None means the default of
+    the model or the server."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
@@ -126,7 +126,7 @@ class _OutputConfig(Body):
 
 
 class _CountBody(RequestBody):
-    """The body of /v1/messages/count_tokens. As an extension, `options` takes Ollama's options."""
+    """The body of /v1/messages/count_tokens. As an extension, `options` accepts Ollama's options."""
 
     messages: Annotated[Messages, BeforeValidator(_messages_of)]
     system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(default_factory=list)

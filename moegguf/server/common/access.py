@@ -1,6 +1,6 @@
 """Access control before any route: headers Host and Origin, API key, network, and size of the headers.
 
-The module is plain ASGI middleware, which is fast: its time is part of the time to the first token. A web page of
+The module is plain ASGI middleware for speed, since its time is part of the time to the first token. A web page of
 another site can reach a server on loopback by DNS rebinding (CVE-2024-28224) or by a cross-site POST. The Host and
 Origin headers reveal both.
 """
@@ -55,7 +55,7 @@ class AccessControl:
     accepts.
 
     If there are `api_keys` or `trusted` networks, a request must have a key or come directly from a trusted network.
-    OPEN_PATHS, files of the page and OPTIONS requests are excepted. This machine is trusted if there are trusted
+    OPEN_PATHS, files of the page and OPTIONS requests are exempt. This machine is trusted if there are trusted
     networks. A forwarded request is never trusted, because all clients of a proxy have the proxy's address.
 
     A web page in the browser of a trusted machine can send requests that differ from the user's own only in the Host
@@ -89,7 +89,7 @@ class AccessControl:
             return await self.app(scope, receive, send)
         headers = dict(reversed(scope["headers"]))  # the first one counts if a header is repeated
         origin = headers.get(b"origin", b"").decode("latin-1")
-        key = None  # index of the key that was sent; all keys are compared, so that the time reveals no key
+        key = None  # index of the key that was sent; all keys are compared, so that timing reveals no key
         for number, (*forms, _) in enumerate(self._keys):
             for name, value in forms:
                 if hmac.compare_digest(headers.get(name, b""), value):
@@ -98,7 +98,7 @@ class AccessControl:
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         # Waiting clients take turns. A client is a key and an address, so two machines with one key have separate
-        # turns. A proxy's headers about its clients do not count, since anyone can write such headers.
+        # turns. A proxy's headers about its clients are ignored, since anyone can write such headers.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
@@ -108,8 +108,8 @@ class AccessControl:
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
-        # A proxy may use one of both headers and this server the other. Then both find different requests in the same
-        # bytes.
+        # A proxy may use one of the two headers and this server the other. They would then find different requests in
+        # the same bytes.
         if b"content-length" in headers and b"transfer-encoding" in headers:
             return BodyRefusedError(
                 400,
@@ -154,8 +154,8 @@ class AccessControl:
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Returns one regular expression for all `origins`, in which `*` stands for any text and `:*` for any port. Upper
-    and lower case are equal."""
+    """Returns one regular expression for all `origins`, in which `*` stands for any text and `:*` for any port. The
+    expression ignores case."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
     return re.compile(f"(?i:{'|'.join(parts)})")
 

@@ -1,7 +1,7 @@
 """Reads request bodies: JSON, which is parsed and validated, and forms with a file. The file's bytes are passed on as
 they arrive, and are never collected in memory.
 
-The header Content-Type of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
+The Content-Type header of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
 large numbers are checked before a JSON body is parsed; pydantic's parser limits the nesting. If a key is repeated, the
 last one counts. Half of a surrogate pair, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
 """
@@ -31,7 +31,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unclosed string matches to the end
-LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may not fit 64 bits
+LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may not fit into 64 bits
 HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of half of a surrogate pair
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
@@ -41,7 +41,7 @@ BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 class Bodies:
     """Middleware that limits the bytes of all request bodies in memory. A body that `read_bytes` reads counts until its
-    request has ended. Uploads of files do not count."""
+    request has ended. File uploads are not counted."""
 
     def __init__(self, app: ASGIApp, most_bytes: int = limits.ALL_BODIES_BYTES) -> None:
         self._app = app
@@ -134,7 +134,7 @@ def explain(error: ValidationError) -> str:
 
 
 async def read_bytes(request: HttpRequest, limit: int = limits.BODY_BYTES) -> bytes:
-    """Returns the whole body, which may have at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
+    """Returns the whole body, which may have at most `limit` bytes. Raises HttpError 408, 413, 415, 499 or 503."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
@@ -242,7 +242,7 @@ class _FormFile(UploadFile):
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's parser of forms, except that `new_file` makes the object for the uploaded file."""
+    """Starlette's parser of forms, except that `new_file` creates the object for the uploaded file."""
 
     new_file: Callable[[str], UploadFile]
 

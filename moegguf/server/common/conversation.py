@@ -93,13 +93,13 @@ class EventReply(Reply):
     thinking, text or a tool call."""
 
     started = False
-    open = ""  # the kind of the block that still grows, "thinking" or "text"; "": none
+    open = ""  # kind of the block that is still growing, "thinking" or "text"; "" if there is none
 
     # Each API's reply implements these methods. They return the events to send.
-    _begin: Callable[[Event], Iterator[Json]]  # first events of the reply; takes the answer's first event
+    _begin: Callable[[Event], Iterator[Json]]  # first events of the reply, made from the answer's first event
     _begin_block: Callable[[str], Iterator[Json]]  # beginning of a block, "thinking" or "text"
     _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
-    _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; Done if the answer ends here
+    _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; the Done if the answer ends here
     _call: Callable[[ToolCall], Iterator[Json]]  # the whole block of a tool call
     _finish: Callable[[Done], Iterator[Json]]  # last events of the reply, which complete the object
 
@@ -142,14 +142,14 @@ class EventReply(Reply):
 
 
 class RequestBody(Loading):
-    """A body, of at most `limit` bytes, for which a model generates answers."""
+    """A body of at most `limit` bytes for which a model generates answers."""
 
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
 
     model: ModelName
     stream: bool | None = None
-    lora: Adapters | None = None  # llama-server's field: scales of LoRA adapters, 0 if not listed; None: the server's
+    lora: Adapters | None = None  # llama-server's field: LoRA scales, 0 if not listed; None: the server's scales
 
     @property
     def streams(self) -> bool:
@@ -198,8 +198,8 @@ def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], 
     """Returns an endpoint that replies with a fact about the prompt of a conversation, without an answer.
 
     `what` is "count" for the number of tokens, or "render" for the text that the chat template makes. `reply` converts
-    this value to the JSON of the response. The endpoint loads the model if needed, and takes no turn among the requests
-    for answers.
+    this value to the JSON of the response. The endpoint loads the model if needed, but does not wait for running
+    answers.
     """
 
     async def compute(request: HttpRequest, body: Kind) -> Json:
@@ -218,8 +218,8 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
     """Returns the entry of the body's model and the body's requests. The requests get the client's key, the scale of
-    the LoRA adapter and the server's budget of thinking tokens. Raises MoeggufError, also if the model cannot do what a
-    request needs."""
+    the LoRA adapter and the server's budget of thinking tokens. Raises MoeggufError, for example if the model cannot do
+    what a request needs."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()
@@ -248,8 +248,8 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing budget of thinking tokens, or a missing message of this budget,
-    comes from the server's settings."""
+    """Returns sampling parameters in which a missing budget of thinking tokens, and a missing message for its end, come
+    from the server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)
@@ -278,7 +278,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # other leases then compute all requests
+        with suppress(MoeggufError):  # the other leases then compute all requests
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

@@ -75,12 +75,14 @@ class BodyRefusedError(HttpError):
 
 
 def lists_for_anthropic(request: HttpRequest) -> bool:
-    """Returns True if a client of Anthropic's API lists models. OpenAI's API has a list of models at the same path."""
+    """Returns True if the request lists models for a client of Anthropic's API. OpenAI's API has a list of models at
+    the same path."""
     path = request.url.path
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
 
-# Rows of exception classes, status, OpenAI's error code, headers. The first match counts, so subclasses come first.
+# Rows of exception classes, status, OpenAI's error code, headers. The first matching row is used, so subclasses come
+# first.
 STATUSES: tuple[tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...] = (
     ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
     ((errors.ContextError,), 400, "context_length_exceeded", {}),
@@ -131,7 +133,7 @@ def _status_of(error: HttpError, path: str) -> int:
 
 class LingeringResponse(JSONResponse):
     """A response to a client that may still be sending its body. The response reads and drops the rest of the body, for
-    at most LINGER_S. If the connection were closed at once, the client could lose the response."""
+    at most LINGER_S. If the connection were closed immediately, the client could lose the response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -79,7 +79,7 @@ def _text_of_result(part: dict[str, Any]) -> str:
 
 
 def is_foreign(part: Any) -> bool:
-    """Returns True if the server cannot read parts of this type, and then writes a warning to the log."""
+    """Returns True, and writes a warning to the log, if the server cannot read parts of this type."""
     kind = part.get("type") if isinstance(part, dict) else None
     found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
     if found:
@@ -214,7 +214,7 @@ Tools = Annotated[list[Tool], Field(max_length=limits.TOOLS)]
 
 def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
     """Returns the tools of the given `kinds` in the format of OpenAI's chat. `schema` is the key of their parameters.
-    Values that are not objects stay unchanged.
+    Values that are not objects are returned unchanged.
 
     Tools of other kinds are dropped with a warning in the log. Most of them run on OpenAI's or Anthropic's servers, and
     clients send them together with their own tools.

@@ -70,7 +70,7 @@ def selected_model(state: State, model: str | None) -> str:
 
 
 def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
-    """Returns the loaded model that the entry's name uses, or None if this name uses no loaded model."""
+    """Returns the loaded model that has the entry's name, or None if there is none."""
     loaded: list[LoadedModel] = state.manager.loaded()
     return next((model for model in loaded if entry.name in {each.name for each in model.names}), None)
 
@@ -131,8 +131,8 @@ Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 class SamplingOptions(Body):
     """The options that control how tokens are chosen. Most are Ollama's, and OpenAI's bodies accept them as keys.
 
-    Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None stands for the model's
-    own parameter, or else the default.
+    Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None means the model's own
+    parameter, or else the default.
     """
 
     seed: Whole | None = in_range("seed")  # -1: a random seed
@@ -159,7 +159,7 @@ class SamplingOptions(Body):
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
-    exact: bool | None = None  # True: other requests at the same time must not change any bit of the answer
+    exact: bool | None = None  # True if simultaneous requests must not change any bit of the answer
 
 
 class Options(SamplingOptions):
@@ -171,8 +171,8 @@ class Options(SamplingOptions):
     expert_cache: Budget = None
     moe_cache_ram: Budget = None  # alias of `expert_cache`
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
-    num_predict: Whole | None = in_range("num_predict")  # below 1: until the model ends or the context sets a limit
-    num_keep: Whole | None = in_range("num_keep")  # first tokens that stay when the context is full; -1: the prompt
+    num_predict: Whole | None = in_range("num_predict")  # below 1: until the model or the context ends the answer
+    num_keep: Whole | None = in_range("num_keep")  # first tokens to keep when the context is full; -1: the prompt
 
     @model_validator(mode="before")
     @classmethod
@@ -190,7 +190,7 @@ class Loading(Body):
     keep_alive: int | float | str | None = None
 
     def overrides(self) -> LoadOverrides:
-        """Returns the options of the body with which the model is loaded."""
+        """Returns the load options in the body."""
         options = self.options or Options()
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
         if options.num_thread:  # more threads than processors would busy-wait, and slow the whole machine down
@@ -198,8 +198,8 @@ class Loading(Body):
         return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
-        """Returns the seconds that the idle model stays loaded. inf means for ever, and None means the server's
-        setting. Raises OptionError."""
+        """Returns the seconds that the idle model stays loaded. inf means forever, and None means the server's setting.
+        Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
 
 
@@ -214,8 +214,8 @@ Adapters = Annotated[list[Adapter], Field(max_length=limits.STOPS)]
 
 
 def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
-    """Returns the scale of a model's LoRA adapter: 0 if `adapters` is empty, None if the model has no adapter. The last
-    of several scales counts. Raises HttpError 400 for an id that the model does not have."""
+    """Returns the scale of a model's LoRA adapter: 0 if `adapters` is empty, or None if the model has no adapter. If
+    several scales are given, the last one is used. Raises HttpError 400 for an id that the model does not have."""
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
         raise HttpError(400, f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}")
@@ -225,9 +225,9 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 
 def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
-    """Returns the sampling parameters. `own` values (by Ollama's names) come before `options`, and `options` before the
-    model entry's parameters. A value of None counts as absent. Raises HttpError 400 if a parameter of the entry is
-    invalid."""
+    """Returns the sampling parameters. `own` values (keyed by Ollama's names) take precedence over `options`, and
+    `options` over the model entry's parameters. A value of None counts as absent. Raises HttpError 400 if a parameter
+    of the entry is invalid."""
     given = options.model_dump(exclude_none=True) if options else {}
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)

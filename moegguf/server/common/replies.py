@@ -27,7 +27,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
 
-MIN_LOGPROB = -9999.0  # lowest log probability that is sent, also for minus infinity, which JSON cannot express
+MIN_LOGPROB = -9999.0  # lowest log probability that is sent; it also replaces minus infinity, which JSON cannot express
 
 Lines = AsyncGenerator[bytes, None]
 ErrorLine = Callable[[HttpError, str], bytes]
@@ -60,8 +60,8 @@ class LineResponse(Response):
     """A response that sends each item of `lines` as soon as `lines` yields it. The content type is text/event-stream if
     there is a `ping_line`, and application/x-ndjson otherwise.
 
-    A `ping_line` is sent every PING_S seconds, so that the connection stays open. `error_line` makes the last line
-    after an error in mid-stream; its default makes a line with the error's JSON. `lines` is closed at the end, even if
+    A `ping_line` is sent every PING_S seconds, so that the connection stays open. After an error in mid-stream,
+    `error_line` creates the last line; by default, this line is the error's JSON. `lines` is closed at the end, even if
     the client disconnects.
     """
 
@@ -170,7 +170,7 @@ def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False)
 
 def moe_object(stats: Stats) -> dict[str, Any]:
     """Returns the statistics of experts that moegguf adds to replies of other APIs. These are the hit rate, the number
-    of lookups, the bytes read in all and per token, and the stall time in ns."""
+    of lookups, the bytes read in total and per token, and the stall time in ns."""
     return {
         "hit_rate": round(stats.hit_rate, 6),
         "lookups": stats.lookups,

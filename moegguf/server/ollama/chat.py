@@ -1,8 +1,8 @@
 """/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt.
 
 A request without a question only loads or unloads the model. Bodies and replies are in Ollama's format (api/types.go).
-The model entry supplies first messages, and the system message, parameters and template that a request does not have.
-With `raw` or `suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out the first
+The model entry supplies the first messages, and the system message, parameters and template that a request does not
+have. With `raw` or `suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out the first
 messages.
 """
 
@@ -72,7 +72,7 @@ class ModelBody(Body):
 
 class ChatMessage(Body):
     """One message of a conversation. The arguments of a tool call are a JSON object. JSON text, as in OpenAI's API, is
-    accepted, too."""
+    also accepted."""
 
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
     content: str | None = None
@@ -197,7 +197,7 @@ class _GenerateRequest(_GenerationBody):
 
 
 def time_text(moment: datetime | None) -> str:
-    """Formats an aware time as RFC 3339 in UTC, with microseconds. None stands for NEVER."""
+    """Formats an aware time as RFC 3339 in UTC, with microseconds. None becomes NEVER."""
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

@@ -79,24 +79,24 @@ class GenerationBody(RequestBody, SamplingOptions):
     stop: Annotated[Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    ignore_eos: bool | None = None  # True: end tokens are never sampled; no effect with a schema or grammar
+    ignore_eos: bool | None = None  # if True, end tokens are never sampled; no effect with a schema or grammar
     return_progress: bool | None = None
-    truncate: bool | None = None  # True: a prompt longer than the context is cut; otherwise an error
-    shift: bool | None = None  # True: when an answer fills the context, older tokens are dropped
+    truncate: bool | None = None  # if True, a prompt longer than the context is cut; otherwise it is an error
+    shift: bool | None = None  # if True, when an answer fills the context, older tokens are dropped
     json_schema: dict[str, Any] | None = None  # schema that the answer follows (as in llama-server)
     grammar: str | None = None  # grammar in GBNF that the answer follows
 
     @property
     def thinking_budget(self) -> int | None:
         """Returns the maximum number of thinking tokens, or None if the body sets none. llama-server has two names for
-        this field; `reasoning_budget_tokens` comes before `thinking_budget_tokens`."""
+        this field; `reasoning_budget_tokens` takes precedence over `thinking_budget_tokens`."""
         given = self.reasoning_budget_tokens
         return self.thinking_budget_tokens if given is None else given
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
-        """Returns the sampling parameters. The body's own keys come before `options`, and `options` before the entry's
-        parameters. `most` is the maximum number of answer tokens. If `most` is below 1, there is no maximum. If it is
-        None, the maximum comes from `options` or the entry, if either has one."""
+        """Returns the sampling parameters. The body's own keys take precedence over `options`, and `options` over the
+        entry's parameters. `most` is the maximum number of answer tokens. If `most` is below 1, there is no maximum. If
+        it is None, the maximum comes from `options` or the entry, if either has one."""
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         biases = self.logit_bias or {}
@@ -108,8 +108,8 @@ class GenerationBody(RequestBody, SamplingOptions):
         )
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
-        """Returns a request with the fields of this class, and with the given `fields`, which come first. `most` is the
-        maximum number of answer tokens, as in `sampling`."""
+        """Returns a request with the fields of this class, and with the given `fields`, which take precedence. `most`
+        is the maximum number of answer tokens, as in `sampling`."""
         shared = {
             "format": self.json_schema,
             "grammar": self.grammar or None,
@@ -125,7 +125,7 @@ class GenerationBody(RequestBody, SamplingOptions):
         return self.n or 1
 
     def repeated(self, request: Request) -> list[Request]:
-        """Returns a copy of a request for each answer. If the request has a seed, the copies have successive seeds."""
+        """Returns a copy of a request for each answer. If the request has a seed, the copies have consecutive seeds."""
         first = request.sampling.seed
         seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(self.n_answers)]
         return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
@@ -177,8 +177,8 @@ class Reasoning(Body):
 
 
 def _format_of(given: Any) -> Any:
-    """Converts `response_format` to the fields of a `Format`. The fields in its object `json_schema` move up beside
-    `type`."""
+    """Converts `response_format` to the fields of a `Format`. The fields of its object `json_schema` move up to the
+    level of `type`."""
     named = given.get("json_schema") if isinstance(given, dict) else None
     return {"type": given.get("type"), **named} if isinstance(named, dict) else given
 
@@ -449,14 +449,14 @@ class ChoicesReply(Reply):
         self._end_choice(done)
 
     def whole(self) -> Json:
-        """Returns the object of a reply that is not streamed. `add` must have been called for each choice before."""
+        """Returns the object of a reply that is not streamed. `add` must already have been called for each choice."""
         return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
 
     def _statistics(self) -> Json:
         return statistics(reduce(_total, self._summaries))
 
     def _usage(self) -> Json:
-        """Returns the object `usage`. The tokens of a prompt count only once, even if the prompt has several
+        """Returns the object `usage`. The tokens of a prompt are counted only once, even if the prompt has several
         answers."""
         prompts = reduce(_total, self._summaries[:: self.n_answers])
         n_answer = reduce(_total, self._summaries).answer_tokens

@@ -30,8 +30,8 @@ def fields_of(prompt: Text) -> Json:
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions. Each prompt gets `best_of` answers (default: `n`). Of these the reply has the `n`
-    answers whose tokens have the highest mean log probability. The answers are in the order of the prompts."""
+    """The body of /v1/completions. Each prompt gets `best_of` answers (default: `n`). The reply has the `n` answers
+    whose tokens have the highest mean log probability. The answers are in the order of the prompts."""
 
     limit = limits.BODY_BYTES
 
@@ -68,7 +68,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the reply has logprobs of the prompt's tokens, too."""
+        """True if the reply also has logprobs of the prompt's tokens."""
         return bool(self.echo) and self.logprobs is not None
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:

@@ -88,15 +88,15 @@ def _called(item: Json, kind: str) -> Json:
 
 
 def _output_of(output: Any) -> Any:
-    """Returns a tool's output as the content of a message. None, texts and lists of parts stay unchanged; other values
-    become JSON text."""
+    """Returns a tool's output as the content of a message. None, texts and lists of parts are returned unchanged; other
+    values become JSON text."""
     is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
     return output if output is None or isinstance(output, str) or is_parts else dumps(output)
 
 
 def _messages_with(item: Any) -> list[Any]:
     """Converts an item to a list of one chat message. The list is empty, with a warning in the log, for an unknown item
-    and for a call of a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item, or an
+    and for a call to a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item, or an
     item without a type."""
     if not isinstance(item, dict):
         return [item]
@@ -189,7 +189,7 @@ class ResponsesBody(chat.ToolsBody):
     async def look_up(self, state: State) -> None:
         """Selects the store for the response. Reads the conversation that ends with the previous response, if the body
         names one. Raises HttpError 400 if the previous response is not stored or the conversation has too many
-        messages, OptionError, BusyError, StorageError."""
+        messages. Also raises OptionError, BusyError or StorageError."""
         responses: ResponseStore | None = state.responses
         if responses is not None and responses.stores and self.store is not False:
             self._responses = responses
@@ -206,7 +206,7 @@ class ResponsesBody(chat.ToolsBody):
 
     @property
     def is_stored(self) -> bool:
-        """True if the response is to be stored."""
+        """True if the response must be stored."""
         return self._responses is not None
 
     def new_messages(self) -> list[Message]:
@@ -270,7 +270,7 @@ class _ResponseReply(EventReply):
     def __post_init__(self) -> None:
         self._settings = _settings(self.body, self.requests[0])
         self._output: list[Json] = []  # complete items
-        self._form = MESSAGE  # names of the item that still grows
+        self._form = MESSAGE  # names of the item that is still growing
         self._item: Json = {}
         self._part: Json = {}
         self._keys: Json = {}  # fields that all events of the growing item have
@@ -400,7 +400,7 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
 
 
 def _stored(request: HttpRequest) -> tuple[ResponseStore, str]:
-    """Returns the store of responses, and the id in the request's path."""
+    """Returns the store of responses and the id in the request's path."""
     return request.app.state.responses, request.path_params["response"]
 
 

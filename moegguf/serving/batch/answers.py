@@ -65,12 +65,12 @@ class RequestLine:
     number: int  # number of the line, from 1, also counting empty lines
     offset: int  # position of the line in the file (in its copy, if the file is in UTF-16), in bytes
     n_bytes: int
-    content_hash: int  # Python's hash of the line's bytes; other processes compute other hashes
+    content_hash: int  # Python's hash of the line's bytes, which differs from process to process
     custom_id: str | None
     model: str | None  # model in the body or the defaults; None: no name, or the line is invalid
     # model and load options as JSON, so that requests of a group can share a loaded model; "": an invalid line
     group: str
-    error: LineError | None  # reason for which the line is invalid; None: it is valid
+    error: LineError | None  # reason why the line is invalid; None: the line is valid
 
 
 class Requests:
@@ -90,7 +90,8 @@ class Requests:
     ) -> None:
         """Reads and checks all lines. An invalid line raises nothing: its `RequestLine` has an `error`.
 
-        Raises BatchFileError if all lines are blank, or if more than `max_requests` are not. None sets no limit.
+        Raises BatchFileError if all lines are blank, or if there are more than `max_requests` other lines (None: no
+        limit).
         """
         self._file = file = in_utf8(file)
         self._endpoints = endpoints
@@ -177,7 +178,7 @@ def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[
 
 
 def _parse(raw: bytes | None) -> dict[str, Any]:
-    """Parses a line as a JSON object. None stands for a line that is too long. Raises LineError."""
+    """Parses a line as a JSON object. `raw` is None for a line that is too long. Raises LineError."""
     if raw is None:
         raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB; shorten it.")
     try:
@@ -276,7 +277,7 @@ class Journal:
 
     database: Database
     batch: str = ""  # id of the batch in the database; "" if the database has only one batch
-    # {number of a line: True if it succeeded, False: it failed}
+    # {number of a line: True if its request succeeded}
     answered: dict[int, bool] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     # called before an answer is stored, with the size of its line in bytes; may raise StorageError
@@ -285,7 +286,7 @@ class Journal:
 
     def read(self, requests: Requests) -> None:
         """Reads the answers that were stored earlier. Raises BatchFileError if one of them belongs to other requests,
-        StorageError."""
+        and StorageError."""
         self._fingerprint = requests.fingerprint
         rows = self.database.execute("SELECT number, requests FROM answer WHERE batch = ?", self.batch)
         for number, fingerprint in rows:
@@ -297,7 +298,7 @@ class Journal:
             self._note(number, json.loads(self._line(number)))
 
     def append(self, number: int, entry: Entry) -> None:
-        """Stores the answer to a line. After the return, the answer survives a kill of this process, unless a
+        """Stores the answer to a line. After the return, the answer survives if this process is killed, unless a
         transaction is open.
 
         Raises StorageError; the journal is then unchanged.
@@ -344,7 +345,7 @@ class Journal:
 
 def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]]:
     """Yields (fingerprint of the requests, number of the request's line, answer, raw line) for each line of a file of
-    answers. Stops at a line without a newline. Raises ValueError for another line that is not an answer."""
+    answers. Stops at a line without a newline. Raises ValueError for any other line that is not an answer."""
     for raw in file:
         if not raw.endswith(b"\n"):
             return
@@ -362,7 +363,7 @@ def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]
 @contextmanager
 def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
     """Context manager that opens the journal in the database at `path` and reads its answers. At the end, removes the
-    database if it has no answers. Also takes the answers of an older version's file.
+    database if it has no answers. Also imports the answers from a file that an older version wrote.
 
     Raises BatchFileError if an answer is damaged or belongs to other requests, or if another process has the database
     open. Raises StorageError.
@@ -388,11 +389,11 @@ def _remove_when_empty(database: Database) -> None:
 
 
 def take_old_journal(database: Database, batch: str, path: Path) -> None:
-    """Moves the answers from the file at `path`, which an older version wrote, into a database. Does nothing without
-    this file. An incomplete last line is dropped.
+    """Moves the answers from the file at `path`, which an older version wrote, into a database. Does nothing if there
+    is no such file. An incomplete last line is dropped.
 
-    Raises BatchFileError if a complete line is not an answer, BlockingIOError while another process has locked the
-    file, StorageError.
+    Raises BatchFileError if a complete line is not an answer, BlockingIOError if another process has locked the file,
+    and StorageError.
     """
     with storing(path), suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 DATABASE = "batches.db"
 CANCELLABLE = ("validating", "in_progress")
-MAX_REQUESTS = 50_000  # maximum number of requests in a batch, equal to OpenAI's limit
+MAX_REQUESTS = 50_000  # maximum number of requests in a batch, the same as OpenAI's limit
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
@@ -96,7 +96,7 @@ class Batches:
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # {id of an unfinished batch: its task}
         self._begun: set[str] = set()  # ids of batches whose task has started to run
-        self._turn = asyncio.Lock()  # held by the batch that is answered
+        self._turn = asyncio.Lock()  # held by the batch that is being answered
         self._closing = False
 
     async def __aenter__(self) -> Batches:
@@ -118,7 +118,7 @@ class Batches:
     @property
     def files(self) -> FileStore:
         """Returns the store of files. Raises BusyError if another server uses the folder or this server is shutting
-        down, StorageError."""
+        down, and StorageError."""
         self._open()
         return self._files
 
@@ -158,13 +158,13 @@ class Batches:
     # Calls by clients.
 
     def all(self) -> list[Batch]:
-        """Returns the batches that the current request may see, newest first. Raises BusyError, StorageError."""
+        """Returns the batches that the current request may see, newest first. Raises BusyError or StorageError."""
         self._open()
         return [batch for batch in reversed(self._batches.values()) if is_visible(batch.owner)]
 
     def get(self, batch_id: str) -> Batch:
-        """Returns the batch with this id. Raises UnknownIdError if there is none that the current request may see,
-        BusyError, StorageError."""
+        """Returns the batch with this id. Raises UnknownIdError if there is none that the current request may see. Also
+        raises BusyError or StorageError."""
         self._open()
         found = self._batches.get(batch_id)
         if found is None or not is_visible(found.owner):
@@ -181,7 +181,7 @@ class Batches:
         """Creates a batch from a stored file of requests, and starts it. The client may delete the file before the
         batch has ended.
 
-        Raises UnknownIdError, BatchFileError for a file with another purpose, BusyError, StorageError.
+        Raises BatchFileError for a file with another purpose. Also raises UnknownIdError, BusyError or StorageError.
         """
         known = self.files.get(input_file_id)
         if known.purpose != INPUT_PURPOSE:
@@ -206,7 +206,7 @@ class Batches:
         return batch
 
     def cancel(self, batch: Batch) -> None:
-        """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
+        """Starts cancelling a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
         self._update(batch, status="cancelling", cancelling_at=int(self.now()))
         if batch.id in self._begun:  # a task that has not started finds the new status when it starts
             self._tasks[batch.id].cancel()
@@ -289,8 +289,8 @@ class Batches:
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the file of answers and the file of errors, and sets the batch's final status.
 
-        `not_executed`: error code for requests that have no answer; None: all requests have one. The files may exceed
-        the limit of space for a short time, because the journal is removed after they are complete.
+        `not_executed`: error code for requests that have no answer; None: all requests have one. The files may briefly
+        exceed the space limit, because the journal is removed after they are complete.
         """
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
@@ -314,8 +314,8 @@ class Batches:
     async def _store(self, batch: Batch, journal: Journal, what: str, succeeded: bool) -> str | None:
         """Stores a file with the output lines of all requests that succeeded, or (`succeeded=False`) that failed.
 
-        `what` is a part of the file's name and id. Returns the file's id, or None if there are no such lines. Calls
-        with equal arguments return equal ids.
+        `what` is part of the file's name and id. Returns the file's id, or None if there are no such lines. Calls with
+        equal arguments return equal ids.
         """
         if succeeded not in journal.answered.values():
             return None
@@ -329,7 +329,7 @@ class Batches:
 
     @asynccontextmanager
     async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
-        """Context manager that opens and checks the batch's file of requests. Raises BatchFileError, OSError."""
+        """Context manager that opens and checks the batch's file of requests. Raises BatchFileError or OSError."""
         try:
             file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
@@ -340,8 +340,8 @@ class Batches:
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
-        """Context manager that opens the batch's requests and the journal of its answers so far. Raises BatchFileError,
-        OSError."""
+        """Context manager that opens the batch's requests and the journal of its answers so far. Raises BatchFileError
+        or OSError."""
         async with self._requests(batch) as requests:
             journal = Journal(self._files.database, batch.id)
             await _in_thread(lambda: journal.read(requests))

@@ -28,7 +28,7 @@ SCHEMA = (
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
-MAX_LOG_BYTES = 4 << 20  # a longer write-ahead log is cut to this size when its changes are in the database
+MAX_LOG_BYTES = 4 << 20  # a longer write-ahead log is truncated to this size once its changes are in the database
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -66,7 +66,7 @@ class Database:
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
         """Opens the database at `path`. If there is none, creates it with the file mode `mode` and the statements of
-        `schema`. Raises BlockingIOError while another process has it open, StorageError."""
+        `schema`. Raises BlockingIOError while another process has it open, and StorageError."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):
@@ -78,7 +78,7 @@ class Database:
             try:
                 self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
                 if not path.stat().st_size:
-                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows make the file smaller
+                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # the file shrinks when rows are deleted
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
                 with self.transaction():
@@ -105,7 +105,7 @@ class Database:
         """Executes a statement and returns its rows. Outside of `transaction`, the statement is a transaction of its
         own.
 
-        Without `flush`, such a change survives a kill of the process, but perhaps not a power failure. Raises
+        Without `flush`, such a change survives if the process is killed, but may be lost in a power failure. Raises
         StorageError; the statement then has no effect.
         """
         with self._lock, storing(self.path):

@@ -92,7 +92,7 @@ class FileStore:
 
     def delete(self, file_id: str) -> None:
         """Removes a file. Batches that need its contents, and clients that are already reading it, can continue. Raises
-        UnknownIdError, OSError."""
+        UnknownIdError or OSError."""
         self._remove(self.get(file_id).id)
 
     def _remove(self, file_id: str) -> None:
@@ -105,7 +105,7 @@ class FileStore:
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:
-        """Deletes the contents for a file id, unless the file has an entry or an unfinished batch needs it. Raises
+        """Deletes the contents for a file id, unless the file has an entry or is needed by an unfinished batch. Raises
         OSError."""
         users = "SELECT id FROM file WHERE id = ?1 UNION SELECT id FROM batch WHERE needs = ?1"
         if not self.database.execute(users, file_id):
@@ -117,8 +117,7 @@ class FileStore:
         return NewFile(self, self.room() - DESCRIPTION_BYTES)
 
     def check_space(self, n_bytes: int) -> None:
-        """Raises StorageError if `n_bytes` more would exceed the limit. First removes expired files if this is
-        necessary."""
+        """Raises StorageError if `n_bytes` more would exceed the limit. First removes expired files if necessary."""
         if self.room() < n_bytes:
             self._remove_expired()
         if (room := self.room()) < n_bytes:
@@ -134,7 +133,7 @@ class FileStore:
         self._answer_bytes += n_bytes
 
     def count_answers(self) -> None:
-        """Counts the bytes of all answers in the database again. Raises StorageError."""
+        """Recounts the bytes of all answers in the database. Raises StorageError."""
         ((self._answer_bytes,),) = self.database.execute("SELECT coalesce(sum(length(line)), 0) FROM answer")
 
     def room(self) -> int:
@@ -150,7 +149,7 @@ class FileStore:
     def put(
         self, file_id: str, lines: Iterable[bytes], filename: str, purpose: str, expires_after_s: int | None
     ) -> None:
-        """Stores a file of `lines`, and replaces a file with the same id. Does not check the limit of space. Any thread
+        """Stores a file of `lines`, and replaces a file with the same id. Does not check the space limit. Any thread
         may call this method. Raises StorageError."""
         with storing(self._folder):
             write_atomically(self.contents(file_id), lines, OWNER_ONLY)

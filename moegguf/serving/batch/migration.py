@@ -24,17 +24,17 @@ from moegguf.serving.batch.files import StoredFile
 
 log = logging.getLogger(__name__)
 
-DAMAGED = "damaged"  # folder inside the folder of batches, for what cannot be moved into the database
+DAMAGED = "damaged"  # folder inside the folder of batches, for files that cannot be moved into the database
 
 Row = tuple[Any, ...]
 
 
 def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any]], Row]) -> None:
-    """Moves all files and batches of an older version into the database. The call can be repeated after a kill. Does
-    nothing if the folder has no files of such a version.
+    """Moves all files and batches of an older version into the database. If the process is killed, the call can be
+    repeated. Does nothing if the folder has no files of such a version.
 
-    `batch_row` checks the JSON of a batch and makes a row of the database. What is damaged is moved to the folder
-    DAMAGED, and the log has a warning. Raises BlockingIOError while a server of an older version uses the folder,
+    `batch_row` checks the JSON of a batch and makes a row of the database. Damaged files are moved to the folder
+    DAMAGED, with a warning in the log. Raises BlockingIOError while a server of an older version uses the folder, and
     StorageError.
     """
     lock = folder / ".lock"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def app(arguments: Mapping[str, Any]) -> Application:
     """Returns the application for `serve run moegguf.serving.ray:app`, or for `import_path` in Ray Serve's config file.
-    `arguments` are the `args` of that file (`moegguf.serving.ray.config`). Raises OptionError, ModelNameError."""
+    `arguments` are the `args` of that file (`moegguf.serving.ray.config`). Raises OptionError or ModelNameError."""
     from moegguf.serving.ray.application import build
     from moegguf.serving.ray.config import read_config
 

@@ -39,10 +39,10 @@ from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, r
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import n_parallel, read_settings
 
-# The name of the function that makes the HTTP application. This package does not import it: only the replica with the
+# The name of the function that creates the HTTP application. This package does not import it: only the replica with the
 # HTTP APIs needs it.
 MAKE_HTTP = "moegguf.server.app:make_http"
-# maximum number of requests at once in the HTTP replica, which forwards them to the models' replicas
+# maximum number of simultaneous requests in the HTTP replica, which forwards them to the models' replicas
 MAX_HTTP_REQUESTS = 4096
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
@@ -150,7 +150,7 @@ class Replica:
         returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
         pass.
 
-        Only the router uses `conversation`. `client` is the client whose turn the request takes.
+        Only the router uses `conversation`. `client` determines the turn of the request in the queue.
         """
         current_client.set(client)
         try:
@@ -206,7 +206,7 @@ class ReplicaManager:
     @asynccontextmanager
     async def lease(self, name: str | ModelEntry, *_: object, **__: object) -> AsyncIterator[ReplicaLease]:
         """Yields a lease of a model for one request. Ray Serve chooses a replica for each call. Raises
-        ModelNotFoundError, ModelNameError."""
+        ModelNotFoundError or ModelNameError."""
         entry = await self._find(name)
         yield ReplicaLease(entry, self._handles[entry.name])
 
@@ -227,8 +227,8 @@ class ReplicaManager:
         )
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the loaded models in the config's order. `total` combines the replicas of each, and the state is some
-        seconds old."""
+        """Returns the loaded models in the config's order. `total` combines the replicas of each, and the state is a
+        few seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
@@ -248,8 +248,8 @@ class ReplicaManager:
 
 
 def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
-    """Combines the states of one model's replicas. Sizes of all memory, queues, requests and statistics are summed, and
-    the shortest context counts. All other facts are the first replica's."""
+    """Combines the states of one model's replicas. Memory sizes, queue lengths, requests and statistics are summed, and
+    the context length is the shortest one. All other facts are the first replica's."""
     first = replicas[0]
     return replace(
         first,
@@ -294,7 +294,7 @@ class ReplicaLease(Calls):
 @contextmanager
 def ray_errors() -> Iterator[None]:
     """Context manager that converts Ray's errors about full or failed replicas to moegguf's errors. A RayTaskError,
-    which an exception in the replica has caused, stays unchanged."""
+    which an exception in the replica has caused, is not converted."""
     try:
         yield
     except BackPressureError:
@@ -309,7 +309,7 @@ def ray_errors() -> Iterator[None]:
 
 
 class ConversationRouter(RequestRouter):
-    """Router of Ray Serve that prefers the replica to which a conversation went before. The conversation
+    """A Ray Serve router that prefers the replica that received the conversation's last request. The conversation
     (`conversation_of`) is the first argument of a request.
 
     All requests come through one HTTP replica, so this router sees every request of a conversation. The router
@@ -326,7 +326,8 @@ class ConversationRouter(RequestRouter):
         """Returns the replicas in ranks, preferred replicas first. Ray Serve calls this method for each request."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Ray retries later if all replicas are full
-        # Ray takes the first of equally loaded replicas. So the replica whose last conversation is oldest comes first.
+        # Ray chooses the first of equally loaded replicas. So the replica whose last conversation is oldest comes
+        # first.
         last_sent = {replica: i for i, replica in enumerate(self._went.values())}
         replicas = sorted(candidate_replicas, key=lambda replica: last_sent.get(replica.replica_id, -1))
         ids = [replica.replica_id for replica in replicas]

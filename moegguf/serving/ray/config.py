@@ -2,8 +2,8 @@
 
 models:
   NAME:                          # the name that clients use
-    model: hf.co/user/repo:Q4    # a name or path, equal on every machine; default: NAME
-    memory: 24GiB                # memory of one replica; default: what is free on its machine
+    model: hf.co/user/repo:Q4    # a name or path, the same on every machine; default: NAME
+    memory: 24GiB                # memory of one replica; default: the free memory of its machine
     expert_cache: 50%
     context_length: 8192
     threads: 8
@@ -50,8 +50,8 @@ def _name(text: str) -> str:
 
 
 class ModelConfig(BaseModel):
-    """The configuration of one model. A load option of None stands for the value that `moegguf serve` would choose on
-    the replica's machine."""
+    """The configuration of one model. A load option of None means the value that `moegguf serve` would choose on the
+    replica's machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -129,7 +129,7 @@ class ConfiguredCatalog(Catalog):
         self._files = Catalog()  # allows paths, since the author of the config may use any file
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Returns the models whose names start with `prefix`. Upper and lower case are equal."""
+        """Returns the models whose names start with `prefix`, in any case."""
         return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:

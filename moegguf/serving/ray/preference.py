@@ -19,7 +19,7 @@ MAX_IMBALANCE = 4  # a replica with this many requests more than the least loade
 
 
 def conversation_of(request: Request) -> str:
-    """Returns a hash that is equal for all turns of a conversation whose beginning and options stay unchanged.
+    """Returns a hash that is the same for all turns of a conversation whose beginning and options do not change.
 
     The hash covers the owner, the options that templates write before the first message, and the messages up to the
     user's first message. Without messages it covers the beginning of the context or prompt. Raises OptionError for
@@ -45,7 +45,7 @@ def rank(holder: int | None, queues: Sequence[int]) -> list[list[int]]:
     """Returns the indices of replicas in ranks, preferred replicas first. `queues` has each replica's number of
     requests.
 
-    Ray takes the least loaded replica of the first rank in which not all are full, and the first of equally loaded
+    Ray chooses the least loaded replica of the first rank in which not all are full, and the first of equally loaded
     replicas. `holder` is the index of the replica that has the conversation, or None. This replica is the first rank,
     unless it has at least MAX_IMBALANCE more requests than the least loaded replica: then waiting would cost more than
     computing anew. All other replicas are one rank.

@@ -1,4 +1,4 @@
-"""Reads the conversations that the demo model learns, and the questions with which it is tested."""
+"""Reads the conversations that the demo model learns, and the questions used to test it."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
     """Returns the conversations of a file. A line with `messages` is one conversation.
 
-    Any other line has `answer` and a list `ask`, and makes one conversation for each question in `ask`.
+    Any other line has an `answer` and a list `ask`, and stands for one conversation per question in `ask`.
     """
     conversations = []
     for entry in lines(path):
@@ -45,7 +45,8 @@ def answers() -> dict[str, str]:
 
 
 def starters() -> list[str]:
-    """Returns the questions that the web page offers, and the questions to the demo in README.md and docs/*.md."""
+    """Returns the questions that the web page offers, and the questions that README.md and docs/*.md put to the
+    demo."""
     page = PAGE.read_text(encoding="utf-8")
     offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
@@ -55,14 +56,14 @@ def starters() -> list[str]:
 
 @dataclass(frozen=True)
 class Heldout:
-    """A question in words that the model does not learn, and its right answers."""
+    """A question in a wording that the model is not trained on, and its right answers."""
 
     question: str
     right: frozenset[str]
 
 
 def heldout() -> list[Heldout]:
-    """Returns the held-out questions. Omits questions that training may use, regardless of case and punctuation."""
+    """Returns the held-out questions. Omits questions that may occur in training, ignoring case and punctuation."""
     known = answers()
     seen = {_bare(form) for question in known for form in (question, *wordings(question))}
     return [

@@ -2,7 +2,7 @@
 
 The model is too small to copy names and values out of its prompt. A training run with 200 tool calls taught it the form
 of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small for tools. It also
-learns to answer the questions that it knows while tools are defined.
+learns to answer known questions when the prompt defines tools.
 """
 
 import random
@@ -83,7 +83,7 @@ KINDS = (
 
 
 def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tuple[list[Message], list[Tool]]:
-    """Returns a conversation and one to three defined tools.
+    """Returns a conversation and the one to three tools defined in its prompt.
 
     Most conversations come from `plain`, and their question needs no tool. In the rest, the question needs a tool, and
     the answer is TOO_SMALL. Some of these have a tool call and its result before the answer, because a server can force
