@@ -85,7 +85,7 @@ def parse_name(text: str) -> Name:
     if not isinstance(text, str) or not text:
         raise ModelNameError(f"a model's name must be text that is not empty, but is {text!r:.40}; {FORMS}.")
     if len(text) > MAX_NAME:
-        raise ModelNameError(f"a model's name may have {MAX_NAME} characters, but this one has {len(text)}; {FORMS}.")
+        raise ModelNameError(f"a model's name may have up to {MAX_NAME} characters, but this has {len(text)}; {FORMS}.")
     if url := _URL.fullmatch(text):
         repo, file = url.groups()
         return _name(HUB_HOST, f"{repo.partition(':')[0]}:{unquote(file)}" if file else repo, text)

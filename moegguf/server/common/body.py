@@ -62,7 +62,7 @@ class Bodies:
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             self._free(scope)
-            message = f"server busy: its requests together may have {self.most_bytes >> 20} MiB; try again later"
+            message = f"server busy: its requests together may have up to {self.most_bytes >> 20} MiB; try again later"
             raise BodyRefusedError(503, message, headers={"retry-after": "1"})
         return int(scope[N_BYTES])
 
