@@ -310,8 +310,8 @@ void Store::pass_over(int il, int n_expert_used, int n_tokens) {
     if (shared.forked()) {
         context.fail_forked();
     } else if (!tiers.of(il).numbering.resident()) {
-        context.fail(MOEGGUF_BROKEN, "a graph computes without slots, but layer " + std::to_string(il) +
-                                         " has fewer slots than experts");
+        context.fail(MOEGGUF_BROKEN, "a graph uses the router's ids, but not every expert of layer " +
+                                         std::to_string(il) + " is in its own slot");
     } else {
         if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
         count_idle(il, n_expert_used, n_tokens);
