@@ -136,7 +136,7 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
     for value in values:
         numbers = parse_ints([value], "-pg")
         if len(numbers) != 2:
-            raise OptionError(f"-pg must be tokens of a prompt and of an answer, such as 512,128, but is {value!r}.")
+            raise OptionError(f"-pg must be two numbers of tokens (prompt, answer) such as 512,128, but is {value!r}.")
         pairs.append((numbers[0], numbers[1]))
     return pairs
 
