@@ -190,7 +190,7 @@ def parse_duration(value: str | int | float) -> float:
     if math.isnan(seconds):
         raise OptionError(
             f"{shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
-            " negative is for ever."
+            " a negative duration means for ever."
         )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
 

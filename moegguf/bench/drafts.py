@@ -67,7 +67,9 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     otherwise at least `n_prompts`, evenly spaced. For each item, adds one of the kind "other" with the same prompt,
     whose answer is 90 different words chosen at random from the file."""
     if not path:
-        raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
+        raise OptionError(
+            "this preset needs texts; give --set texts=FILE, a JSON list of objects with kind, prompt and answer."
+        )
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
     words = sorted({word for _, prompt, text in texts for word in (prompt + text).split()})
     others = [("other", text[1], " ".join(random.Random(i).sample(words, 90))) for i, text in enumerate(texts)]

@@ -50,7 +50,7 @@ class Server:
         assert self._process.stderr is not None
         line = next((line for line in self._process.stderr if "listening on " in line), None)
         if line is None:
-            raise MoeggufError("the server ended before it listened; `moegguf serve` prints the reason.")
+            raise MoeggufError("the server ended before it listened; run `moegguf serve` to see the reason.")
         port = line.partition("listening on ")[2].split()[0].rstrip(",").rpartition(":")[2]
         self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
 

@@ -214,10 +214,10 @@ def beside_load(
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():
-        raise OptionError(f"loads is {loads!r}, but must have only {', '.join(LOADS)}, separated by commas.")
+        raise OptionError(f"loads may list only {', '.join(LOADS)}, separated by commas, but is {loads!r}.")
     if wrong := [name for name in known if not name.isdigit() and name not in ("auto", "llama.cpp")]:
         raise OptionError(
-            f"systems has {wrong[0]!r}, but must have only numbers of threads, auto and llama.cpp, separated by commas."
+            f"systems may list only numbers of threads, auto and llama.cpp, separated by commas, but has {wrong[0]!r}."
         )
     with ExitStack() as stack:
         opened = {}

@@ -124,7 +124,7 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
     for word in split(values):
         match = _RANGE.fullmatch(word)
         if match is None:
-            raise OptionError(f"{flag} takes numbers such as 512, 128,256 or 64-512*2, but not {word!r}.")
+            raise OptionError(f"{flag} must be whole numbers such as 512, 128,256 or 64-512*2, but has {word!r}.")
         at = int(match[1])
         step = int(match[4] or 1)
         is_product = match[3] == "*"
@@ -144,7 +144,7 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
     for value in values:
         numbers = parse_ints([value], "-pg")
         if len(numbers) != 2:
-            raise OptionError(f"-pg takes a prompt and a generation such as 512,128, but not {value!r}.")
+            raise OptionError(f"-pg must be two numbers of tokens (prompt, answer) such as 512,128, but is {value!r}.")
         pairs.append((numbers[0], numbers[1]))
     return pairs
 
@@ -178,7 +178,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     output = chosen["output"]
     rounds = chosen["rounds"]
     if output not in FORMATS:
-        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
+        raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
     # OWN comes first if it is given, so that the other strategies alternate with it.
     chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))
@@ -233,7 +233,7 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
     others = [flag.flags.split()[-1] for flag in FLAGS if flag.name not in taken and chosen[flag.name] != flag.default]
     others += [OPTIONS[name].flags[0] for name in given]
     if others:
-        raise OptionError(f"--preset takes -m, -o and --set, but not {', '.join(others)}.")
+        raise OptionError(f"--preset allows only -m, -o and --set; leave out {', '.join(others)}.")
     chosen["model"] = chosen["model"] or ["demo"] * (not chosen["hf_repo"])
     model, *more = _models(chosen)
     if more:

@@ -54,7 +54,7 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     settings = replace(serve_settings(port, given), loading=loading)
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
-        raise OptionError(f"{named} belongs to one model: name it, as in `moegguf serve MODEL`, and no other.")
+        raise OptionError(f"{named} belongs to one model; name exactly one, as in `moegguf serve MODEL`.")
     entries = []
     for model in models or ():
         from moegguf.models.sources import file_name

@@ -174,7 +174,7 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
             share = 0.0
         if not 0 < share <= 1:
             raise OptionError(
-                f"{option} takes shares such as 10%,25%,50%, each above 0% and up to 100%, but not {word!r}."
+                f"{option} must be shares such as 10%,25%,50%, each above 0% and up to 100%, but has {word!r}."
             )
         shares.append(share)
     return shares if of_each else list(dict.fromkeys(shares))
@@ -337,7 +337,7 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
     """Raises OptionError for an unknown output format, for options that exclude each other, and for options that need
     another option."""
     if chosen["output"] not in FORMATS:
-        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
+        raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {chosen['output']!r:.40}.")
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):
         raise OptionError(
             "--save measures for `auto`, which chooses built-in policies and predictors; leave out FILE.py:CLASS."

@@ -600,7 +600,7 @@ def plan_layers(task: Task) -> Plan:
     if on_device > device.free_bytes:
         raise BudgetError(
             f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
-            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or take placement"
+            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or use placement"
             " 'cpu'."
         )
     reasons = (
@@ -633,7 +633,8 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
     split = np.asarray(tensor_split, np.float32)
     if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
         raise OptionError(
-            f"tensor_split is {list(tensor_split)}, but must have a number for each device, 0 or more, and one above 0."
+            f"tensor_split is {list(tensor_split)}, but must have a number for each device, each 0 or more and at"
+            " least one above 0."
         )
     bounds = np.cumsum(split, dtype=np.float32)
     bounds /= bounds[-1]
@@ -862,8 +863,8 @@ class _SlotsPlanner:
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
             raise OptionError(
-                f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which puts no layer with"
-                " experts on one; give more, or leave vram_cache out."
+                f"vram_cache needs a layer with experts on a device, but n_gpu_layers {n_gpu_layers} puts none there;"
+                " give a larger n_gpu_layers, or leave vram_cache out."
             )
         return split, on
 

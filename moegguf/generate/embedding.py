@@ -77,7 +77,7 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
     """
     if not ranks(llm):
         raise CapabilityError(
-            "this model cannot rank documents: it was not loaded with embedding=True and pooling of type RANK; take a"
+            "this model cannot rank documents: it was not loaded with embedding=True and pooling of type RANK; use a"
             " reranker, or compare vectors of /v1/embeddings."
         )
     limit = _limit(llm)

@@ -135,7 +135,7 @@ class Matcher:
         error = self._matcher.get_error()
         if error.startswith("NoExtension"):
             raise SchemaError(
-                "no token of this model can continue the requested format, or nothing matches it; try another one."
+                "no token of this model can continue the requested format, or nothing matches it; send another format."
             )
         # Removes the grammar and the parser's state from the error message.
         message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
@@ -358,6 +358,6 @@ class Sampler:
             logits = array.candidates_data.logit
             logits[~allowed] = -np.inf
             if not np.isfinite(logits).any():
-                raise SchemaError("no token of this model can continue the requested format; try another one.")
+                raise SchemaError("no token of this model can continue the requested format; send another format.")
         self._bindings.llama_sampler_apply(self._chain.sampler, c.pointer(candidates))
         return int(candidates.data[candidates.selected].id)

@@ -325,7 +325,7 @@ def _expert_matrix(
             tensor, f"layer {il} is beyond the model's layers, which are 0 to {hparams.n_layer_all - 1}"
         )
     if len(tensor.shape) != 3:
-        raise file.tensor_error(tensor, f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}")
+        raise file.tensor_error(tensor, f"experts must be stacked in 3 dimensions, but the shape is {tensor.shape}")
     ne0, ne1, n_expert = tensor.shape
     if n_expert != hparams.n_expert:
         rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"

@@ -53,7 +53,7 @@ class Keys:
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """Returns the error for the key `name`, which breaks a rule."""
         return ModelFormatError(
-            f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run, fetch it again."
+            f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run: fetch it again."
         )
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:

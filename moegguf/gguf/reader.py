@@ -24,7 +24,7 @@ MAX_STRINGS = 1 << 22  # maximum number of strings in one array
 MAX_ALL_STRINGS = 1 << 23  # maximum number of strings in all arrays of a file
 KEPT_TOTAL_BYTES = 12 << 20  # maximum number of bytes for a file's key-values in memory
 CHUNK_BYTES = 1 << 20
-FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
+FETCH_AGAIN = "the file is damaged or incomplete: fetch it again"
 
 
 @dataclass
@@ -96,9 +96,9 @@ class Cursor:
         ends before the last one."""
         self.n_strings += count
         if count > MAX_STRINGS:
-            self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
+            self.fail(f"an array of {count} strings is too long: at most {MAX_STRINGS} are allowed")
         if self.n_strings > MAX_ALL_STRINGS:
-            self.fail(f"the arrays have {self.n_strings} strings so far, at most {MAX_ALL_STRINGS} are allowed")
+            self.fail(f"the arrays have {self.n_strings} strings so far, but at most {MAX_ALL_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}")
         read = self.file.read
@@ -241,7 +241,7 @@ class GgufFile:
         """Returns the error for a tensor that breaks a rule."""
         return ModelFormatError(
             f"{self.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule};"
-            " the file cannot be run, convert or fetch it again."
+            " the file cannot be run: convert or fetch it again."
         )
 
 
@@ -256,7 +256,7 @@ def _read_array(cur: Cursor) -> tuple[Value | None, int]:
     if gguf_type not in _SCALARS:
         cur.fail(f"array elements of type {gguf_type} are not allowed")
     if count > MAX_ITEMS:
-        cur.fail(f"an array of {count} elements is too long, at most {MAX_ITEMS} are allowed")
+        cur.fail(f"an array of {count} elements is too long: at most {MAX_ITEMS} are allowed")
     items = struct.Struct(f"<{count}{_SCALARS[gguf_type]}")
     if count > KEPT_ITEMS:
         cur.skip(items.size)
@@ -326,7 +326,7 @@ def _read_header(cur: Cursor) -> tuple[int, int]:
     n_kv = cur.u64()
     for n, cap, least, what, at in ((n_tensors, MAX_TENSORS, 33, "tensors", 8), (n_kv, MAX_KV, 14, "key-values", 16)):
         if n > cap:
-            cur.fail(f"{n} {what} are too many, at most {cap} are allowed", at)
+            cur.fail(f"{n} {what} are too many: at most {cap} are allowed", at)
         if n * least > cur.size:
             cur.fail(f"{n} {what} do not fit in a file of {cur.size} bytes", at)
     return n_tensors, n_kv
@@ -350,15 +350,15 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
         cur.fail("the name is empty or has a zero byte", start)
     n_dims = cur.u32()
     if not 1 <= n_dims <= 4:
-        cur.fail(f"a tensor has 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
+        cur.fail(f"a tensor must have 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
     shape = tuple(cur.u64() for _ in range(n_dims))
     ggml_type = cur.u32()
     if ggml_type not in GGML_TYPES:
-        rule = f"tensor type {ggml_type} is unknown here"
+        rule = f"this moegguf does not know the tensor type {ggml_type}"
         cur.fail(rule, cur.pos - 4, "install a newer moegguf, which may know it, or fetch the file again")
     type_name, block, block_bytes = GGML_TYPES[ggml_type]
     if shape[0] % block:
-        cur.fail(f"rows of {type_name} must be a multiple of {block} long, but are {shape[0]}", start)
+        cur.fail(f"the row length of {type_name} must be a multiple of {block}, but is {shape[0]}", start)
     n_elements = math.prod(shape)
     n_bytes = n_elements // block * block_bytes
     if 0 in shape or max(n_elements, n_bytes) >= 1 << 63:
@@ -386,7 +386,7 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
             rule = f"its data ({t.n_bytes} bytes from {offset}) goes past the end of the file at {cur.size}"
             cur.fail(rule, start)
         if offset != end:
-            rule = f"its data offset must be {end - data_offset}, next to the tensor before it, but is {t.offset}"
+            rule = f"its data offset must be {end - data_offset}, right after the data before it, but is {t.offset}"
             cur.fail(rule, start)
         end += -(-t.n_bytes // alignment) * alignment
         tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, offset, t.n_bytes))

@@ -147,7 +147,7 @@ class Learning:
                 weights_file.save(path, file, self.artifacts.fingerprint, self.training.shape, saved)
             except OSError as error:
                 raise StorageError(
-                    f"{path} cannot be written ({error.strerror}); make room, or its folder writable."
+                    f"{path} cannot be written ({error.strerror}); make room on the disk, or make its folder writable."
                 ) from error
             paths.append(path)
         own = learned[str(strategy.predictor)].facts

@@ -175,7 +175,7 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
         if response.status_code == 206 and not stated.startswith(f"bytes {begin}-"):
             raise PullError(
                 f"{file.repo}/{file.path}: asked for the bytes from {begin} on, the hub sent {stated[:60]!r};"
-                " try again, or check HF_ENDPOINT and what is between."
+                " try again, and check HF_ENDPOINT and proxies."
             )
         yield response
 
@@ -240,12 +240,12 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
         )
     if status:
         why = "the hub's rate limit is reached (429)" if status == 429 else f"the hub answered {status}"
-        return PullError(f"{why} for {what!r}; try again later, the download continues where it stopped.")
+        return PullError(f"{why} for {what!r}; try again later: the download continues where it stopped.")
     text = str(error).replace(hub_endpoint(), _shown_endpoint())
     reason = " ".join(text.split()) or type(error).__name__
     return PullError(
         f"fetching {what!r} from {_shown_endpoint()} failed ({reason:.200}); check the network, HF_ENDPOINT and"
-        " proxies, and try again, the download continues where it stopped."
+        " proxies, and try again: the download continues where it stopped."
     )
 
 
@@ -344,7 +344,7 @@ def fetch_files(
     if errors:
         raise errors[0]
     if stopped.is_set():
-        raise PullError(f"fetching {what} was stopped; received bytes are kept, pull again to continue.")
+        raise PullError(f"fetching {what} was stopped; received bytes are kept: pull again to continue.")
     report(received)
 
 
@@ -368,8 +368,8 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
             file.partial.unlink()
         else:
             raise PullError(
-                f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it is"
-                " deleted, try again."
+                f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it"
+                " was deleted: try again."
             )
         os.replace(file.partial, file.blob)
         sync_folder(file.blob.parent)

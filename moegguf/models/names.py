@@ -85,7 +85,7 @@ def parse_name(text: str) -> Name:
     if not isinstance(text, str) or not text:
         raise ModelNameError(f"a model's name must be text that is not empty, but is {text!r:.40}; {FORMS}.")
     if len(text) > MAX_NAME:
-        raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
+        raise ModelNameError(f"a model's name may have up to {MAX_NAME} characters, but this has {len(text)}; {FORMS}.")
     if url := _URL.fullmatch(text):
         repo, file = url.groups()
         return _name(HUB_HOST, f"{repo.partition(':')[0]}:{unquote(file)}" if file else repo, text)
@@ -125,7 +125,7 @@ def _name(host: str, path: str, text: str) -> Name:
         raise _bad(text, "names no repository: it needs a user and a repository")
     if host and not name.is_hub and (not _HOST.fullmatch(host) or ".." in host or len(host) > MAX_HOST):
         raise _bad(
-            text, f"has three parts, but the first, {host!r:.40}, is no host such as example.com or localhost:5000"
+            text, f"has three parts, but the first, {host!r:.40}, is not a host such as example.com or localhost:5000"
         )
     parts = [(model, MAX_PART), (name.tag, MAX_TAG)]
     for part, most in [(namespace, MAX_PART), *parts] if host else parts:
@@ -150,7 +150,7 @@ def _fault(part: str, most: int) -> str | None:
     if not part:
         return "has an empty part"
     if len(part) > most:
-        return f"has a part of {len(part)} characters, at most {most} are allowed"
+        return f"has a part of {len(part)} characters, but at most {most} are allowed"
     if not _PART.fullmatch(part) or ".." in part or part.endswith("."):
         return (
             f"has {part!r:.40}, but a part has only letters, digits and . _ -, with no . or - first, no . last and no"

@@ -257,7 +257,7 @@ class BlobStore:
         """Makes a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises
         OptionError unless there is one file with a valid name, and ModelNotFoundError for a missing blob."""
         if len(files) != 1:
-            raise OptionError(f"a model may have one adapter, but {len(files)} are given; merge them into one file.")
+            raise OptionError(f"a model's adapter must be one file, but {len(files)} are given; give one file.")
         ((name, blob),) = _named(files).items()
         return self._folder_of({name: blob}) / name
 
@@ -343,7 +343,7 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
-                f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
+                f"the digest of the bytes is {found}, but {self._path.name} was announced; send the file again."
             )
         with disk_errors(self._failed):
             self._file.flush()

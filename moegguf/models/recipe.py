@@ -141,7 +141,7 @@ def check_ranges(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         if not _is_in_range(name, value):
             least, most = RANGES[name]
-            raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
+            raise OptionError(f"{name} must be from {least:,} to {most:,}, but is {value:,}")
         if name == "expert_cache":
             parse_expert_cache(value)
 

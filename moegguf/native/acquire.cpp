@@ -145,7 +145,10 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
 // Returns false if nothing has to change: the tier computes layers, every expert has its own slot, and n_slots is the
 // tier's full size. Throws Error(INVALID) for a staging tier, or if the tier cannot have n_slots slots.
 bool changes_size(const Tier & tier, int n_slots) {
-    if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
+    if (tier.id == TierId::staging) {
+        throw Error(MOEGGUF_INVALID,
+                    "staging tensors keep the size of a layer, so their number of slots cannot change");
+    }
     const bool computes = tier.id == TierId::compute;
     const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
@@ -188,9 +191,10 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
     const bool has_experts = layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? layout.layers[choice.il].n_expert : 0);
     if (!has_experts) {
-        context.fail(MOEGGUF_ROUTING, "a layer without experts was routed");
+        context.fail(MOEGGUF_ROUTING, "only layers with experts are routed, but a layer without experts was routed");
     } else if (wrong) {
-        context.fail(MOEGGUF_ROUTING, "the router chose expert " + std::to_string(*wrong) + " of " +
+        context.fail(MOEGGUF_ROUTING, "experts are numbered from 0, but the router chose expert " +
+                                          std::to_string(*wrong) + " of " +
                                           std::to_string(layout.layers[choice.il].n_expert));
     }
     const bool is_same_pass = choice.il > context.pass.il;
@@ -306,7 +310,8 @@ void Store::pass_over(int il, int n_expert_used, int n_tokens) {
     if (shared.forked()) {
         context.fail_forked();
     } else if (!tiers.of(il).numbering.resident()) {
-        context.fail(MOEGGUF_BROKEN, "a graph multiplies by experts, and layer " + std::to_string(il) + " has slots");
+        context.fail(MOEGGUF_BROKEN, "a graph uses the router's ids, but not every expert of layer " +
+                                         std::to_string(il) + " is in its own slot");
     } else {
         if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
         count_idle(il, n_expert_used, n_tokens);

@@ -25,7 +25,9 @@ class RealClock final : public Clock {
     std::thread start_thread(const char * what, std::function<void()> body) override {
         return moegguf::start_thread(what, std::move(body));
     }
-    void advance(uint64_t) override { throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock"); }
+    void advance(uint64_t) override {
+        throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock that can be moved");
+    }
 };
 
 // A clock for simulations. Each link carries one transfer at a time. A transfer takes the link's latency plus the

@@ -115,8 +115,9 @@ std::vector<Shard::Sample> Shard::sample() const {
 
 void Shard::check_copy(const Shard & copy) const {
     const auto refuse = [&](const std::string & why) {
-        throw Error(MOEGGUF_INVALID, "a mirror is a copy of the model's file on another drive, but '" + copy.path_ +
-                                         "' " + why + ": copy '" + path_ + "' there again, or leave the mirror out");
+        throw Error(MOEGGUF_INVALID, "a mirror must be a copy of the model's file on another drive, but '" +
+                                         copy.path_ + "' " + why + ": copy '" + path_ +
+                                         "' there again, or leave the mirror out");
     };
     if (copy.opened_.st_dev == opened_.st_dev && copy.opened_.st_ino == opened_.st_ino) { refuse("is that file"); }
     if (copy.opened_.st_size != opened_.st_size) {

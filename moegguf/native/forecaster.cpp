@@ -22,7 +22,9 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     }
     if (chosen->window < 1 || chosen->window > longest_window || chosen->most_prefetches < 0 ||
         !(chosen->waste_weight >= 0.0f && std::isfinite(chosen->waste_weight))) {
-        throw Error(MOEGGUF_INVALID, "a predictor looks at least one layer ahead, and its limits are 0 or more");
+        throw Error(
+            MOEGGUF_INVALID,
+            "a predictor must look at least one layer ahead and at most 65536, and its limits must be 0 or more");
     }
     const PredictorFactory factory{&predictor_type(chosen->name), Arrays(*chosen)};
     std::unique_ptr<Predictor> first = factory.type->make(layout_, factory.arrays);

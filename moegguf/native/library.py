@@ -148,7 +148,7 @@ def load() -> c.CDLL:
     found = library.moegguf_abi_version()
     if found != abi.ABI_VERSION:
         raise LibraryError(
-            f"the native library has ABI {found}, this package needs ABI {abi.ABI_VERSION}; build it again."
+            f"the native library has ABI {found}, but this package needs ABI {abi.ABI_VERSION}; build it again."
         )
     abi.declare(library, check)
     return library

@@ -143,13 +143,15 @@ ggml_backend_dev_t find_device(const char * name) {
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         names += (i ? ", " : "") + std::string(ggml_backend_dev_name(ggml_backend_dev_get(i)));
     }
-    throw Error(MOEGGUF_INVALID,
-                std::string("no ggml device named '") + (name ? name : "CPU") + "'; there are: " + names);
+    throw Error(MOEGGUF_INVALID, std::string("there is no ggml device named '") + (name ? name : "CPU") +
+                                     "'; the devices are: " + names);
 }
 
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
-    if (!backend) { throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend"); }
+    if (!backend) {
+        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " could not create a backend");
+    }
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
     void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
     if (function) { ((ggml_backend_set_n_threads_t)function)(backend.get(), n_threads); }
@@ -190,7 +192,9 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
     const moegguf_matrix * last = nullptr;
     int32_t bytes = 0;
     for (moegguf_matrix * m = matrices; m < matrices + n; m++) {
-        if (!is_matrix(*m)) { throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together"); }
+        if (!is_matrix(*m)) {
+            throw Error(MOEGGUF_INVALID, "a matrix must have a known type, and a width that this type allows");
+        }
         if (!last || last->type != m->type || last->ne0 != m->ne0) {
             ggml_context_ptr ctx = tensor_context(1);
             bytes = (int32_t)padding_of(buft, ggml_new_tensor_2d(ctx.get(), (ggml_type)m->type, m->ne0, m->ne1));

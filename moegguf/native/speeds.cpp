@@ -102,7 +102,7 @@ class Graph {
 
     void allocate() {
         buffer_.reset(ggml_backend_alloc_ctx_tensors(context_.get(), backend_));
-        if (!buffer_) { throw Error(MOEGGUF_MEMORY, "no memory for what a graph computes"); }
+        if (!buffer_) { throw Error(MOEGGUF_MEMORY, "no memory for the tensors of a graph"); }
     }
 
     void compute() const {
@@ -256,17 +256,19 @@ void measure_device(const Experts & experts, const char * name, int n_threads, d
 
 moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds) {
     if (n_threads < 1 || n_threads > GGML_MAX_N_THREADS || !(seconds > 0) || seconds > 60) {
-        throw Error(MOEGGUF_INVALID,
-                    "speeds are measured with 1 to 512 threads, for more than 0 and at most 60 s each");
+        throw Error(
+            MOEGGUF_INVALID,
+            "speeds can be measured only with 1 to 512 threads, and for more than 0 and at most 60 seconds each");
     }
     if (config.n_devices != 1 || !config.devices) {
-        throw Error(MOEGGUF_INVALID, "speeds are measured on one device, or on the CPU alone");
+        throw Error(MOEGGUF_INVALID, "speeds can be measured only on one device, or on the CPU alone");
     }
     const moegguf_device & device = config.devices[0];
     const Layout layout(config);
     const Experts experts(layout, device.n_slots), of_cpu(layout, config.n_ram_slots);
     if (layout.n_moe_layers != 1 || std::min(experts.n_slots(), of_cpu.n_slots()) < experts.n_used()) {
-        throw Error(MOEGGUF_INVALID, "speeds are measured with one layer, and slots for the experts of one token");
+        throw Error(MOEGGUF_INVALID,
+                    "speeds can be measured only with one layer, and with slots for all experts that a token uses");
     }
     moegguf_speeds out = {};
     measure_cpu(of_cpu, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);

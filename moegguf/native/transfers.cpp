@@ -67,8 +67,8 @@ void Transfers::drive_info(int index, moegguf_drive_info & info) const {
     const int n_drives = drives_ ? (int)drives_->size() : 0;
     if (index < 0 || index >= n_drives) {
         throw Error(MOEGGUF_INVALID, "the store reads " + std::to_string(n_drives) +
-                                         " copies of the model's files, and copy " + std::to_string(index) +
-                                         " is none of them");
+                                         " copies of the model's files, numbered from 0, and copy " +
+                                         std::to_string(index) + " is not one of them");
     }
     drives_->describe(index, info);
 }

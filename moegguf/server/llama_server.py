@@ -264,7 +264,7 @@ def _biases_of(given: Any) -> Any:
         key = integral(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
         if not isinstance(key, str) and not (type(key) is int and 0 <= key <= MAX_TOKEN):
             raise ValueError(
-                f"must be pairs of a token id (0 to {MAX_TOKEN}) or a text and a bias, but has {dumps(pair):.80};"
+                f"must be pairs (a text or a token id from 0 to {MAX_TOKEN}, then a bias), but has {dumps(pair):.80};"
                 " correct this pair"
             )
         found[key] = -100 if pair[1] is False else pair[1]
@@ -431,7 +431,7 @@ async def _set_adapters(request: HttpRequest) -> Response:
     scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
-        raise HttpError(501, "replicas share no scales; send `lora` with each request")
+        raise HttpError(501, "replicas do not share the scales of LoRA adapters; send `lora` with each request")
     body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
     entry, *_ = await _selected(request)
     scale = scale_of(entry, body.lora)

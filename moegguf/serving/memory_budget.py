@@ -242,7 +242,7 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
             raise BudgetError(
                 f"the model needs at least {format_bytes(n_bytes)} {'of' if place == RAM else 'on'} {place}, but all"
                 f" models together may take {format_bytes(limits[place])} there; lower num_ctx, close other programs"
-                " that use it, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
+                " that use memory there, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
             )
     free = {place: limits[place] - sum(model.used.get(place, 0) for model in models) for place in size.wanted}
     shortage = {place: n_bytes - free[place] for place, n_bytes in size.wanted.items() if n_bytes > free[place]}

@@ -165,7 +165,7 @@ class WorkerProcess:
         except OSError as error:
             ours.close()
             raise WorkerError(
-                f"no process can be started for the model ({error}); end others, then try again."
+                f"no process can be started for the model ({error}); end other processes, then try again."
             ) from None
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=wire.MAX_MESSAGE_BYTES)
         self._supervisor = asyncio.create_task(self._supervise(reader))

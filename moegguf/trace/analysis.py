@@ -182,7 +182,8 @@ class TraceAnalysis:
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
-                "the policy is chosen on some requests and judged on others, but the trace has one; record several."
+                "the policy is chosen on some requests and judged on others, but the trace has fewer than two; record"
+                " several."
             )
         first, second = (replace(self, trace=self.trace.select(sorted(one_by_one[start::2]))) for start in (0, 1))
         return first, second

@@ -75,11 +75,11 @@ def read_routing(path: Path) -> RoutingFile:
     if read is None:
         raise TraceError(
             f"{path.name}: routing is read from {', '.join(_READERS)}, but the name ends in"
-            f" {path.suffix or 'none of these'!r}; save it in one of these forms."
+            f" {path.suffix or 'no suffix'!r}; save it in one of these forms."
         )
     with _naming(path):
         if path.stat().st_size > MAX_TRACE_BYTES:
-            raise TraceError(f"holds {path.stat().st_size} bytes, at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
         return read(path)
 
 
@@ -105,7 +105,7 @@ def _npz_arrays(path: Path) -> Arrays:
         if HEADER in names:
             raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
         if n_bytes > MAX_TRACE_BYTES:
-            raise TraceError(f"holds {n_bytes} bytes, at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
@@ -250,8 +250,8 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
     if len(wrong) or n_rows % len(layers):
         position, layer = expected[wrong[0] if len(wrong) else n_rows]
         raise TraceError(
-            f"request {name!r:.60}: positions count from 0, and each has one row for each of the"
-            f" {len(layers)} layers of the file, which is not so at position {position}, layer {layer};"
+            f"request {name!r:.60}: positions must count from 0, and each must have one row for each of the"
+            f" {len(layers)} layers of the file; position {position}, layer {layer} breaks this rule, so"
             " write the missing rows, or leave out the repeated ones."
         )
     firsts = table[:: len(layers)]

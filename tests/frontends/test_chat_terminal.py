@@ -301,7 +301,7 @@ def shared(home: Path) -> Iterator[Terminal]:
         "/set parameter top_k 1e3",
         "Couldn't set parameter: the parameter 'top_k' must be a 64-bit integer, but is '1e3'",
     ),
-    ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
+    ("/set parameter top_p 7", "Couldn't set parameter: top_p must be from 0 to 1, but is 7"),
 ])  # fmt: skip
 def test_each_chat_command_prints_its_text(shared: Terminal, command: str, words: str) -> None:
     assert words in shared.ask(command)

@@ -524,7 +524,7 @@ ERRORS = [
     ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known policies: lru,"),
     ("trace simulate TRACE --predictor skip", 1, "--model"),
     ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
-    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but not '0%'"),
+    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but has '0%'"),
     ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known strategies: none, lru,"),
     (
         "trace simulate TRACE --strategy lru,moe-infinity",
@@ -534,7 +534,7 @@ ERRORS = [
     ("trace simulate TRACE --strategy lru --save", 1, "leave out --strategy"),
     ("trace simulate TRACE --policy vram=lru,ram=slru", 1, "--vram-cache"),
     ("trace simulate TRACE --vram-cache 20% --policy ram=lfu", 1, "lru, lfu-decay, slru, but is 'lfu'"),
-    ("trace simulate TRACE --vram-cache 0%", 1, "--vram-cache takes shares"),
+    ("trace simulate TRACE --vram-cache 0%", 1, "--vram-cache must be shares"),
     ("trace simulate TRACE --vram-cache 20% --device-link fast", 1, "is not a link"),
     ("trace simulate TRACE --device-link 4GB/s", 1, "--vram-cache"),
     ("trace simulate TRACE --tensor-split 1,1", 1, "--vram-cache"),

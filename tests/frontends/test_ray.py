@@ -121,7 +121,7 @@ def test_options_refused_by_ray_raise_an_error_with_the_model() -> None:
     from moegguf.serving.ray import app
 
     wrong = {"demo": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}}}
-    with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not take"):
+    with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not accept"):
         app({"models": wrong})
 
 

@@ -81,11 +81,14 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("name", "values", "rule"),
     [
-        *(("next-use", (1, bad), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
-        *(("next-use", (bad,), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
-        ("lfu", (), "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        *(("next-use", (1, bad), "half-life must be a finite number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *(
+            ("next-use", (bad,), "weight of the distance must be a finite number of 0 or more")
+            for bad in (-1, NAN, INF)
+        ),
+        ("lfu", (), "no eviction policy 'lfu'; the known policies are .*lru.*next-use"),
         ("", (), "no eviction policy ''"),
-        ("lfu-decay", (0,), "half-life is a number of tokens above 0"),
+        ("lfu-decay", (0,), "half-life must be a finite number of tokens above 0"),
         *(("slru", (bad,), "protected share") for bad in (-0.1, 1.1, NAN)),
     ],
 )

@@ -49,7 +49,9 @@ const char * guarded(F && body) {
 
 struct drafts {
     explicit drafts(const drafts_config & config) : config(config), sequences(config.n_seq) {
-        if (config.n_seq < 1 || config.n_max < 1) { throw std::invalid_argument("drafts need sequences and a length"); }
+        if (config.n_seq < 1 || config.n_max < 1) {
+            throw std::invalid_argument("drafts need at least one sequence and a length of at least one token");
+        }
         if (config.draft) {
             common_params_speculative params;
             params.types = {config.heads ? COMMON_SPECULATIVE_TYPE_DRAFT_MTP : COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
@@ -82,7 +84,7 @@ struct drafts {
     void set_tokens(int32_t number, int32_t n_kept, const int32_t * tokens, int32_t n) {
         Sequence & sequence = this->sequence(number);
         if (n_kept < 0 || n < 0 || (size_t)n_kept > sequence.tokens.size()) {
-            throw std::out_of_range("a sequence keeps tokens that it has");
+            throw std::out_of_range("a sequence can keep only tokens that it has");
         }
         if (n_kept == 0) { forget(sequence); }
         sequence.tokens.resize(n_kept);

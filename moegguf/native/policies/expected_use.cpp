@@ -35,8 +35,8 @@ class ExpectedUse : public EvictionPolicy {
           forecast_(layout.n_keys(), 0.0f),
           known_(layout.layers.size(), 0) {
         if (!(distance_weight >= 0.0f) || !std::isfinite(distance_weight)) {
-            throw Error(MOEGGUF_INVALID,
-                        "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
+            throw Error(MOEGGUF_INVALID, "the weight of the distance must be a finite number of 0 or more, not " +
+                                             std::to_string(distance_weight));
         }
         // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
         // difference `ahead` between that layer and the current one. A later layer is computed in this pass, and an

@@ -47,7 +47,7 @@ class Slru final : public EvictionPolicy {
           n_resident_(layout.layers.size(), 0),
           n_protected_(layout.layers.size(), 0) {
         if (!(share_ >= 0.0f && share_ <= 1.0f)) {
-            throw Error(MOEGGUF_INVALID, "the protected share lies from 0 to 1, but is " + std::to_string(share_));
+            throw Error(MOEGGUF_INVALID, "the protected share must be from 0 to 1, but is " + std::to_string(share_));
         }
     }
 
@@ -162,7 +162,7 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::st
         if (name == type->name) { return type->make(layout, values); }
         known += (known.empty() ? "" : ", ") + std::string(type->name);
     }
-    throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; known are " + known);
+    throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; the known policies are " + known);
 }
 
 const PolicyType * policy_at(int index) {

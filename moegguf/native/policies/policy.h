@@ -111,7 +111,7 @@ inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; 
 inline float kept_after(float half_life_tokens, int n_tokens) {
     if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
         throw Error(MOEGGUF_INVALID,
-                    "a half-life is a number of tokens above 0, not " + std::to_string(half_life_tokens));
+                    "a half-life must be a finite number of tokens above 0, not " + std::to_string(half_life_tokens));
     }
     return std::exp2(-(float)n_tokens / half_life_tokens);
 }

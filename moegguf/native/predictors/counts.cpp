@@ -158,7 +158,8 @@ class Eamc final : public Predictor {
           scores_(capacity_) {
         if (n_entries_ < 0 || n_entries_ > (int64_t)capacity_ || n_matches_ < 1 || n_matches_ > most_matches) {
             throw Error(MOEGGUF_INVALID,
-                        "a collection has at most as many entries as there is space for, and a match 1 to " +
+                        "a collection must have at most as many entries as there is space for, and its number of "
+                        "matches must be 1 to " +
                             std::to_string(most_matches));
         }
         on_token(-1);

@@ -62,7 +62,7 @@ class Bodies:
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             self._free(scope)
-            message = f"server busy: its requests together may have {self.most_bytes >> 20} MiB; try again later"
+            message = f"server busy: its requests together may have up to {self.most_bytes >> 20} MiB; try again later"
             raise BodyRefusedError(503, message, headers={"retry-after": "1"})
         return int(scope[N_BYTES])
 
@@ -174,7 +174,7 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
 def too_large(limit: int) -> BodyRefusedError:
     """Returns the error for a body of more than `limit` bytes, with status 413."""
     most = f"{limit} bytes" if limit % MIB else f"{limit // MIB} MiB"
-    return BodyRefusedError(413, f"request body too large: at most {most} are taken; send less")
+    return BodyRefusedError(413, f"request body too large: at most {most} are accepted; send less")
 
 
 # JSON

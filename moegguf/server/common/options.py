@@ -273,7 +273,7 @@ def _texts_of(given: Any) -> list[Text]:
     is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
     texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:
-        raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are taken; send several requests")
+        raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are accepted; send several requests")
     return [_text_of(text) for text in texts]
 
 

@@ -219,7 +219,7 @@ def page(
         raise HttpError(400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}")
     after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
     if after and before:
-        raise HttpError(400, f"a page must be after{suffix} or before{suffix} an id, but both are given; leave one out")
+        raise HttpError(400, f"after{suffix} and before{suffix} cannot be given together; leave one out")
     here = after or before
     at = next((i for i, each in enumerate(objects) if each["id"] == here), None)
     if here and at is None:

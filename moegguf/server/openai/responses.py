@@ -114,7 +114,9 @@ def _messages_with(item: Any) -> list[Any]:
     if kind == SEARCH_RESULT:
         return [{"role": "user", "content": [item]}]
     if kind == "item_reference":
-        raise ValueError("an item has no type or refers to a stored one; send previous_response_id, or the item itself")
+        raise ValueError(
+            "an item has no type, or refers to a stored item; send previous_response_id, or the item itself"
+        )
     log.warning("the item of type %.60r cannot be read here and is left out", kind)
     return []
 

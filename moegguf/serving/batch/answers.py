@@ -105,7 +105,7 @@ class Requests:
             if max_requests is not None and len(self.lines) > max_requests:
                 raise BatchFileError(f"the file has more than {max_requests:,} requests; split it.")
         if not self.lines:
-            raise BatchFileError("the file has no requests; each line is one, as JSON.")
+            raise BatchFileError("the file has no requests; write one request, as JSON, into each line.")
         self.fingerprint = digest.hexdigest()[:16]
 
     def _line(self, number: int, offset: int, n_bytes: int, raw: bytes | None, seen: dict[str, int]) -> RequestLine:
@@ -154,7 +154,7 @@ class Requests:
         the line has changed since the check."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
         if hash(raw) != line.content_hash:
-            raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
+            raise BatchFileError(f"line {line.number} of the requests was changed; restore it, or start anew.")
         request = json.loads(raw)
         return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 

@@ -137,7 +137,7 @@ class Batches:
                     database.close()
                     raise
         except BlockingIOError:
-            raise BusyError(f"another server has the files and batches in {self.folder}; ask that one.") from None
+            raise BusyError(f"another server has the files and batches in {self.folder}; use that server.") from None
         self._database = database
         for batch in self._batches.values():
             self._start(batch)

@@ -56,7 +56,8 @@ def storing(path: Path) -> Iterator[None]:
 
 def _not_written(path: Path, why: object) -> StorageError:
     return StorageError(
-        f"cannot write {path} ({why}); make room on the disk, or its folder writable: what was written before is kept."
+        f"cannot write {path} ({why}); make room on the disk, or make its folder writable."
+        " What was written before is kept."
     )
 
 

@@ -94,7 +94,7 @@ def _model(config: ModelConfig) -> serve.Application:
         return found.bind(config)
     except (ValueError, TypeError) as error:
         text = " ".join(str(error).split())
-        raise OptionError(f"models.{config.name}: Ray Serve does not take its options: {text}") from None
+        raise OptionError(f"models.{config.name}: Ray Serve does not accept this model's options: {text}") from None
 
 
 def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
