@@ -71,11 +71,12 @@ void Supply::pin_present(Context & context, int most) {
 }
 
 void Supply::fail_without_slot(Context & context) {
-    context.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS,
-                 "one pass needs " + std::to_string(context.event.experts.size()) + " experts of layer " +
-                     std::to_string(context.event.il) + " at once, but the pool has " +
-                     std::to_string(context.pinned.tier->residency.n_usable()) +
-                     " slots; give a larger budget for experts");
+    if (shared_.cancelled) { return context.fail(MOEGGUF_CANCELLED, "cancelled"); }
+    context.fail(MOEGGUF_SLOTS, "one pass needs " + std::to_string(context.event.experts.size()) +
+                                    " experts of layer " + std::to_string(context.event.il) +
+                                    " at once, but the pool has " +
+                                    std::to_string(context.pinned.tier->residency.n_usable()) +
+                                    " slots; give a larger budget for experts");
 }
 
 void Supply::wait(Context & context, uint8_t kinds) {
