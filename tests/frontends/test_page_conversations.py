@@ -247,7 +247,7 @@ def test_pictures_are_attached_by_choice_paste_and_drop(
     page.evaluate(PASTE, data)
     page.wait_for_selector("#attached img >> nth=2")
     page.set_input_files("#files", [text])
-    page.wait_for_selector("text=text.png: it is no picture that the browser can read.")
+    page.wait_for_selector("text=text.png: the browser cannot read it as a picture.")
     page.click("#attached button >> nth=2")
     page.click("#send")
     page.wait_for_selector(".answer")
