@@ -1,4 +1,4 @@
-// forecaster.cpp: implements forecaster.h: the ring of records, the thread that predicts, and its prefetches.
+// forecaster.cpp: implements forecaster.h: the ring of records, the predictor thread, and its prefetches.
 #include "forecaster.h"
 
 #include <algorithm>
@@ -179,7 +179,7 @@ void Forecaster::keep_step() {
     }
 }
 
-// The thread that predicts calls the functions of this section.
+// The predictor thread calls the functions of this section.
 
 void Forecaster::run() {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
@@ -195,7 +195,7 @@ void Forecaster::run() {
         try {
             follow(current_, newest);
         } catch (const std::bad_alloc &) {
-            // Memory has run out: nothing is predicted from this record.
+            // out of memory: nothing is predicted from this record
         }
         lock.lock();
         busy_ = false;

@@ -1,8 +1,8 @@
 """Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
-Each package adds one folder to the namespace package `moegguf_backends`. The folder is named like the package, without
-`moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library was
-built. `tools/gpu/plugin.py` builds such packages.
+Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without the
+prefix `moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library
+was built. `tools/gpu/plugin.py` builds such packages.
 """
 
 from __future__ import annotations

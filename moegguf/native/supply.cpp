@@ -111,7 +111,7 @@ void Supply::finish(Context & context) {
     for (size_t i = 0; i < event.n_ids(); i++) { event.ids[i] = event.slot_of[event.ids[i]] - first_slot; }
 }
 
-// Functions of the parts of a context, and of the context itself.
+// Functions of a context and of its parts.
 
 const int32_t * Event::begin(const Choice & choice, int n_expert) {
     for (int expert : experts) { // clears the entries of the previous event, even if that event has failed

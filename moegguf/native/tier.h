@@ -4,8 +4,8 @@
 // the tiers of devices. The staging tensors of a device form another tier, for prompts.
 //
 // Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches,
-// and assigns and borrows the slots in RAM from which slots of devices are filled. Both kinds of links settle a slot
-// when a transfer into it has ended. A slot that failed is vacated once it has no pins.
+// and assigns and borrows the slots in RAM from which device slots are filled. Both kinds of links settle a slot when a
+// transfer into it has ended. A slot that failed is vacated once it has no pins.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
 // counted only here: ready hits, late hits (the expert has a slot but is not complete) and misses. A tier queues no
@@ -23,9 +23,8 @@ namespace moegguf {
 
 class Copies;
 
-// disk: the shards of the GGUF, which have every expert. All other tiers have slots. ram: slots from which slots of
-// devices are filled. compute: slots with which layers compute. staging: tensors with all experts of a layer, for
-// prompts.
+// disk: the shards of the GGUF, which have every expert. All other tiers have slots. ram: slots from which device slots
+// are filled. compute: slots from which layers compute. staging: tensors with all experts of a layer, for prompts.
 enum class TierId : uint8_t { disk, ram, compute, staging };
 
 // A reference to the slot of an expert. It is valid while the slot has this generation. For the tier `disk`, `slot` is
@@ -47,7 +46,7 @@ struct Job {
     bool demand = false; // true: a compute thread waits for the transfer; false: a prefetch
     // Value of Slot::requests of the destination when the job was queued. Streamed: the number of the stream.
     uint32_t requests = 0;
-    uint64_t bytes = 0;    // size of these matrices together in bytes; set when the transfer begins
+    uint64_t bytes = 0;    // total size of these matrices in bytes; set when the transfer begins
     uint64_t begun_ns = 0; // time at which the transfer began
     int streamed = -1;     // index of the expert in the stream; -1: the expert is not streamed
 };
@@ -55,8 +54,8 @@ struct Job {
 // The maximum number of staging tensors of one device (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
-// Returns the largest number of tokens in a pass for which a device's results have the same bits as if every expert
-// were resident. The number is valid for any number of slots and any type of weights. It is 1 for NULL, and if the ggml
+// Returns the largest number of tokens in a pass for which a device's results are bit-identical to those with every
+// expert resident. The number is valid for any number of slots and any weight type. It is 1 for NULL, and if the ggml
 // backend does not report it. For a CUDA card that ggml does not know, it is least_of_cuda. `name`: ggml's name of the
 // device.
 int most_slot_tokens(const char * name);
@@ -211,7 +210,7 @@ struct Tiers {
     void check() const; // calls Residency::check() and check_sources() of every tier
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
 
-    std::unique_ptr<Tier> ram;                  // slots in RAM from which slots of devices are filled; nullptr: none
+    std::unique_ptr<Tier> ram;                  // slots in RAM from which device slots are filled; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // one for each device that computes layers
     std::vector<std::unique_ptr<Tier>> staging; // staging tensors of the devices that have some
     std::vector<Tier *> all;                    // every tier above

@@ -1,4 +1,4 @@
-// transfers.cpp: implements transfers.h: the queue of transfers and the threads that read.
+// transfers.cpp: implements transfers.h: the transfer queue and the reader threads.
 #include "transfers.h"
 
 #include "switches.h"
@@ -15,7 +15,7 @@ constexpr size_t most_wants = 4096; // maximum number of waiting requests, and o
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
-// Returns true if at least one tier has a slot for each of its experts.
+// Returns true if any tier has a slot for each of its experts.
 bool has_slot_each(const Tiers & tiers) {
     return tiers.any([](const Tier & tier) { return tier.numbering.resident(); }) ||
            (tiers.ram && tiers.ram->numbering.resident());
@@ -46,7 +46,7 @@ void Transfers::start_threads() {
             threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
         }
     } catch (const Error &) {
-        if (threads_.empty()) { // one reader thread is enough; only none at all is an error
+        if (threads_.empty()) { // one reader thread is enough; having none is an error
             throw;
         }
     }

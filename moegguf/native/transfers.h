@@ -116,7 +116,7 @@ class Transfers final : public Link {
     void read(const Job & job, const ReadBuffer & buffer);
 
     const int n_readers_;
-    int n_at_once_ = 1; // maximum number of reads at the same time
+    int n_at_once_ = 1; // maximum number of concurrent reads
     StreamedReads * streamed_ = nullptr;
     Ring<Want> wants_[n_causes]; // [cause] prefetches that have no slot yet
     int n_demand_reading_ = 0;

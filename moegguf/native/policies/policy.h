@@ -14,9 +14,9 @@
 
 namespace moegguf {
 
-// The layer that is computed now, and facts about its pass. Policies use them when a victim is chosen.
+// The layer that is being computed, and facts about its pass. Policies use them when a victim is chosen.
 struct LayerStep {
-    int il = 0; // layer that is computed now
+    int il = 0; // layer that is being computed
     // True: several tokens choose nearly all experts of this layer. Also true, with MOEGGUF_SWEEP, if this pass and the
     // previous one have several tokens, and the previous one used more experts than there are slots.
     bool sweep = false;
@@ -98,7 +98,7 @@ struct PolicyType {
 
 extern const PolicyType next_use_policy, locality_policy; // defined in expected_use.cpp
 
-// Makes the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
+// Creates the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
                                             const Values & values = {});
 const PolicyType * policy_at(int index); // nullptr after the last policy
