@@ -101,7 +101,8 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // the pool added before this one is on the same device, so out.device already has the device's name
+        // The pool added before this one is on the same device, so out.device already contains the device's name.
+        return;
     }
     append(out.device, device);
     append(out.note, pool.memory().note);

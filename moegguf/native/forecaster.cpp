@@ -205,7 +205,7 @@ void Forecaster::run() {
 
 // Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
-// In lockstep, it is always true, because the next pass may be announced before the last layer's record is read.
+// In lockstep, `newest` is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -353,8 +353,8 @@ bool Forecaster::predict_sequences(int il, int distance) {
 }
 
 // Computes for each expert the raw and the calibrated probability that any sequence of the pass uses the expert, from
-// the predictions for individual sequences. Each sequence that was not selected counts like an average selected one. A
-// selected sequence without a prediction counts as not using the expert.
+// the predictions for individual sequences. Each sequence that was not selected is treated as an average selected one.
+// A selected sequence without a prediction is treated as not using the expert.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
     row.is_published = false;

@@ -68,7 +68,7 @@ class Calibration {
 // Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
 // serves them better. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
 // chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences, only most_selected
-// evenly spaced ones are predicted, and each other sequence counts as an average predicted one. Passes of more than
+// evenly spaced ones are predicted, and each other sequence is treated as an average predicted one. Passes of more than
 // most_sequences sequences are not predicted, because they use most experts.
 class Forecaster {
   public:

@@ -62,7 +62,7 @@ Store * store_of(const ggml_tensor * t) {
 // also in patches/slot-ids.patch.
 
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
-constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the nodes of gate and up
+constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the gate and up nodes
 constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies by down
 // The router's ids, if the layer multiplies by them; the callback does not stop here.
 constexpr char own_ids_node[] = "ffn_moe_own_ids-";

@@ -216,7 +216,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
     if (position && pread(current->file->fd, to, n, (off_t)position) != (ssize_t)n) {
-        memset(to, 0, n); // the read failed; if fill() cannot read these bytes either, the block counts as wrong
+        memset(to, 0, n); // the read failed; if fill() cannot read these bytes either, the block is treated as wrong
     }
     return position != 0;
 }

@@ -101,7 +101,7 @@ struct LayerSet {
     std::vector<uint8_t> has;    // [n_layer] 1: the set includes the layer
     int n_experts = 0;           // number of experts in these layers
     int n_chunks = 0;            // number of matrices of all these experts
-    int token_cycle = 0;         // number of experts that one token uses in all these layers
+    int token_cycle = 0;         // total number of experts that one token uses in these layers
     int n_used_max = 0;          // largest number of experts that a token uses in one layer
 
     // Selects the MoE layers for which holds(il) is true.
@@ -116,7 +116,7 @@ struct LayerSet {
     void add(int il, const Layer & layer);
 };
 
-// The range of slots that a layer's pool tensor covers. Slot id 0 stands for slot `first_slot`.
+// The range of slots that a layer's pool tensor covers. Slot id 0 is slot `first_slot`.
 struct Window {
     int first_slot;
     int n_slots;

@@ -75,7 +75,7 @@ enum moegguf_status {
     // time.
     MOEGGUF_IO = 3,
     MOEGGUF_CANCELLED = 4, // the store was cancelled, or a time limit has passed
-    MOEGGUF_FORKED = 5,    // the call came from a child process, which has none of the store's threads
+    MOEGGUF_FORKED = 5,    // the call came from a child process, where the store's threads do not exist
     MOEGGUF_ROUTING = 6,   // the router chose an expert that its layer does not have
     MOEGGUF_SLOTS = 7,     // a pass needs more slots for one layer than exist or become free
     MOEGGUF_BROKEN = 8,    // the store's bookkeeping is inconsistent, or a graph is out of date
@@ -279,7 +279,7 @@ struct moegguf_sizes {
     uint64_t streams;
 };
 
-// Routing events for moegguf_context_replay. `expert_ids` has the ids of all events, one event after another, each
+// Routing events for moegguf_context_replay. `expert_ids` contains the ids of all events, one event after another, each
 // [n_tokens][n_expert_used].
 struct moegguf_routing {
     int64_t n_events;
@@ -328,7 +328,8 @@ enum moegguf_listen_flag {
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
     MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for free space instead of dropping events
     MOEGGUF_LISTEN_LOCKSTEP = 1 << 3, // routing events wait for the delivery of earlier events: slow, but reproducible
-    MOEGGUF_LISTEN_LAZY = 1 << 4,     // the listener's thread wakes rarely: events come in groups, up to 100 ms late
+    // The listener's thread wakes rarely: events are delivered in groups, up to 100 ms late.
+    MOEGGUF_LISTEN_LAZY = 1 << 4,
 };
 
 struct moegguf_listener { // a callback may be NULL: its events are then not recorded
@@ -455,7 +456,7 @@ MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_fore
 // among equal scores, the least recently used expert. NULL: the policy decides again.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 
-// Sets a forecast for policies: a table of the probabilities that experts are used the next time their layer is
+// Sets a forecast for policies: a table of the probabilities that experts will be used the next time their layer is
 // computed. known [n_layer]: not 0 for layers with probabilities. NULL: removes the forecast. The store drops a layer's
 // probabilities when the layer's router has chosen.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
@@ -464,7 +465,7 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // Starts a thread that predicts with this predictor, and prefetches experts if that probably saves time. The thread
 // predicts passes in which each of up to 64 sequences decodes one token. An expert's probability is the probability
 // that any sequence uses the expert. If there are more than eight sequences, only eight are predicted, and each other
-// sequence counts as an average predicted one.
+// sequence is treated as an average predicted one.
 //
 // The arrays must stay valid until a later call that replaces or removes the predictor has returned. NULL: removes the
 // predictor. INVALID: an unknown name, a missing or unsuitable array, or a limit out of range; the earlier predictor
@@ -631,8 +632,8 @@ MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct m
                                       const void ** state);
 
 // Reads all blocks, and writes the parts that moegguf_state_put has recorded into their tensors. Writes to n_right the
-// number of blocks before the first one that could not be read or has a different digest. The parts of all such blocks
-// are set to zero.
+// number of blocks before the first one that could not be read or has a different digest. The parts of every unreadable
+// or different block are set to zero.
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus

@@ -17,7 +17,7 @@ from pathlib import Path
 from moegguf.package import __version__
 
 NAMESPACE = "moegguf_backends"
-BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must be the same as in moegguf's own build
+BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must match moegguf's own build
 GPU = 1  # value of enum ggml_backend_dev_type
 
 

@@ -134,8 +134,8 @@ class Pool {
     ggml_context_ptr context_;
     // [n_matrices] tensors by which llama.cpp multiplies; nullptr: the matrix's layer is in another tier.
     std::vector<ggml_tensor *> tensors_;
-    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot; nullptr: another
-    // tier has the matrix's layer.
+    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot; nullptr: the
+    // matrix's layer is in another tier.
     std::vector<ggml_tensor *> slot_;
     std::vector<moegguf_kind> kind_;
     std::vector<uint64_t> padding_; // [n_matrices] number of padding bytes, all zero, after an expert in a slot

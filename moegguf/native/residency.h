@@ -100,8 +100,8 @@ class Residency {
     bool ordered(const LayerStep & now) const { return policy().orders(now); }
     float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() returns true
 
-    // Returns the chance that an expert is used the next time its layer is computed. This is the forecast; without a
-    // forecast it is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
+    // Returns the chance that an expert will be used the next time its layer is computed. This is the forecast; without
+    // a forecast it is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
     float chance(int il, int expert) const;
     void count_uses(bool on);
 

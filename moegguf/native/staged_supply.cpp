@@ -224,7 +224,7 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Queues a copy of an expert into the expert's place in the staging tensor, if a slot on the device or in RAM has
+    // Queues a copy of an expert into the expert's place in the staging tensor, if a slot on the device or in RAM holds
     // the whole expert. Evicts only an expert that an earlier layer left in that place. Returns false if no copy was
     // queued.
     bool borrow(Tier & to, int il, int expert) {

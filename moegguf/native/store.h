@@ -1,6 +1,6 @@
 // store.h: the expert store, which owns its parts and connects them. There is one object for each kind of supply, and
 // one context. The store's function acquire() runs between a router's choice and the multiplications of the chosen
-// experts (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
+// experts (acquire.cpp). Each part has its own header. moegguf.h declares the C ABI.
 #pragma once
 
 #include "events.h"

@@ -1,6 +1,6 @@
 """The expert store as a Python object, whose methods call the C ABI's functions for a store.
 
-The module also has the store's options, the names of its eviction policies, and the conversion of events to numpy.
+The module also contains the store's options, the names of its eviction policies, and the conversion of events to numpy.
 """
 
 from __future__ import annotations
@@ -341,8 +341,8 @@ class Store:
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
-        Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that has every
-        expert, look-ups are counted only while `watch` is on or there is a listener.
+        Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that holds
+        every expert, look-ups are counted only while `watch` is on or there is a listener.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
@@ -371,8 +371,8 @@ class Store:
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
         """Replaces the forecast that policies read.
 
-        probabilities: (n_layer, n_expert) probability that an expert is used the next time its layer is computed; None:
-        nothing is known.
+        probabilities: (n_layer, n_expert) probability that an expert will be used the next time its layer is computed;
+        None: nothing is known.
 
         known: the layers with a forecast.
         """
@@ -438,7 +438,7 @@ class Store:
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
     def pause_fill(self, on: bool) -> None:
-        """Pauses the filling of free slots in the background, or resumes it.
+        """Pauses or resumes the filling of free slots in the background.
 
         Callers pause it while the processor and the disk have other work.
         """
@@ -539,7 +539,7 @@ class Store:
 
 
 class StoreContext:
-    """The store's calls for the llama_context that uses it: announced tokens, routing events, failures of passes."""
+    """The store's calls for the llama_context that uses it: announced tokens, routing events, pass failures."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
@@ -578,9 +578,9 @@ class StoreContext:
     ) -> None:
         """Acquires the experts of many routing events one after another (`acquire`).
 
-        il, n_tokens and n_expert_used are (n_events,). expert_ids has the ids of all events, one after another.
-        compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first event that
-        fails, and raises this event's error.
+        il, n_tokens and n_expert_used are (n_events,). expert_ids contains the ids of all events, one event after
+        another. compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first
+        event that fails, and raises this event's error.
         """
         columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
         if compute_ns is not None:

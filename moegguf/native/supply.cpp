@@ -84,8 +84,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        // The time at which the last awaited matrix had arrived from the file. Until then, the stall also counts for
-        // the tier in RAM.
+        // The time at which the last awaited matrix had arrived from the file. Until then, the stall is also attributed
+        // to the tier in RAM.
         uint64_t file_done = start;
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {

@@ -63,7 +63,7 @@ struct Choice {
     // The backend that computes the layer, if its stream can itself wait for copies. nullptr: the compute thread waits.
     ggml_backend_t stream = nullptr;
     const float * weights = nullptr;
-    const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; nullptr: not needed or not available
+    const float * inputs = nullptr; // [n_tokens][n_embd] router inputs; nullptr: not needed or not available
     int n_embd = 0;
 };
 

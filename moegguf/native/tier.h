@@ -23,12 +23,13 @@ namespace moegguf {
 
 class Copies;
 
-// disk: the shards of the GGUF, which have every expert. All other tiers have slots. ram: slots from which device slots
-// are filled. compute: slots from which layers compute. staging: tensors with all experts of a layer, for prompts.
+// disk: the shards of the GGUF, which contain every expert. All other tiers have slots. ram: slots from which device
+// slots are filled. compute: slots from which layers compute. staging: tensors with all experts of a layer, for
+// prompts.
 enum class TierId : uint8_t { disk, ram, compute, staging };
 
 // A reference to the slot of an expert. It is valid while the slot has this generation. For the tier `disk`, `slot` is
-// -1, and the layout has the offsets in the file.
+// -1, and the layout contains the offsets in the file.
 struct SlotRef {
     TierId tier = TierId::disk;
     int slot = -1;
@@ -192,8 +193,7 @@ bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
 }
 
 struct Tiers {
-    // Throws Error(INVALID) for devices, layers and slots that do not fit together, and Error(MEMORY) if a device
-    // refuses memory.
+    // Throws Error(INVALID) for inconsistent devices, layers and slots, and Error(MEMORY) if a device refuses memory.
     Tiers(const Layout & layout, const moegguf_config & config);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
@@ -212,7 +212,7 @@ struct Tiers {
 
     std::unique_ptr<Tier> ram;                  // slots in RAM from which device slots are filled; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // one for each device that computes layers
-    std::vector<std::unique_ptr<Tier>> staging; // staging tensors of the devices that have some
+    std::vector<std::unique_ptr<Tier>> staging; // one for each device with staging tensors
     std::vector<Tier *> all;                    // every tier above
     std::vector<int> device_of_layer;           // [n_layer] index of the layer's device in `compute`
     Tier * on_cpu = nullptr;                    // the tier in `compute` that belongs to the CPU; nullptr: none

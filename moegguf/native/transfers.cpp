@@ -183,7 +183,7 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
 
 // Looks for a slot on the same device or in RAM from which the expert of slot s can be copied. Returns true if the
 // expert was looked up in RAM, whether or not it was found. Returns false if no look-up was needed. In that case, slot
-// s is complete, belongs to a stream, or has a source or a transfer, or another slot on the device has the expert.
+// s is complete, belongs to a stream, or has a source or a transfer, or another slot on the device holds the expert.
 bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
@@ -422,7 +422,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
     }
     to.settle(job.destination.slot);
     if (arrived && job.streamed >= 0) {
-        streamed_->arrived(job); // may end the stream in a simulation; the slot then has the whole expert
+        streamed_->arrived(job); // may end the stream in a simulation; the slot then holds the whole expert
     }
     if (arrived) { // bytes that are now in RAM are copied to slots on a device that wait for them
         for_slots_above(job, [&](Tier & above, int waiting) {

@@ -8,7 +8,7 @@
 // prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
-// the slot that has the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
+// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
 // device occupies a slot on the device and one in RAM. This class may assign, borrow, fill and vacate slots of every
 // tier.
 #pragma once

@@ -330,7 +330,7 @@ ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
     if (device.strict) {
         const bool at_once = device.random() % 2;
         backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
-    } else { // computes on this thread, because handing the work to another thread would add to measured times
+    } else { // computes on this thread, because handing the work to another thread would distort measured times
         synchronize(of_device);
         run(backend, *launch);
     }

@@ -1,7 +1,7 @@
-// link_launch.h: copies a graph when the graph is launched on a simulated device (link_device.cpp). The copy has the
-// operations, parameters, shapes and addresses of that moment, like a launch of CUDA kernels. Some launches only repeat
-// an earlier launch, under conditions like those in ggml's CUDA backend (ggml_backend_cuda_graph_compute). This file
-// knows nothing about devices, and computes nothing.
+// link_launch.h: copies a graph when the graph is launched on a simulated device (link_device.cpp). The copy contains
+// the operations, parameters, shapes and addresses of that moment, like a launch of CUDA kernels. Some launches only
+// repeat an earlier launch, under conditions like those in ggml's CUDA backend (ggml_backend_cuda_graph_compute). This
+// file knows nothing about devices, and computes nothing.
 #pragma once
 
 #include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists such uses

@@ -170,8 +170,8 @@ struct drafts {
 
     // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes each sequence's
     // positions from its first token in the pass on, because they are left over from drafts. If positions before the
-    // pass are missing, as in a restored or copied context, removes the whole sequence, which then starts again at the
-    // pass.
+    // pass are missing, as in a restored or copied context, removes the whole sequence, and the heads start over at
+    // this pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

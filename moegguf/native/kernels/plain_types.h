@@ -232,7 +232,7 @@ struct PlainQ2K : SuperblockWithMins<Unsigned<0, 4>> {
 };
 
 // Q3_K: 2-bit codes, and the third bit of each value in 32 more bytes: bit 0 belongs to the first 32 values, and so on.
-// Scales have 6 bits: 4 in the nibbles of 8 bytes, and 2 in 4 bytes. 32 is subtracted from each scale.
+// Scales have 6 bits: 4 in the nibbles of 8 bytes, and 2 in 4 bytes. Each scale is stored with an offset of 32.
 struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     static constexpr int bytes = 110;
     template <class Isa>

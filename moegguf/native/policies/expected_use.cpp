@@ -74,7 +74,7 @@ class ExpectedUse : public EvictionPolicy {
     }
 
     // Returns the wait until layer il is next computed, as a fraction of a pass, times -distance_weight. Layer now.il
-    // is computed now.
+    // is being computed.
     float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }

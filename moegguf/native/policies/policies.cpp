@@ -1,5 +1,5 @@
 // policies.cpp: the table of policies that can be chosen by name, and the policies that do not estimate the next use.
-// expected_use.cpp has the policies that do. All policies touch only their own tables (policy.h).
+// expected_use.cpp contains the policies that do. All policies touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {

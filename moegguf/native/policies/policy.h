@@ -28,7 +28,7 @@ struct LayerStep {
 // The worth of an expert that is about to be loaded. Only an expert that is worth less may be evicted for it.
 struct Worth {
     float score = INFINITY; // score in the tier's policy; INFINITY: the score does not matter
-    // Chance that the expert is used the next time its layer is computed; INFINITY: the chance does not matter.
+    // Chance that the expert will be used the next time its layer is computed; INFINITY: the chance does not matter.
     float chance = INFINITY;
 };
 
@@ -58,14 +58,14 @@ class EvictionPolicy {
     // if scores of this layer have changed.
     virtual bool on_routed(int /*il*/) { return false; }
 
-    // Receives a forecast for layer il: for each expert [n_expert], the probability that it is used the next time this
-    // layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer. Returns
-    // true if scores of this layer have changed.
+    // Receives a forecast for layer il: for each expert [n_expert], the probability that it will be used the next time
+    // this layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer.
+    // Returns true if scores of this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
     // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
-    // The next functions are called when an expert was used, got a slot, or lost its slot. A use is a routing event
+    // The next functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing event
     // that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event needs,
     // on_load is called right before on_use. The functions may change only this expert's score. When a policy is set,
     // its on_load is called for every expert that already has a slot.
