@@ -1,7 +1,7 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
-// functions here record announced tokens, return failures of a pass, and resize a tier between passes. While every
-// expert of a tier is complete in its own slot and nothing observes its events, the functions here only count them.
+// functions here record announced tokens, return pass failures, and resize a tier between passes. While every expert of
+// a tier is complete in its own slot and nothing observes its events, the functions here only count them.
 #include "store.h"
 #include "switches.h"
 
@@ -160,11 +160,11 @@ bool changes_size(const Tier & tier, int n_slots) {
 
 } // namespace
 
-// Functions that handle a routing event before the layer multiplies with its experts.
+// Functions that handle a routing event before the layer multiplies by its experts.
 
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    // A child process must not lock: a thread of the parent may have held the lock during the fork.
+    // A child process must not take the lock: a thread of the parent may have held the lock during the fork.
     if (shared.forked()) {
         context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);

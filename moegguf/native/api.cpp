@@ -19,9 +19,9 @@ namespace {
 
 ggml_abort_callback_t next_callback = nullptr;
 
-// Returns true if the file in the message "FILE:LINE: text" has "ggml-" in its path, as files of device backends do.
-// Returns false for files of the CPU's backend, and for ggml-backend and ggml-alloc. Their messages report faults of
-// the program, not of a device.
+// Returns true if the file in the message "FILE:LINE: text" has "ggml-" in its path, as device backend files do.
+// Returns false for files of the CPU backend, and for ggml-backend and ggml-alloc. Messages from those files report
+// program errors, not device failures.
 bool of_a_device(const char * message) {
     const char * text = strstr(message, ": ");
     const auto names = [&](const char * part) {
@@ -63,8 +63,8 @@ void check_failure(const Context & context) {
     }
 }
 
-// Divides n slots among tiers, and returns the number for each tier. Each tier gets its pass_slots. The remaining slots
-// are divided in proportion to each tier's remaining room. Throws Error(INVALID) if n is too small or too large for the
+// Divides n slots among tiers, and returns the number for each tier. Each tier first gets its pass_slots. The rest are
+// divided in proportion to each tier's remaining capacity. Throws Error(INVALID) if n is too small or too large for the
 // tiers.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
@@ -103,7 +103,8 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // the pool added before this one is on the same device, so out.device already has the device's name
+        // The pool added before this one is on the same device, so out.device already contains the device's name.
+        return;
     }
     append(out.device, device);
     append(out.note, pool.memory().note);
@@ -117,8 +118,8 @@ void check_table(const Store & s, size_t n, const char * what) {
 }
 
 // Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. If any of the tiers for
-// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are left out, and keep their size. A
-// simulation leaves out no tier.
+// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are omitted, and keep their size. In a
+// simulation, no tier is omitted.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -206,7 +207,7 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
             throw Error(MOEGGUF_INVALID,
                         "the caller must use the ABI of this library, ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
-        moegguf_store *& opened = given(store); // throws for NULL before a store is made
+        moegguf_store *& opened = given(store); // throws for NULL before a store is created
         static std::once_flag once;
         std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
         opened = new moegguf_store(*config);

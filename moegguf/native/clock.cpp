@@ -32,7 +32,7 @@ class RealClock final : public Clock {
 
 // A clock for simulations. Each link carries one transfer at a time. A transfer takes the link's latency plus the
 // transfer's bytes divided by the bandwidth. A transfer of 0 bytes, or over a link of bandwidth 0, takes no time.
-// wait() starts transfers on idle links. If there is nothing to start, wait() moves the time to the end of the next
+// wait() starts transfers on idle links. If there is nothing to start, wait() advances the time to the end of the next
 // transfer.
 class VirtualClock final : public Clock {
   public:
@@ -78,8 +78,8 @@ class VirtualClock final : public Clock {
         return started;
     }
 
-    // Finishes the running transfer that ends first, and moves the time to its end. Returns false if no transfer ends
-    // by the time end_ns.
+    // Finishes the running transfer that ends first, and advances the time to its end. Returns false if no transfer
+    // ends by the time end_ns.
     bool end_first(uint64_t end_ns) {
         Carried * first = nullptr;
         for (Carried & one : links_) {

@@ -121,10 +121,10 @@ void Copies::run() {
     }
 }
 
-// Moves queued jobs into batch_. A batch has all queued matrices that layers wait for, so that one copy can move
-// neighbouring slots. If no layer waits, a batch has one prefetched matrix, or for a staging tier up to most_ahead or
-// few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long. Returns false if
-// no queued job is still needed.
+// Moves queued jobs into batch_. A batch contains all queued matrices that layers are waiting for, so that one copy can
+// move neighbouring slots. If no layer is waiting, a batch contains one prefetched matrix, or for a staging tier up to
+// most_ahead or few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long.
+// Returns false if no queued job is still needed.
 bool Copies::take_batch() {
     const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;

@@ -37,7 +37,7 @@ class Copies final : public Link {
     // Sets the stop flag of the whole store, joins the copy thread, and waits for the submitted copies.
     void stop();
 
-    // Returns true if the device has events. The computing stream can then wait for copies by itself.
+    // Returns true if the device has events. The compute stream can then itself wait for copies.
     bool has_events() const { return event_ != nullptr; }
     // Returns the bits of slot s's matrices whose copies are submitted but not finished. Any thread may call this.
     uint8_t submitted(int s) const;
@@ -49,7 +49,7 @@ class Copies final : public Link {
     struct Batch {
         std::vector<Job> jobs;
         uint64_t start_ns = 0;
-        std::string why; // reason why submitting failed; empty: it succeeded
+        std::string why; // reason why the submission failed; empty: it succeeded
     };
 
     void run();

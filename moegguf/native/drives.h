@@ -18,8 +18,8 @@ class Drives {
     Drives(const Layout & layout, bool direct);
 
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
-    // another copy. `retries`: counter of reads that were tried again. Any thread may call this. Throws Error(IO) if
-    // the last copy fails.
+    // another copy. `retries`: counter of retried reads. Any thread may call this. Throws Error(IO) if the last copy
+    // fails.
     const uint8_t * read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries);
 
     size_t size() const { return drives_.size(); }

@@ -40,8 +40,8 @@ bool may_be_renamed(const struct stat & before, const struct stat & now, const s
            named.st_dev != now.st_dev;
 }
 
-// Returns the spans of a shard that are sampled. Each expert tensor of the shard has one: up to one page, starting at
-// the tensor's middle.
+// Returns the sampled spans of a shard: for each of its expert tensors, up to one page that starts at the tensor's
+// middle.
 std::vector<Span> sampled_spans(const Layout & layout, int shard) {
     std::vector<Span> spans;
     for (const Matrix & m : layout.matrices) {

@@ -1,4 +1,4 @@
-// forecaster.cpp: implements forecaster.h: the ring of records, the thread that predicts, and its prefetches.
+// forecaster.cpp: implements forecaster.h: the ring of records, the predictor thread, and its prefetches.
 #include "forecaster.h"
 
 #include <algorithm>
@@ -181,7 +181,7 @@ void Forecaster::keep_step() {
     }
 }
 
-// The thread that predicts calls the functions of this section.
+// The predictor thread calls the functions of this section.
 
 void Forecaster::run() {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
@@ -197,7 +197,7 @@ void Forecaster::run() {
         try {
             follow(current_, newest);
         } catch (const std::bad_alloc &) {
-            // Memory has run out: nothing is predicted from this record.
+            // out of memory: nothing is predicted from this record
         }
         lock.lock();
         busy_ = false;
@@ -207,7 +207,7 @@ void Forecaster::run() {
 
 // Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
-// In lockstep, it is always true, because the next pass may be announced before the last layer's record is read.
+// In lockstep, `newest` is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -355,8 +355,8 @@ bool Forecaster::predict_sequences(int il, int distance) {
 }
 
 // Computes for each expert the raw and the calibrated probability that any sequence of the pass uses the expert, from
-// the predictions for individual sequences. Each sequence that was not selected counts like an average selected one. A
-// selected sequence without a prediction counts as not using the expert.
+// the predictions for individual sequences. Each sequence that was not selected is treated as an average selected one.
+// A selected sequence without a prediction is treated as not using the expert.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
     row.is_published = false;

@@ -34,10 +34,10 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR of enum ggml_log_level
-# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a large part of a millisecond;
-# GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
-# 100 times without `active`. With all experts present, such a low number of polls would cost up to a fifth of the
-# speed.
+# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a large fraction of a
+# millisecond; GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000
+# times, or 100 times without `active`. With all experts present, such a low number of polls would cost up to a fifth of
+# the speed.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
@@ -81,8 +81,8 @@ def _short_spins() -> Iterator[None]:
     """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
 
     Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the block. With GNU's
-    default, threads spin for longer than a time slice of the scheduler. Threads that share a processor, as on a busy
-    machine, then wait for each other's whole slices at every barrier, hundreds of times a token.
+    default, threads spin for longer than a time slice of the scheduler. Threads that share a processor on a busy
+    machine then wait for each other's full time slices at every barrier, hundreds of times per token.
     """
     spinning = {} if any(name in os.environ for name in SPINNING) else SPINNING
     os.environ |= spinning
@@ -155,9 +155,9 @@ def load() -> c.CDLL:
 
 
 def _load_backends(folder: Path) -> None:
-    """Loads the ggml backends of the build, then the backends of plug-ins.
+    """Loads the build's own ggml backends, then the plug-in backends.
 
-    Raises OSError when no backend of the build runs on this machine.
+    Raises OSError when none of the build's own backends runs on this machine.
     """
     base = _open(folder, "ggml-base")
     base.ggml_log_set(_KEEP_ERRORS, None)
@@ -214,7 +214,7 @@ def cpu_function(name: str) -> int:
 def llama_cpp() -> ModuleType:
     """Imports the `llama_cpp` bindings of this package, which use our libllama, and returns them.
 
-    Raises LibraryError when another `llama_cpp` was imported before, or when the bindings are not installed.
+    Raises LibraryError when another `llama_cpp` has already been imported, or when the bindings are not installed.
     """
     load()
     try:

@@ -105,8 +105,8 @@ class Link {
         job.streamed = -1;
         to.residency.queue(s, kinds);
     }
-    // Removes transfers from a queue, up to the first one that is still needed, and writes that one to `job`. Returns
-    // false if no transfer is needed.
+    // Removes transfers from a queue, up to the first one that is still needed, and writes that transfer to `job`.
+    // Returns false if no transfer is needed.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
         while (!job.kinds && !ring.empty()) {

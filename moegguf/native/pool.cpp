@@ -257,8 +257,8 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        // The anchor is a dummy weight (cpu_anchor()). It is in plain memory, because interleaved memory holds only
-        // weights of multiplications.
+        // The anchor is a dummy weight (cpu_anchor()). It is in plain memory, because interleaved memory can hold only
+        // weights for multiplications.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
         // Allocates memory only for the anchor, because every other tensor of the context already has memory.
@@ -344,8 +344,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
 }
 
 // When a tensor is bound, the backend may write past the tensor's end, where other slots are: CUDA sets the padding to
-// zero. Operations on buffers wait for these writes, but streams of backends do not. So the arena is cleared and the
-// slots are copied only after rebind(), by operations on buffers.
+// zero. Buffer operations wait for these writes, but backend streams do not. So the arena is cleared and the slots are
+// copied only after rebind(), by buffer operations.
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];

@@ -1,5 +1,5 @@
-// speeds.cpp: measures how fast the CPU and a device multiply with a model's experts, and how fast experts are copied
-// to the device. It uses the pools and kernels of a store, but allocates its own pools and needs no open store.
+// speeds.cpp: measures how fast the CPU and a device multiply by a model's experts, and how fast experts are copied to
+// the device. It uses the pools and kernels of a store, but allocates its own pools and needs no open store.
 #include "api.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace moegguf {
 namespace {
 
-// The largest number of tokens in a measured graph. Each token multiplies with its own slots, so the graph reads each
-// slot at most once.
+// The largest number of tokens in a measured graph. Each token uses its own slots, so the graph reads each slot at most
+// once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
 // The number of nodes in a graph that runs until a stop. A layer has about this many nodes.
@@ -205,7 +205,7 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 
 // Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
 // reads a layer's ids and writes them back. Sets cpu_layer_ns: the time in ns of the transfers for a layer whose
-// experts the CPU multiplies with. The estimated time of the graph's own nodes is subtracted from both.
+// experts the CPU computes. The estimated time of the graph's own nodes is subtracted from both.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

@@ -1,4 +1,4 @@
-// store.cpp: implements store.h: makes the parts of a store, starts the threads of the links, and stops all threads:
+// store.cpp: implements store.h: creates the parts of a store, starts the threads of the links, and stops all threads:
 // first the listener's, then the predictor's, then the links'.
 #include "store.h"
 

@@ -1,6 +1,6 @@
 """The expert store as a Python object, whose methods call the C ABI's functions for a store.
 
-The module also has the store's options, the names of its eviction policies, and the conversion of events to numpy.
+The module also contains the store's options, the names of its eviction policies, and the conversion of events to numpy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tier(enum.IntEnum):
     RAM = abi.RAM_TIER
 
 
-STAGING_TENSORS = 2  # one tensor is filled while a layer computes with the other one; a third one brings no gain
+STAGING_TENSORS = 2  # one tensor is filled while a layer computes with the other; a third would bring no gain
 # The largest share of a device's memory for experts that two staging tensors may occupy. Slots get the rest.
 STAGING_SHARE = 0.25
 
@@ -102,7 +102,7 @@ class StoreOptions:
 
     @property
     def can_stream(self) -> bool:
-        """True if these options allow streaming of experts. The kernels must support it, too (`SlotSizes.streams`)."""
+        """True if these options allow streaming. The kernels must support streaming, too (`SlotSizes.streams`)."""
         return self.overlap and self.device is None
 
 
@@ -168,9 +168,9 @@ def native_policies() -> Mapping[str, NativePolicy]:
 class Store:
     """A cache of experts of `layout`, with n_slots slots in the memory of the device that computes.
 
-    With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
-    the device is then copied from RAM; an expert that RAM does not have is read from the file into RAM first. `tiers`
-    lists the tiers that exist. `context` has the calls for the llama_context that uses the store.
+    With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. Experts
+    missing on the device are then copied from RAM; experts that are not in RAM either are first read from the file into
+    RAM. `tiers` lists the tiers that exist. `context` provides the calls for the llama_context that uses the store.
 
     n_slots: a number, or a list of several devices with their slots. In the second case, every layer with experts is on
     one of the devices, `options.device` and `options.staging` have no effect, and devices with `through_ram` share the
@@ -180,9 +180,9 @@ class Store:
     first.
 
     Raises AllocationError when the device has no free memory, and ExpertIOError when a shard cannot be opened. Raises
-    OptionError for an option out of range, and for a mirror that differs from the shards. Close the store after the
-    model and the llama_context that use it. Methods that call the library raise ClosedError after close(), and most of
-    them raise ForkError in a child process.
+    OptionError for an option out of range, and for a mirror that differs from the shards. Free the model and the
+    llama_context that use the store before closing the store. Methods that call the library raise ClosedError after
+    close(), and most of them raise ForkError in a child process.
     """
 
     def __init__(
@@ -341,18 +341,18 @@ class Store:
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
-        Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that has every
-        expert, look-ups are counted only while `watch` is on or there is a listener.
+        Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that holds
+        every expert, look-ups are counted only while `watch` is on or there is a listener.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
         return uses, loads
 
     def watch(self, on: bool) -> None:
-        """Turns the complete count of `activity` on or off.
+        """Switches the complete counting of `activity` on or off.
 
-        While it is on, the store also handles routing events of layers whose experts are all in slots. This makes
-        passes slower.
+        While counting is complete, the store also handles routing events of layers whose experts are all in slots. This
+        makes passes slower.
         """
         self._library.moegguf_store_watch(self.handle, on)
 
@@ -371,8 +371,8 @@ class Store:
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
         """Replaces the forecast that policies read.
 
-        probabilities: (n_layer, n_expert) probability that an expert is used the next time its layer is computed; None:
-        nothing is known.
+        probabilities: (n_layer, n_expert) probability that an expert will be used the next time its layer is computed;
+        None: nothing is known.
 
         known: the layers with a forecast.
         """
@@ -438,7 +438,7 @@ class Store:
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
     def pause_fill(self, on: bool) -> None:
-        """Pauses the filling of free slots in the background, or resumes it.
+        """Pauses or resumes the filling of free slots in the background.
 
         Callers pause it while the processor and the disk have other work.
         """
@@ -505,9 +505,9 @@ class Store:
         new pool is allocated. If there is too little memory for both the old pool and a smaller new one, all slots are
         emptied first, and the tier may get fewer slots.
 
-        device: index of the one device that is resized. Without it, several devices share the slots: each gets the
-        slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also compute
-        layers, the number of the CPU's slots does not change.
+        device: index of the only device to resize. Without it, several devices share the slots: each gets the slots
+        that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also compute layers,
+        the number of the CPU's slots does not change.
 
         Raises AllocationError if the device refuses a larger pool (the slots are then unchanged), or refuses every pool
         after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier
@@ -528,18 +528,18 @@ class Store:
         self._library.moegguf_store_check(self.handle)
 
     def advance(self, ns: int) -> None:
-        """Moves the modelled clock of a simulation forward, as if layers had computed for this time."""
+        """Advances the modelled clock of a simulation, as if layers had computed for this long."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
 
     def close(self) -> None:
-        """Ends the store's threads and frees its pools. A second call does nothing."""
+        """Stops the store's threads and frees its pools. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._library.moegguf_store_close(handle)
 
 
 class StoreContext:
-    """The store's calls for the llama_context that uses it: announced tokens, routing events, failures of passes."""
+    """The store's calls for the llama_context that uses it: announced tokens, routing events, pass failures."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
@@ -578,9 +578,9 @@ class StoreContext:
     ) -> None:
         """Acquires the experts of many routing events one after another (`acquire`).
 
-        il, n_tokens and n_expert_used are (n_events,). expert_ids has the ids of all events, one after another.
-        compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first event that
-        fails, and raises this event's error.
+        il, n_tokens and n_expert_used are (n_events,). expert_ids contains the ids of all events, one event after
+        another. compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first
+        event that fails, and raises this event's error.
         """
         columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
         if compute_ns is not None:
@@ -607,7 +607,7 @@ class StoreContext:
     def announce(
         self, sequence: int | Integers, phase: int | Integers, tokens: Integers, outputs: Integers | None = None
     ) -> None:
-        """Announces the tokens that are evaluated next, to the listener and to the predictor.
+        """Announces to the listener and the predictor the tokens that will be evaluated next.
 
         sequence, phase: one value for all tokens, or a value for each token (n_tokens,). outputs (n_tokens,): 1 for
         tokens whose logits are needed; None: logits of all tokens are needed. The call is fast enough to be made

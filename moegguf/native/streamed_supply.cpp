@@ -1,10 +1,10 @@
 // streamed_supply.cpp: streams a layer's absent experts through a few slots of the CPU's tier, matrix by matrix. This
 // happens at a routing event of several tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set. While
-// the CPU multiplies with one matrix, readers read the next ones. This is the prefill pipeline of DuoServe-MoE (section
+// the CPU multiplies by one matrix, readers read the next ones. This is the prefill pipeline of DuoServe-MoE (section
 // 5.2).
 //
 // This supply may pin and assign slots of the CPU's tier. It chooses the streamed matrix that readers read next, and
-// the one that kernels multiply with next. When a stream has ended, its last experts keep their slots.
+// the one by which kernels multiply next. When a stream has ended, its last experts keep their slots.
 #include "arrivals.h"
 #include "supply.h"
 
@@ -14,11 +14,11 @@ namespace moegguf {
 namespace {
 
 // The maximum number of slots through which a layer is streamed. Readers fill some of these slots while kernels
-// multiply with others.
+// multiply by others.
 constexpr int most_streaming_slots = 8;
 
 // Streams one layer at a time. All compute threads take the streamed experts in the same order. Expert experts_[i] uses
-// slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied with that
+// slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied by that
 // matrix.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
@@ -93,10 +93,10 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     struct Kind {
         // [slots_.size()] index in experts_ of the expert whose matrix was last read into the slot; -1: none.
         std::unique_ptr<std::atomic<int>[]> held;
-        // [experts_.size()] number of threads that have multiplied with each expert's matrix.
+        // [experts_.size()] number of threads that have multiplied by each expert's matrix.
         std::unique_ptr<std::atomic<int>[]> n_past;
         int n_asked = 0; // number of matrices whose reads have begun
-        int n_free = 0;  // number of matrices that all threads have multiplied with
+        int n_free = 0;  // number of matrices by which all threads have multiplied
     };
     bool kernels_take() const { return tier_->pool(); } // false in a simulation, which has no memory and no kernels
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
@@ -187,7 +187,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (i > n) { return -1; }
         order.i += 1;
         if (i > 0 && kind.n_past[i - 1].fetch_add(1, std::memory_order_acq_rel) + 1 == order.n_threads) {
-            Lock lock(shared_.mutex); // the last thread that has multiplied with the matrix lets readers overwrite it
+            Lock lock(shared_.mutex); // the last thread to multiply by the matrix lets readers overwrite it
             give_free(kind);
         }
         if (i == n || !wait_for_index(kind, i, is_first_thread)) { return -1; }

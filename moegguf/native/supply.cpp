@@ -86,8 +86,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        // The time at which the last awaited matrix had arrived from the file. Until then, the stall also counts for
-        // the tier in RAM.
+        // The time at which the last awaited matrix had arrived from the file. Until then, the stall is also attributed
+        // to the tier in RAM.
         uint64_t file_done = start;
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {
@@ -113,7 +113,7 @@ void Supply::finish(Context & context) {
     for (size_t i = 0; i < event.n_ids(); i++) { event.ids[i] = event.slot_of[event.ids[i]] - first_slot; }
 }
 
-// Functions of the parts of a context, and of the context itself.
+// Functions of a context and of its parts.
 
 const int32_t * Event::begin(const Choice & choice, int n_expert) {
     for (int expert : experts) { // clears the entries of the previous event, even if that event has failed

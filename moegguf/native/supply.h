@@ -33,17 +33,17 @@ struct Announced {
     int next = 0;                   // index of the first token after the passes that have begun
     std::vector<int32_t> sequences; // [n_tokens] sequence of each token; empty: all tokens have `sequence`
     std::vector<int32_t> phases;    // [n_tokens] phase of each token; empty: all tokens have `phase`
-    std::vector<int32_t> outputs;   // [n_tokens] 1: the token gets logits; empty if `sequences` is empty
+    std::vector<int32_t> outputs;   // [n_tokens] 1: the token's logits are needed; empty if `sequences` is empty
 };
 
 struct Pass {
     static constexpr int none = INT32_MAX; // value of `il` between passes: the next layer starts a pass
 
-    int il = none; // layer that is computed now
+    int il = none; // layer that is being computed
     uint64_t number = 0;
     int n_tokens = 0;     // number of tokens of the pass; the last layer may be computed for fewer tokens
     bool decodes = false; // true: the pass has one token, or decodes one token of each of its sequences
-    int n_experts = 0;    // sum of the numbers of experts that the layers have chosen so far
+    int n_experts = 0;    // number of experts that the layers have chosen so far, summed over layers
     // True: MOEGGUF_SWEEP is set, this pass and the previous pass have several tokens, and the previous pass used more
     // experts than there are usable slots.
     bool cycles = false;
@@ -63,7 +63,7 @@ struct Choice {
     // The backend that computes the layer, if its stream can itself wait for copies. nullptr: the compute thread waits.
     ggml_backend_t stream = nullptr;
     const float * weights = nullptr;
-    const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; nullptr: not needed or not available
+    const float * inputs = nullptr; // [n_tokens][n_embd] router inputs; nullptr: not needed or not available
     int n_embd = 0;
 };
 
@@ -174,9 +174,9 @@ struct Context {
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // scheduler that computes the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
-    HostIds ids;                              // host copies of ids that are in a device's memory
-    std::vector<float> weights;               // host copy of routing weights that are in a device's memory
-    std::vector<float> inputs;                // host copy of router inputs that are in a device's memory
+    HostIds ids;                              // host copies of ids that are in device memory
+    std::vector<float> weights;               // host copy of routing weights that are in device memory
+    std::vector<float> inputs;                // host copy of router inputs that are in device memory
 };
 
 // Supplies each expert in its own slot. An absent expert gets a free slot or the slot of a victim. This class serves
@@ -210,7 +210,8 @@ class Supply {
     // Waits until each slot has these matrices or has failed, or until the store is cancelled. Does not wait for
     // streamed experts, nor for submitted copies if the context has a stream: the stream then waits for them.
     virtual void wait(Context & context, uint8_t kinds);
-    virtual void finish(Context & context); // replaces the event's expert ids with slot ids; a stream keeps them
+    // Replaces the event's expert ids with slot ids; a stream leaves the expert ids unchanged.
+    virtual void finish(Context & context);
 
   protected:
     // Looks up the event's experts, and pins at most `most` of those that have slots. All others count as misses. Must

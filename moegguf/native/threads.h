@@ -1,6 +1,6 @@
-// threads.h: settings that help a store's own threads and the compute threads share the processors. ShortSpins may
-// start an idle OpenMP team of two threads for the process. This file knows nothing about stores or about the work that
-// threads do.
+// threads.h: settings that help a store's own threads and the compute threads share processors. ShortSpins may start an
+// idle OpenMP team of two threads for the process. This file knows nothing about stores or about the work that threads
+// do.
 #pragma once
 
 #include "layout.h"

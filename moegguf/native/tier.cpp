@@ -1,4 +1,4 @@
-// tier.cpp: implements tier.h: the verbs that change a slot, sizes of tiers, and the tiers of a store.
+// tier.cpp: implements tier.h: the verbs that change a slot, tier sizes, and the tiers of a store.
 #include "tier.h"
 
 #include "clock.h"
@@ -159,8 +159,8 @@ void Tier::vacate(int s) {
     give_back(s);
     const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
     if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-        // The expert leaves the device. So its copy in RAM becomes the most recently used slot, and stays longer than
-        // copies of experts that are still on the device.
+        // The expert leaves the device. So its copy in RAM becomes the most recently used slot there, and stays longer
+        // than copies of experts that are still on the device.
         ram_->residency.touch(r);
     }
     residency.vacate(s);

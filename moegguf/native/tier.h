@@ -4,8 +4,8 @@
 // the tiers of devices. The staging tensors of a device form another tier, for prompts.
 //
 // Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches,
-// and assigns and borrows the slots in RAM from which slots of devices are filled. Both kinds of links settle a slot
-// when a transfer into it has ended. A slot that failed is vacated once it has no pins.
+// and assigns and borrows the slots in RAM from which device slots are filled. Both kinds of links settle a slot when a
+// transfer into it has ended. A slot that failed is vacated once it has no pins.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
 // counted only here: ready hits, late hits (the expert has a slot but is not complete) and misses. A tier queues no
@@ -23,13 +23,13 @@ namespace moegguf {
 
 class Copies;
 
-// disk: the shards of the GGUF, which have every expert. All other tiers have slots. ram: slots from which slots of
-// devices are filled. compute: slots with which layers compute. staging: tensors with all experts of a layer, for
+// disk: the shards of the GGUF, which contain every expert. All other tiers have slots. ram: slots from which device
+// slots are filled. compute: slots from which layers compute. staging: tensors with all experts of a layer, for
 // prompts.
 enum class TierId : uint8_t { disk, ram, compute, staging };
 
 // A reference to the slot of an expert. It is valid while the slot has this generation. For the tier `disk`, `slot` is
-// -1, and the layout has the offsets in the file.
+// -1, and the layout contains the offsets in the file.
 struct SlotRef {
     TierId tier = TierId::disk;
     int slot = -1;
@@ -47,7 +47,7 @@ struct Job {
     bool demand = false; // true: a compute thread waits for the transfer; false: a prefetch
     // Value of Slot::requests of the destination when the job was queued. Streamed: the number of the stream.
     uint32_t requests = 0;
-    uint64_t bytes = 0;    // size of these matrices together in bytes; set when the transfer begins
+    uint64_t bytes = 0;    // total size of these matrices in bytes; set when the transfer begins
     uint64_t begun_ns = 0; // time at which the transfer began
     int streamed = -1;     // index of the expert in the stream; -1: the expert is not streamed
 };
@@ -55,8 +55,8 @@ struct Job {
 // The maximum number of staging tensors of one device (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
-// Returns the largest number of tokens in a pass for which a device's results have the same bits as if every expert
-// were resident. The number is valid for any number of slots and any type of weights. It is 1 for NULL, and if the ggml
+// Returns the largest number of tokens in a pass for which a device's results are bit-identical to those with every
+// expert resident. The number is valid for any number of slots and any weight type. It is 1 for NULL, and if the ggml
 // backend does not report it. For a CUDA card that ggml does not know, it is least_of_cuda. `name`: ggml's name of the
 // device.
 int most_slot_tokens(const char * name);
@@ -193,8 +193,7 @@ bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
 }
 
 struct Tiers {
-    // Throws Error(INVALID) for devices, layers and slots that do not fit together, and Error(MEMORY) if a device
-    // refuses memory.
+    // Throws Error(INVALID) for inconsistent devices, layers and slots, and Error(MEMORY) if a device refuses memory.
     Tiers(const Layout & layout, const moegguf_config & config);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
@@ -211,9 +210,9 @@ struct Tiers {
     void check() const; // calls Residency::check() and check_sources() of every tier
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
 
-    std::unique_ptr<Tier> ram;                  // slots in RAM from which slots of devices are filled; nullptr: none
+    std::unique_ptr<Tier> ram;                  // slots in RAM from which device slots are filled; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // one for each device that computes layers
-    std::vector<std::unique_ptr<Tier>> staging; // staging tensors of the devices that have some
+    std::vector<std::unique_ptr<Tier>> staging; // one for each device with staging tensors
     std::vector<Tier *> all;                    // every tier above
     std::vector<int> device_of_layer;           // [n_layer] index of the layer's device in `compute`
     Tier * on_cpu = nullptr;                    // the tier in `compute` that belongs to the CPU; nullptr: none

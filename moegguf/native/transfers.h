@@ -8,7 +8,7 @@
 // prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
-// the slot that has the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
+// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
 // device occupies a slot on the device and one in RAM. This class may assign, borrow, fill and vacate slots of every
 // tier.
 #pragma once
@@ -116,7 +116,7 @@ class Transfers final : public Link {
     void read(const Job & job, const ReadBuffer & buffer);
 
     const int n_readers_;
-    int n_at_once_ = 1; // maximum number of reads at the same time
+    int n_at_once_ = 1; // maximum number of concurrent reads
     StreamedReads * streamed_ = nullptr;
     Ring<Want> wants_[n_causes]; // [cause] prefetches that have no slot yet
     int n_demand_reading_ = 0;

@@ -16,13 +16,13 @@ void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-// A token that the draft context predicts with a lower probability ends the draft, and is left out.
+// Minimum probability of a token from the draft context. A less probable token ends the draft, and is left out.
 constexpr float least_probability = 0.5f;
 // Largest number of tokens in a draft by MTP heads; each guess depends on the previous one.
 constexpr int32_t most_by_heads = 4;
 
 // The drafting state of one sequence. Each sequence has its own n-gram objects, because upstream's objects never forget
-// tokens. When a sequence keeps none of its tokens, its n-gram objects are replaced.
+// tokens. When no token of a sequence is kept, its n-gram objects are replaced.
 struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
@@ -65,7 +65,7 @@ struct drafts {
 
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
-    // Makes an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
+    // Creates an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
     // that followed the most recent earlier occurrence of these tokens, if at least `key` tokens followed it.
     // Otherwise, for example if a few tokens repeat over and over, the draft comes from an older occurrence that is
     // followed by more tokens.
@@ -141,9 +141,9 @@ struct drafts {
     }
 
     // Evaluates all tokens of the sequence except the last with the draft model. If this fails, for example because the
-    // draft context has no room, clears the sequence there and returns false. MTP heads evaluate nothing here, because
-    // they evaluate each pass of the target. For heads, returns true if they have evaluated exactly this number of
-    // tokens.
+    // draft context has no room, clears the sequence in the draft context and returns false. MTP heads evaluate nothing
+    // here, because they evaluate each pass of the target. For heads, returns true if they have evaluated exactly all
+    // tokens except the last.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
@@ -172,8 +172,8 @@ struct drafts {
 
     // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes each sequence's
     // positions from its first token in the pass on, because they are left over from drafts. If positions before the
-    // pass are missing, as in a restored or copied context, removes the whole sequence, which then starts again at the
-    // pass.
+    // pass are missing, as in a restored or copied context, removes the whole sequence, and the heads start over at
+    // this pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -25,7 +25,7 @@ typedef struct drafts drafts;
 enum drafts_source { DRAFTS_LONG_NGRAM, DRAFTS_SHORT_NGRAM, DRAFTS_MODEL, DRAFTS_SOURCES };
 
 struct drafts_config {
-    int32_t key[2]; // length of the long and of the short n-gram, in tokens; 0: not used
+    int32_t key[2]; // lengths of the long and the short n-gram, in tokens; 0: not used
     int32_t n_seq;  // number of sequences in the target context
     int32_t n_max;  // largest number of tokens in a draft
     struct llama_context * target;
@@ -57,7 +57,7 @@ DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * re
 // Must be called right after the target context has evaluated this batch. If the target's heads make drafts, they also
 // evaluate the batch. The tokens of each sequence must be consecutive in the batch.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
-// Must be called after the first n tokens of the sequence's last draft were accepted.
+// Must be called after the first n tokens of the sequence's last draft have been accepted.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
 #ifdef __cplusplus

@@ -455,7 +455,7 @@ struct Tile {
     }
 };
 
-// Returns the places in `memory` at which the sums of one part of a tile are kept until all parts are computed.
+// Returns the addresses in `memory` that hold the sums of one part of a tile until all parts have been computed.
 AttentionSums sums_at(const Shape & s, float * memory) {
     const int64_t n = s.n_heads * s.n_of_tokens;
     return {memory, memory + n, memory + 2 * n};

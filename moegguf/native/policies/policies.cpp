@@ -1,5 +1,5 @@
 // policies.cpp: the table of policies that can be chosen by name, and the policies that do not estimate the next use.
-// expected_use.cpp has the policies that do. All policies touch only their own tables (policy.h).
+// expected_use.cpp contains the policies that do. All policies touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {
@@ -33,7 +33,7 @@ class DecayedFrequency final : public EvictionPolicy {
     FadingAverage average_;
 };
 
-// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used at least
+// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that have been used at least
 // twice since they were loaded are protected. All other experts are on probation, and are evicted first. The protected
 // segment holds at most a share of the layer's resident experts; this share is the policy's only value. At the layer's
 // next routing event, the least recently used experts above this share go back on probation.
@@ -95,7 +95,7 @@ class Slru final : public EvictionPolicy {
 
     const Layout & layout_;
     const float share_;
-    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert was loaded but not used yet
+    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert has been loaded but not used yet
     std::vector<uint64_t> used_;   // [n_layer * n_expert_max] clock_ at a protected expert's last use; 0: on probation
     std::vector<int> n_resident_;  // [n_layer] number of experts with a slot
     std::vector<int> n_protected_; // [n_layer] number of protected experts

@@ -198,8 +198,8 @@ class Eamc final : public Predictor {
     }
 
   private:
-    // Finds the entries that are most similar to the pass so far, by the cosine between their counts of uses. Among
-    // equally similar entries, it prefers entries with more tokens.
+    // Finds the entries that are most similar to the pass so far, by the cosine between their use counts. Among equally
+    // similar entries, it prefers entries with more tokens.
     void match() {
         const int n = n_matches_;
         float top[most_matches] = {};

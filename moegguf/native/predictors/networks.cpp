@@ -1,6 +1,6 @@
-// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) use the
-// input of a layer's router. DuoServe-MoE's ExpertMLP uses the experts that routers chose. The predictors touch only
-// their own tables (predictor.h).
+// networks.cpp: predictors that multiply by matrices. Skip prediction and ProMoE's learned networks (mlp) use the input
+// of a layer's router. DuoServe-MoE's ExpertMLP uses the experts that routers chose. The predictors touch only their
+// own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -8,8 +8,8 @@
 namespace moegguf {
 namespace {
 
-// The base of predictors that compute with a router's input. Keeps a rounded copy of the last router input, if the
-// sequence has one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
+// The base of predictors that use a router's input. Keeps a rounded copy of the last router input, if the sequence has
+// one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }
@@ -42,7 +42,7 @@ class InputPredictor : public Predictor {
 // the same order as their softmax.
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
 
-// Skip prediction: multiplies a later layer's router with an earlier router's input. It computes the scores by which
+// Skip prediction: applies a later layer's router to an earlier router's input. It computes the scores by which
 // llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert whose
 // score is 1/k of the sum of all scores gets the probability 0.5.
 class Skip final : public InputPredictor {
@@ -185,7 +185,7 @@ class Mlp final : public InputPredictor {
 
 // DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its inputs are all choices of the pass so far,
 // the popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts
-// one layer ahead, if the sequence has one token in this pass and every layer so far was observed.
+// one layer ahead, if the sequence has one token in this pass and every layer so far has been observed.
 class ExpertMlp final : public Predictor {
   public:
     ExpertMlp(const Layout & layout, const Arrays & arrays)
@@ -246,7 +246,7 @@ class ExpertMlp final : public Predictor {
     const float * affinity_;
     Network network_;
     std::vector<float> state_;
-    std::vector<int> chosen_;   // experts that the last layer chose
+    std::vector<int> chosen_;   // experts that the router of the last observed layer chose
     std::vector<float> logits_; // scratch
     int n_seen_ = -1;           // number of layers observed in this pass; -1: no prediction is possible in this pass
 };

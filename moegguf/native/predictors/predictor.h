@@ -1,5 +1,5 @@
 // predictor.h: the interface of a predictor. A predictor estimates how probable the experts of later layers are, from
-// the pass's tokens and from the layers that were observed so far. Arithmetic only: no threads, no locks.
+// the pass's tokens and from the layers that have been observed so far. Arithmetic only: no threads, no locks.
 //
 // To add a predictor, write a class in this folder, with a `const PredictorType NAME_predictor`. Declare this constant
 // below and list it in predictors.cpp.
@@ -102,7 +102,7 @@ std::unique_ptr<Predictor> make_predictor(const Layout & layout, const Arrays & 
 
 struct PredictorType {
     const char * name;
-    bool needs_inputs;   // true: the predictor needs the inputs of routers
+    bool needs_inputs;   // true: the predictor needs router inputs
     bool sees_next_pass; // true: after the last layer, the predictor also predicts the next pass
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
 };

@@ -111,7 +111,7 @@ class RoutingPath final : public Predictor {
     }
 
     // Predicts the experts of a single token. Several tokens (a prompt) are only remembered. Ids outside the vocabulary
-    // stand for embeddings, and reset the predictor.
+    // represent embeddings, and reset the predictor.
     void on_tokens(const int32_t * tokens, int n) override {
         logits_.clear();
         if (std::any_of(tokens, tokens + n, [this](int token) { return token < 0 || token >= n_vocab_; })) {
