@@ -61,8 +61,14 @@ def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
         ("model", f"{row.get('model_type', layout.arch)}, {format_bytes(layout.n_bytes)}; {digests}"),
         ("memory for experts", f"{row['expert_cache']}, {slots} experts"),
         ("build", f"llama.cpp {build.get('llama.cpp pin', '-')}; {doctor['moegguf'].get('system', '-')}"),
-        ("input", row["feed"].replace(str(TEXT), "the demo's README")),
+        ("input", _input(row["feed"])),
     ]  # fmt: skip
+
+
+def _input(feed: str) -> str:
+    """Returns a row's `feed` without the folder of its text file, which may contain the user's name."""
+    kind, _, path = feed.partition(" ")
+    return " ".join(filter(None, (kind, "the demo's README" if path == str(TEXT) else Path(path).name)))
 
 
 def _title(row: Row) -> str:
