@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ServedModel:
     """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it for
     `keep_alive` after an answer (None: the server's setting). `entry`: the model's name and the settings of its
-    Modelfile. `names`: the object that finds and creates models, which is this object."""
+    Modelfile. `names`: the object that finds and creates models; here, this object itself."""
 
     must_load = False
     stats = placement = None  # unknown: the server's counters include other clients' answers
@@ -60,7 +60,7 @@ class ServedModel:
         return _named(name, self._show(name))
 
     def entries(self, prefix: str) -> list[ModelEntry]:
-        """Returns the server's models whose names begin with `prefix`, in any case."""
+        """Returns the server's models whose names begin with `prefix`, ignoring case."""
         return [
             ModelEntry(
                 m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
