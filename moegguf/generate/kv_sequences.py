@@ -21,7 +21,7 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # a prompt waits if another prompt will compute this many more tokens of a shared prefix
+MIN_SHARED_TOKENS = 32  # a prompt waits if another one will compute at least this many more tokens of a shared prefix
 MIN_SHIFTED = 4  # number of tokens that `num_keep` cannot protect, so that a shift can drop some, as in llama.cpp
 MIXED_STEP_TOKENS = 128  # token limit of a step in which sequences decode, if all experts are in memory
 
