@@ -51,8 +51,8 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 class AccessControl:
     """ASGI middleware that refuses requests that may not use this server.
 
-    With `loopback`, the server listens only for this machine, and every request needs a Host header that `is_own_host`
-    accepts.
+    With `loopback`, the server accepts connections only from this machine, and every request needs a Host header that
+    `is_own_host` accepts.
 
     If there are `api_keys` or `trusted` networks, a request must have a key or come directly from a trusted network.
     OPEN_PATHS, files of the page and OPTIONS requests are exempt. This machine is trusted if there are trusted
@@ -104,7 +104,7 @@ class AccessControl:
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
         current_client.set(BACKGROUND if IN_BACKGROUND.search(headers.get(b"priority", b"")) else client)
         if len(self._keys) > 1:
-            scope["key"] = None if key is None else key + 1  # number of the key, from 1, for the log
+            scope["key"] = None if key is None else key + 1  # number of the key in the log, counted from 1
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
