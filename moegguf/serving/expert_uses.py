@@ -1,6 +1,6 @@
 """Counts which experts each client's requests use, so that one client's snapshots do not show the experts of others.
 
-The store counts the uses of all passes together. Successive passes that compute only for one client are counted for
+The store counts the uses of all passes together. Consecutive passes that compute only for one client are counted for
 this client. A pass that computes for several clients is not counted for any client.
 """
 

@@ -92,8 +92,8 @@ def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list
     """Returns the requests in the order in which they would be served now.
 
     Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
-    or ended. `served` has the ticket of this second time for waiting clients. Background requests come last until they
-    have waited for MAX_WAIT_S.
+    or ended. `served` maps each waiting client to this second time, given as a ticket. Background requests come last
+    until they have waited for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
@@ -348,7 +348,7 @@ class Calls(ABC):
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Returns the scores of documents for a query, as vectors of one number. Raises the errors of
+        """Returns the scores of documents for a query, as one-element vectors. Raises the errors of
         `moegguf.generate.embedding.rank`."""
         from moegguf.generate.embedding import Embeddings
 

@@ -268,7 +268,7 @@ class MemoryLimits:
 
     In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the memory that was free at
     construction, less a margin. It is smaller if other programs have taken more memory since then. On a device, the
-    limit is the smallest number of free bytes seen so far, where memory of models counts as free.
+    limit is the smallest number of free bytes seen so far, where memory used by models counts as free.
     """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:

@@ -206,7 +206,7 @@ class ModelManager:
         If the entry's name uses no loaded model, returns snapshots of all loaded models with the entry's files. With
         the setting `tells_clients_apart`, the snapshots count only the requests of the current client.
 
-        watch_s: for this many seconds, workers count all uses; the caller should call again before they end.
+        watch_s: for this many seconds, workers count all uses; the caller should call again before this time ends.
         """
         client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]

@@ -115,7 +115,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 def build(kind: type[Kind], data: Any) -> Kind:
     """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises WorkerError if the conversion fails.
-    Types that JSON has are not checked."""
+    Values of JSON's own types are not checked."""
     reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
     try:
         return typing.cast(Kind, reader(data))

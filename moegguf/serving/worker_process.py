@@ -118,7 +118,7 @@ def device_failure(text: str) -> str:
 
 
 class WorkerProcess:
-    """A worker process. Its errors contain no name of a model, since several names may use the process."""
+    """A worker process. Its errors do not name a model, since several names may use the process."""
 
     def __init__(self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S) -> None:
         self._echo_stderr = echo_stderr
@@ -282,7 +282,7 @@ class WorkerProcess:
             sys.stderr.write(text)
 
     async def _read_stderr(self) -> None:
-        """Reads the process's stderr and keeps its last bytes, for the error message of a crash."""
+        """Reads the process's stderr and keeps its last bytes, for the error message after a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
             self._echo(data.decode(errors="replace"))
