@@ -111,7 +111,7 @@ class ServedModel:
         self.spinner.show(f"loading {entry.name} in the server at {self.url}")
         options = of_loading(conversation.user_parameters())
         body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
-        kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 would unload it
+        kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 unloads the model
         self._client.post("/api/generate", body | kept)
         self.entry, self.reads_images = entry, "vision" in shown["capabilities"]
 
