@@ -40,7 +40,7 @@ MARGIN = 0.03  # drafts with a smaller expected gain are trials; the unit is the
 BASE_PASSES = 9  # number of most recent passes without drafts whose median is used as the time of such a pass
 RENEW_PASSES = 32  # number of passes with drafts after which one pass without drafts is measured
 TRIAL_TOKENS = 3  # maximum number of tokens in a trial draft
-MEMORY = 0.9  # decay of older sums at each new measurement, for costs and for one answer's acceptances
+MEMORY = 0.9  # factor applied to older sums at each new measurement, for costs and for one answer's acceptances
 PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each `Source`, before any draft was verified
 
 
@@ -253,7 +253,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # drafts end before the answer's and context's limits
+            if text.repeats and sequence.prompt.images is None:  # drafts obey the answer's and context's limits
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )

@@ -316,7 +316,7 @@ class _Renderer:
             raise TemplateError(
                 "the chat template leaves out an image; give the model a template with a place for images."
             )
-        texts[-1] = texts[-1] or "\n"  # the answer begins after a text, not after an image
+        texts[-1] = texts[-1] or "\n"  # the answer must come after text, not after an image
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)

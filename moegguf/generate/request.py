@@ -145,7 +145,7 @@ class Request:
 
     @property
     def begins_with_token(self) -> bool:
-        """True if the context begins with a token id. Then no BOS is added: the request must contain it."""
+        """True if the context begins with a token id. No BOS is then added; the request must contain its own."""
         return bool(self.context) and isinstance(self.context[0], int)
 
 
@@ -181,7 +181,7 @@ class TokenLogprob(TokenChance):
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer: text, thinking or complete tool calls. Usually only one of them is not empty."""
+    """A part of an answer: text, thinking or complete tool calls. Usually only one of the three is non-empty."""
 
     text: str = ""
     thinking: str = ""
@@ -236,8 +236,8 @@ class AnswerSummary:
     cut_tokens: int = 0  # tokens that were left out of the prompt
     n_shifts: int = 0  # number of times that the full context lost its older half
     context: tuple[int, ...] = ()  # tokens of prompt and answer if the request had `return_context`, otherwise empty
-    # Counts of all computation while the answer was computed, including computation for other answers. `answer_stats`
-    # counts only from the answer's first token on.
+    # Counters of all computation during the answer, including computation for other answers. `answer_stats` counts only
+    # from the answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 

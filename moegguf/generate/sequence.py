@@ -65,7 +65,7 @@ class KvSequence:
     tokens: list[int] = field(default_factory=list)
     owner: str = ""  # owner of these tokens, as `Sequence.owner` returns it
     sequence: Sequence | None = None  # the sequence that uses the place; None if the place is free
-    n_used: int = 0  # number of the step that used it last
+    n_used: int = 0  # number of the last step that used the place
     # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
     n_clean: int | None = None
 
@@ -206,7 +206,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """True if only the token that was sampled last must still be evaluated."""
+        """True if only the last sampled token still has to be evaluated."""
         return self.n_pending == 1 and bool(self.generated)
 
     @property
