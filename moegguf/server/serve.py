@@ -124,7 +124,7 @@ class Protocol(H11Protocol):
         self._headers_timer = None if most_s is None else self.loop.call_later(most_s, self.transport.close)
 
     def handle_events(self) -> None:
-        """Stops the timer for headers when a request's headers have arrived."""
+        """Stops the header timer when a request's headers have arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._limit_headers(None)
@@ -135,7 +135,7 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer for headers."""
+        """Stops the header timer."""
         self._limit_headers(None)
         super().connection_lost(exc)
 

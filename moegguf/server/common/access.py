@@ -33,7 +33,7 @@ ORIGINS = (
     ),
     *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
 )
-OPEN_PATHS = ("/", "/health")  # paths that need no key: the page, Ollama's greeting and the server's health
+OPEN_PATHS = ("/", "/health")  # paths that need no key: the page, Ollama's greeting and the health check
 OPEN_PREFIX = "/page/"
 # Matches names of headers that proxies, load balancers, CDNs and tunnels add to a request. Such a name contains a fact
 # about the client, such as its address, or the name of a product.
@@ -97,8 +97,8 @@ class AccessControl:
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
-        # Waiting clients take turns. A client is a key and an address, so two machines with one key have separate
-        # turns. A proxy's headers about its clients are ignored, since anyone can write such headers.
+        # Waiting clients take turns. A client is identified by its key and its address, so two machines with one key
+        # have separate turns. A proxy's headers about its clients are ignored, since anyone can write such headers.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"

@@ -410,8 +410,8 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI has no word for a cancelled
-        answer, so its reason is one of the last two."""
+        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI has no value for a cancelled
+        answer, so such an answer gets one of the last two."""
         if done.summary.finish == "length":  # even after tool calls, since the last call may be incomplete
             return "length"
         return "tool_calls" if self.n_calls else "stop"

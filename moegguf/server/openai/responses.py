@@ -247,8 +247,8 @@ class _Form(NamedTuple):
 
     prefix: str  # beginning of the item's id
     number: str  # key of the part's index in an event
-    part: str  # name of the part in types of events
-    text: str  # name of the text in types of events
+    part: str  # name of the part in event types
+    text: str  # name of the text in event types
     kind: str  # value of "type" in the part
     key: str  # key of the list of parts in the item
 
