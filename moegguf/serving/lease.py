@@ -53,8 +53,8 @@ class LeaseRequest:
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True if it generates or embeds; at most `n_parallel` such requests use a model at once
-    # number that increases in the order of arrival, for all models together
+    will_answer: bool = True  # True if it will generate or embed; at most `n_parallel` such requests use a model at once
+    # number that increases in order of arrival, across all models
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
@@ -74,8 +74,8 @@ class LeaseRequest:
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model, unless it has ended. If there is an `error`, the waiting caller receives it as
-        an exception."""
+        """Ends the wait for the model, unless the wait has already ended. If there is an `error`, the waiting caller
+        receives it as an exception."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -312,7 +312,7 @@ class Calls(ABC):
     @abstractmethod
     def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """Yields a worker's reply to a message of this kind: events, then the value. Raises the worker's error, or
-        WorkerError."""
+        WorkerError if the process fails."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """Yields the events of a call, then its value. Repeats the call once, as the class describes."""
@@ -330,7 +330,7 @@ class Calls(ABC):
 
     async def value(self, kind: str, **fields: Any) -> Any:
         """Returns the value of a call: for "count" the number of tokens in a conversation's prompt, for "render" the
-        prompt's text. Raises the worker's error, or WorkerError."""
+        prompt's text. Raises the worker's error, or WorkerError if the process fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -362,8 +362,8 @@ class Calls(ABC):
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
     async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
-        """Returns the tokens of a string. `special`: recognizes names of special tokens. `add_special`: adds the tokens
-        that the model puts around a text, such as BOS and EOS."""
+        """Returns the tokens of a string. `special`: True to recognize names of special tokens. `add_special`: True to
+        add the tokens that the model puts around a text, such as BOS and EOS."""
         return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:

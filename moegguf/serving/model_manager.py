@@ -196,7 +196,7 @@ class ModelManager:
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     def loading(self) -> dict[str, float]:
-        """Returns {name that waits for a load that has begun: share of the model that was read so far, 0 to 1}."""
+        """Returns {name that waits for a load that has begun: share of the model that has been read so far, 0 to 1}."""
         is_loading = [model for model in self._models.values() if model.process is None and model.used]
         return {request.name: model.load_share for model in is_loading for request in model.waiting}
 

@@ -62,7 +62,7 @@ class LineError(Exception):
 class RequestLine:
     """A line of a file of requests, without the request's body."""
 
-    number: int  # number of the line, from 1, also counting empty lines
+    number: int  # line number, counted from 1; empty lines count too
     offset: int  # position of the line in the file (in its copy, if the file is in UTF-16), in bytes
     n_bytes: int
     content_hash: int  # Python's hash of the line's bytes, which differs from process to process
@@ -278,7 +278,7 @@ class Journal:
 
     database: Database
     batch: str = ""  # id of the batch in the database; "" if the database has only one batch
-    # {number of a line: True if its request succeeded}
+    # {line number: True if the line's request succeeded}
     answered: dict[int, bool] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     # called before an answer is stored, with the size of its line in bytes; may raise StorageError
@@ -410,7 +410,7 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
 def finished_counts(path: Path, requests: Requests) -> Counts | None:
     """Returns the counts of a finished file of answers at `path`, or None if there is no file.
 
-    Raises BatchFileError if the file does not have exactly the answers to `requests`, in their order.
+    Raises BatchFileError if the file does not have exactly the answers to `requests`, in the same order.
     """
     if not path.exists():
         return None

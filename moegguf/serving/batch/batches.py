@@ -75,7 +75,7 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    owner: str = ""  # only requests of this owner can see the batch (`is_visible`); "": all requests can
+    owner: str = ""  # the batch is visible only to this owner's requests (`is_visible`); "": to all requests
 
 
 @dataclass(eq=False)
@@ -335,7 +335,7 @@ class Batches:
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
         with file:
-            # A thread checks the file, because a large file can take seconds.
+            # The file is checked on a thread, because checking a large file can take seconds.
             yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager

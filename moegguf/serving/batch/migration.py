@@ -1,4 +1,4 @@
-"""Moves files and batches from a folder of an older version into the database.
+"""Moves files and batches into the database from a folder that an older version wrote.
 
 Older versions had a JSON file for each stored file and each batch. For each unfinished batch they had a folder with its
 requests and answers.
