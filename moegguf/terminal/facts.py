@@ -31,7 +31,7 @@ from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
-READING_TOKENS_PER_S = 5.0  # speed of a person who reads fast
+READING_TOKENS_PER_S = 5.0  # reading speed of a fast reader
 RESERVE_BYTES = 1 << 30  # memory kept for a context, buffers and the process itself
 
 Facts = dict[str, Any]
@@ -94,7 +94,7 @@ class SupposedDevice:
     GPU."""
 
     memory_bytes: int
-    memory_bytes_per_s: float  # bandwidth of its memory
+    memory_bytes_per_s: float  # memory bandwidth
     link: Link  # link between the GPU and RAM
 
     @classmethod
