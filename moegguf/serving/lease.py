@@ -53,7 +53,7 @@ class LeaseRequest:
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True if it will generate or embed; at most `n_parallel` such requests use a model at once
+    will_answer: bool = True  # True if it will generate or embed; up to `n_parallel` such requests use a model at once
     # number that increases in order of arrival, across all models
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
