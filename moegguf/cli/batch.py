@@ -254,8 +254,8 @@ async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
     """Returns the progress as text: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left".
 
-    The speed counts the tokens of answers, or the tokens of prompts if the answers have no tokens. `before` are the
-    counts at the start, `seconds` ago.
+    The speed counts the tokens of answers, or the tokens of prompts if the answers have no tokens. `before`: the counts
+    at the start, `seconds` ago.
     """
     failed = f", {now.failed:,} failed" if now.failed else ""
     parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]

@@ -139,7 +139,8 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
 
 
 def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
-    """Parses the values of -pg, such as "512,128": tokens of a prompt and of a generation. Raises OptionError."""
+    """Parses the values of -pg, such as "512,128": the numbers of prompt tokens and generated tokens. Raises
+    OptionError."""
     pairs = []
     for value in values:
         numbers = parse_ints([value], "-pg")

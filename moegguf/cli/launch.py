@@ -80,8 +80,8 @@ def _leave_to_program(*_: object) -> None:
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key. Otherwise, if
-    `model` is missing from a server on this machine, fetches it."""
+    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the API key. Otherwise,
+    if `model` is missing from a server on this machine, fetches it."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -107,7 +107,7 @@ def _name_on_server(model: str) -> str:
 
 def _default_model(client: Client) -> str:
     """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If no
-    server answers, returns the name of the newest model on this machine. In each case skips the demo if possible."""
+    server answers, returns the name of the newest model on this machine. Prefers any other model to the demo."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 

@@ -148,7 +148,7 @@ def parse_threads(text: str) -> int | None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names that begin with `incomplete`, in any case, for completion in a shell: models on this machine,
+    """Returns the names that begin with `incomplete`, ignoring case, for completion in a shell: models on this machine,
     then models of the library."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import library

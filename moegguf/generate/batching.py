@@ -1,6 +1,6 @@
 """Answers many requests together: a step is usually one pass, with the next token of every running sequence.
 
-A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not stop the answers
+A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not hold up the answers
 that are being generated. Only a prompt that is computed alone may take several passes in one step. (Continuous
 batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) If one sequence is cancelled, or needs an
 expert that cannot be read, the others go on. Any other error of a pass ends all of its sequences.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 KEEP_AGAIN_S = 0.05  # seconds between attempts to write computed tokens to disk while the model is idle
-LAST_KEEP_S = 2.0  # seconds for which the loop retries to write computed tokens to disk when it ends
+LAST_KEEP_S = 2.0  # seconds for which the ending loop keeps trying to write computed tokens to disk
 CLOSED = "the model is closed; load it again."
 CANCELLED = "the request was cancelled while it waited; send it again."
 MAX_READERS = 32  # threads that read prompts; several, so that a slow template does not delay other requests
@@ -96,7 +96,7 @@ class BatchLoop:
     # Methods that any thread may call
 
     def submit(self, request: Request, events: AnswerEvents) -> Sequence:
-        """Starts to answer a request and returns its sequence. If the request is invalid or the loop is closed,
+        """Starts answering a request and returns its sequence. If the request is invalid or the loop is closed,
         `events.on_end` receives the error."""
         sequence = Sequence(request, events)
         with self._changed:
@@ -179,8 +179,8 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Resets the scale of the LoRA adapter to the one that the model was loaded with. If this changes the scale,
-        also clears the context, because its tokens were computed with the other scale."""
+        """Resets the LoRA adapter's scale to its value when the model was loaded. If this changes the scale, also
+        clears the context, because its tokens were computed with the other scale."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:
@@ -270,8 +270,8 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            # Hits count only if no other sequence runs. They do not count if the client sent the context as tokens,
-            # since these may not be real text.
+            # Expert hits are recorded only if no other sequence runs. They are not recorded if the client sent the
+            # context as tokens, since these may not be real text.
             if not self._running and not work.request.begins_with_token:
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
@@ -344,8 +344,8 @@ class BatchLoop:
         return evaluated
 
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Evaluates a step. Returns the sequences that were evaluated, and the index of each one's row of logits. If
-        the KV cache was full, some sequences may have gone back to the queue; they are left out. After an exception,
+        """Evaluates a step. Returns the sequences that were evaluated, and the index of each sequence's row of logits.
+        If the KV cache was full, some sequences may have gone back to the queue; they are left out. After an exception,
         the KV cache contains each sequence's tokens from before the pass, or fewer of them. Raises ContextError if the
         KV cache has no room for one sequence."""
         remaining = step
@@ -414,8 +414,8 @@ class BatchLoop:
     def _take_pass(self, sequence: Sequence, row: int) -> tuple[int, bool]:
         """Records the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
         accepted if it equals the token that was just sampled; the rest of the draft is dropped from the KV cache.
-        Returns the number of new tokens in the KV cache. The second value is False if the pass has evaluated the prompt
-        to its end, or to its last token; otherwise True."""
+        Returns the number of new tokens in the KV cache. The second value is False if the pass evaluated the rest of
+        the prompt, or all of it except the last token; otherwise True."""
         kv = sequence.place
         is_prompt = not sequence.generated
         n_done = len(kv.tokens)

@@ -69,7 +69,7 @@ class Engine:
     Args:
         model: as for `moegguf.Llama`; or a loaded `Llama`, which keeps its options and stays loaded.
         parallel: maximum number of sequences that are computed together. Each may have `n_ctx` tokens of context. Some
-            models, such as models for embeddings, can only have one. A loaded `Llama` keeps its own number.
+            models, such as embedding models, allow only one. A loaded `Llama` keeps its own number.
         kv_tokens: number of tokens that fit into the KV cache, for all sequences together. If the KV cache is full, the
             newest request goes back to the queue and is computed again later. None: parallel * n_ctx, or less if the
             experts need the memory.
@@ -77,10 +77,10 @@ class Engine:
             (`moegguf.generate.kv_sequences`); None: all of them.
         options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
 
-    If the model is batch-invariant (`Llama.batch_invariant`), an answer has the same bits alone and together with
-    others, unless its context shifts. For other models, and for contexts that shift, `Sampling(exact=True)` computes a
-    request alone. All methods may be called from any thread. Raises the errors of `Llama`, and OptionError for options
-    given with a loaded `Llama`.
+    If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is computed alone
+    or together with others, unless its context shifts. For other models, and for contexts that shift,
+    `Sampling(exact=True)` computes a request alone. All methods may be called from any thread. Raises the errors of
+    `Llama`, and OptionError for options given with a loaded `Llama`.
 
     Example:
         >>> import moegguf

@@ -21,7 +21,7 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # a prompt waits if another prompt will compute this many more tokens of a shared prefix
+MIN_SHARED_TOKENS = 32  # a prompt waits if another one will compute at least this many more tokens of a shared prefix
 MIN_SHIFTED = 4  # number of tokens that `num_keep` cannot protect, so that a shift can drop some, as in llama.cpp
 MIXED_STEP_TOKENS = 128  # token limit of a step in which sequences decode, if all experts are in memory
 
@@ -73,7 +73,7 @@ class KvSequences:
         """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest tokens
         (see `loss`). A sequence with images gets place 0. Drops the place's tokens after the shared prefix."""
         free = [kv for kv in self._all if kv.sequence is None]
-        if len(self._all) == 1:  # methods of `Llama` also change the only place, so its tokens are read from `Llama`
+        if len(self._all) == 1:  # `Llama`'s own methods also change this place, so its tokens come from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.prompt.images is not None:
             free = self._all[:1]  # images are evaluated in place 0; the sequence is computed alone

@@ -252,7 +252,7 @@ class MarkParser(AnswerParser):
             yield from self._read_only_call(self._json_only)
 
     def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
-        """Waits until the held text has more than blanks and is not an incomplete mark of `marks`. Returns the held
+        """Waits until the held text is not only blanks and is not an incomplete mark from `marks`. Returns the held
         text without leading blanks, or "" if the answer has ended."""
         while not self._ended:
             body = self._held.lstrip()
@@ -326,7 +326,7 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that does not begin a call as text, unless the prompt ends with this mark."""
+        """Writes as text a mark that does not begin a call, unless the prompt ends with this mark."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 

@@ -44,7 +44,7 @@ Token = TypeVar("Token")
 class Prompt:
     """The prompt of a request, as tokens and as text."""
 
-    tokens: list[int]  # tokens of the prompt, including placeholders for images
+    tokens: list[int]  # tokens of the prompt, including image placeholders
     end: str = ""  # the whole text of the prompt; "" if not known, or for a conversation that is far too long
     n_tokens: int = 0  # tokens of the whole prompt; an estimate for a text that is far too long; 0: not counted
     template: str | None = None  # the chat template that rendered the messages
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def text_tokens(self) -> list[int]:
-        """The tokens without the placeholders of images."""
+        """The tokens without the image placeholders."""
         return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
 
 
@@ -106,7 +106,7 @@ def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
-    """Raises ContextError if a prompt of `n_tokens` tokens leaves no token of the context for the answer."""
+    """Raises ContextError if a prompt of `n_tokens` tokens leaves no room in the context for the answer."""
     if n_tokens >= n_ctx:
         raise ContextError(
             f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}, and the answer needs at least one token;"
@@ -178,7 +178,7 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 
     If the model has tokens for a repository (arXiv 2409.12186), each text follows its name. At the end, the constant
     "filename" is the name of the file with the gap. For other models the files are snippets without names. Raises
-    ContextError for a file that does not fit the context.
+    ContextError for a file that does not fit into the context.
     """
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
@@ -316,7 +316,7 @@ class _Renderer:
             raise TemplateError(
                 "the chat template leaves out an image; give the model a template with a place for images."
             )
-        texts[-1] = texts[-1] or "\n"  # the answer begins after a text, not after an image
+        texts[-1] = texts[-1] or "\n"  # the answer must come after text, not after an image
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)

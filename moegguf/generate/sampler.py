@@ -276,7 +276,7 @@ class Sampler:
             chain.add_dist(seed)
 
     def _add_penalties(self, sampling: Sampling) -> int:
-        """Adds the repetition penalties. Returns the number of most recent tokens that they count, or 0 if they are
+        """Adds the repetition penalties. Returns the number of most recent tokens that they examine, or 0 if they are
         off."""
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
             return 0

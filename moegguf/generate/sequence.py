@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many contexts long, as in Ollama
+MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many times as long as the context, as in Ollama
 
 MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that counts as repetition
 CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, because tables of numbers do
-AT_SCALE = " adapter at "  # separates the owner from the adapter's scale when the tokens were computed
+AT_SCALE = " adapter at "  # separates the request's owner from the adapter's scale in `Sequence.owner`
 
 _tickets = itertools.count(1)
 
@@ -65,14 +65,14 @@ class KvSequence:
     tokens: list[int] = field(default_factory=list)
     owner: str = ""  # owner of these tokens, as `Sequence.owner` returns it
     sequence: Sequence | None = None  # the sequence that uses the place; None if the place is free
-    n_used: int = 0  # number of the step that used it last
+    n_used: int = 0  # number of the last step that used the place
     # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
     n_clean: int | None = None
 
 
 @dataclass(eq=False)
 class Task:
-    """Work that needs the whole model: the batch loop runs it while no answer is computed."""
+    """Work that needs the whole model: the batch loop runs it while no answer is being computed."""
 
     run: Callable[[], object]
     stop: Callable[[], object]  # ends `run` early; called by another thread, or by the loop's thread before `run`
@@ -162,7 +162,7 @@ class Sequence:
         return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
-        """Returns True if both sequences may be in one pass: neither must be computed alone, and both use the same
+        """Returns True if both sequences may be in one pass: neither has to be computed alone, and both use the same
         scale of the model's adapter."""
         default = self._llm.lora_scale
         scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
@@ -206,7 +206,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """True if only the token that was sampled last must still be evaluated."""
+        """True if only the last sampled token still has to be evaluated."""
         return self.n_pending == 1 and bool(self.generated)
 
     @property
@@ -301,7 +301,7 @@ class Sequence:
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
         """Completes the summary. If `error` is None, also sends the text that was held back. Returns `error`, or the
-        error of parsing this text, or None if there is neither."""
+        error from parsing this text, or None if there is neither."""
         try:
             delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
         except Exception as found:

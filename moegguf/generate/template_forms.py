@@ -33,7 +33,7 @@ class Forms:
 
     part_roles: frozenset[str] = frozenset()  # roles whose content must be a list of parts
     merges_system: bool = False  # system messages become the beginning of the next user message
-    user_results: bool = False  # results of tools are user messages
+    user_results: bool = False  # tool results are user messages
     null_content: bool = False  # the content of a message with calls but no text is null, not ""
     text_arguments: bool = False  # the arguments of a call are a string of JSON, not an object
     empty_tools: bool = False  # if there are no tools, `tools` is an empty list, not null

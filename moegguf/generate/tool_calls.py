@@ -92,7 +92,7 @@ _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a tool, or a part of it, with its JSON schema."""
+    """A tool's parameter, or a part of one, with its JSON schema."""
 
     schema: Any = None
     root: Any = None  # the whole schema, in which references are resolved
@@ -500,7 +500,7 @@ _ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_valu
 
 
 class ToolCallBlock(Reader):
-    """Reads the content of a <tool_call> block, in any of the formats that models use in it."""
+    """Reads the content of a <tool_call> block, in any format that models use inside such a block."""
 
     def _reader(self, text: str) -> Reader:
         if text.lstrip().startswith(("{", "[")):
@@ -545,7 +545,7 @@ _CUT_MEMBER = re.compile(r'(?:(?<=[{\[])|,)\s*(?:"(?:[^"\\]|\\.)*"?\s*:?\s*)?[\w
 
 
 def closed_json(text: str) -> Iterator[str]:
-    """Yields two texts that may be valid JSON for a JSON text that was cut: first with all strings and brackets
+    """Yields two completions of a truncated JSON text, which may be valid JSON: first with all strings and brackets
     closed, then also without the last, incomplete member."""
     yield _closed(text)
     yield _closed(_CUT_MEMBER.sub("", text))

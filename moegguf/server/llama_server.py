@@ -200,8 +200,8 @@ class _TokenizeBody(Body):
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds the tokens that the
-    model puts around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
-    as these tokens."""
+    model puts around a text, such as BOS. `parse_special` (default: true) converts the names of special tokens in the
+    text to these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special, add_special=body.add_special is True)
@@ -274,8 +274,8 @@ def _biases_of(given: Any) -> Any:
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share.
 
-    The reasoning tags are the texts between which the model thinks. The model's own tags are used unless both a start
-    tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
+    The reasoning tags are the texts before and after the model's thinking. The model's own tags are used unless both a
+    start tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
     """
 
     limit = limits.BODY_BYTES

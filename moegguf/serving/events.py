@@ -85,7 +85,7 @@ class LoadedModel:
     n_parallel: int = 1  # maximum number of requests that the model answers at once
     n_answering: int = 0  # number of granted requests that generate or embed
     last_answer_tokens: int = 0  # tokens of the last answer to the owner of the current request
-    last_answer_s: float = 0.0  # seconds from the end of this answer's prompt to its end
+    last_answer_s: float = 0.0  # seconds from the end of that answer's prompt to the end of the answer
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ class LeaseRequest:
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True if it generates or embeds; at most `n_parallel` such requests use a model at once
-    # number that increases in the order of arrival, for all models together
+    will_answer: bool = True  # True if it will generate or embed; up to `n_parallel` such requests use a model at once
+    # number that increases in order of arrival, across all models
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
@@ -74,8 +74,8 @@ class LeaseRequest:
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model, unless it has ended. If there is an `error`, the waiting caller receives it as
-        an exception."""
+        """Ends the wait for the model, unless the wait has already ended. If there is an `error`, the waiting caller
+        receives it as an exception."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -92,8 +92,8 @@ def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list
     """Returns the requests in the order in which they would be served now.
 
     Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
-    or ended. `served` has the ticket of this second time for waiting clients. Background requests come last until they
-    have waited for MAX_WAIT_S.
+    or ended. `served` maps each waiting client to this second time, given as a ticket. Background requests come last
+    until they have waited for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
@@ -312,7 +312,7 @@ class Calls(ABC):
     @abstractmethod
     def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """Yields a worker's reply to a message of this kind: events, then the value. Raises the worker's error, or
-        WorkerError."""
+        WorkerError if the process fails."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """Yields the events of a call, then its value. Repeats the call once, as the class describes."""
@@ -330,7 +330,7 @@ class Calls(ABC):
 
     async def value(self, kind: str, **fields: Any) -> Any:
         """Returns the value of a call: for "count" the number of tokens in a conversation's prompt, for "render" the
-        prompt's text. Raises the worker's error, or WorkerError."""
+        prompt's text. Raises the worker's error, or WorkerError if the process fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -348,7 +348,7 @@ class Calls(ABC):
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Returns the scores of documents for a query, as vectors of one number. Raises the errors of
+        """Returns the scores of documents for a query, as one-element vectors. Raises the errors of
         `moegguf.generate.embedding.rank`."""
         from moegguf.generate.embedding import Embeddings
 
@@ -362,8 +362,8 @@ class Calls(ABC):
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
     async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
-        """Returns the tokens of a string. `special`: recognizes names of special tokens. `add_special`: adds the tokens
-        that the model puts around a text, such as BOS and EOS."""
+        """Returns the tokens of a string. `special`: True to recognize names of special tokens. `add_special`: True to
+        add the tokens that the model puts around a text, such as BOS and EOS."""
         return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:

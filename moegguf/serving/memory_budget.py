@@ -1,8 +1,8 @@
 """Computes the memory that a model needs, the memory that is available, and which idle models must be unloaded.
 
 Each model has a plan with all the memory that it can use, and plans with less memory. Plans are made from the headers
-of the model's files, before anything is loaded. A worker gets the plan for its load. This module knows nothing about
-processes.
+of the model's files, before anything is loaded. A worker receives the plan with which it loads its model. This module
+knows nothing about processes.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Admission:
 
     reserve: Room = field(default_factory=dict)  # {place: bytes to reserve}; not empty: the model is loaded now
     unload: tuple[str, ...] = ()  # names of the models to unload first
-    short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before the unloads}
+    short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before unloading}
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
@@ -268,7 +268,7 @@ class MemoryLimits:
 
     In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the memory that was free at
     construction, less a margin. It is smaller if other programs have taken more memory since then. On a device, the
-    limit is the smallest number of free bytes seen so far, where memory of models counts as free.
+    limit is the smallest number of free bytes seen so far, where memory used by models counts as free.
     """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:

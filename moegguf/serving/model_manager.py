@@ -196,7 +196,7 @@ class ModelManager:
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     def loading(self) -> dict[str, float]:
-        """Returns {name that waits for a load that has begun: share of the model that was read so far, 0 to 1}."""
+        """Returns {name that waits for a load that has begun: share of the model that has been read so far, 0 to 1}."""
         is_loading = [model for model in self._models.values() if model.process is None and model.used]
         return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
@@ -206,7 +206,7 @@ class ModelManager:
         If the entry's name uses no loaded model, returns snapshots of all loaded models with the entry's files. With
         the setting `tells_clients_apart`, the snapshots count only the requests of the current client.
 
-        watch_s: for this many seconds, workers count all uses; the caller should call again before they end.
+        watch_s: for this many seconds, workers count all uses; the caller should call again before this time ends.
         """
         client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]

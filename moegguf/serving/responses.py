@@ -1,4 +1,5 @@
-"""Stores objects of OpenAI's Responses API. Each has the messages of its turn and the id of the previous response.
+"""Stores objects of OpenAI's Responses API. Each response has the messages of its turn and the id of the previous
+response.
 
 A response is removed when it is older than the age limit, or when newer responses need its space. When a later response
 continues it, its age starts again at 0. Only one process at a time can open the database. Any thread may call any
@@ -37,8 +38,8 @@ RENEW = (
     " UPDATE response SET expires_at = ? WHERE id IN turn"
 )
 DROP_OLDEST = "DELETE FROM response WHERE id = (SELECT id FROM response ORDER BY expires_at, rowid LIMIT 1)"
-MAX_BYTES = 1 << 30  # limit for the `n_bytes` of all responses together
-MAX_HISTORY_BYTES = 32 << 20  # limit for the messages of one conversation, as JSON
+MAX_BYTES = 1 << 30  # limit on the total `n_bytes` of all responses
+MAX_HISTORY_BYTES = 32 << 20  # limit on the size of one conversation's messages, as JSON
 
 
 class ResponseStore:

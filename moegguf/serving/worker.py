@@ -50,7 +50,7 @@ MAX_REPLIES = 32  # number of threads for replies, so that a slow template does 
 
 
 class Outbox:
-    """Sends lines over `connection` in their order. Lines inside a `one_call` block are sent together at its end.
+    """Sends lines over `connection` in order. Lines inside a `one_call` block are sent together at its end.
 
     Each system call wakes the server and its client on processors that the model's threads need, and releases the
     interpreter's lock. With 16 answers at once, one call for each token took a tenth of the time between two passes.

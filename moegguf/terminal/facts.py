@@ -31,7 +31,7 @@ from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
-READING_TOKENS_PER_S = 5.0  # speed of a person who reads fast
+READING_TOKENS_PER_S = 5.0  # reading speed of a fast reader
 RESERVE_BYTES = 1 << 30  # memory kept for a context, buffers and the process itself
 
 Facts = dict[str, Any]
@@ -94,7 +94,7 @@ class SupposedDevice:
     GPU."""
 
     memory_bytes: int
-    memory_bytes_per_s: float  # bandwidth of its memory
+    memory_bytes_per_s: float  # memory bandwidth
     link: Link  # link between the GPU and RAM
 
     @classmethod
@@ -115,7 +115,7 @@ class SupposedDevice:
 
 
 def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
-    """Returns the facts of `moegguf estimate`: the plan for this machine now, with the measured speed of memory. The
+    """Returns the facts of `moegguf estimate`: the plan for this machine now, with the measured memory speed. The
     disk's speed is also measured if the model is here and the plan reads experts from disk.
 
     given: {load option: value}; an option replaces the same parameter in the model's entry. device: a GPU for which a
@@ -269,7 +269,7 @@ def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Returns facts about the library's models whose names start with `prefix` (in any case), with their predicted
+    """Returns facts about the library's models whose names start with `prefix` (ignoring case), with their predicted
     speeds on this machine.
 
     The speeds are for the CPU, with the memory that is free now and the disk on which moegguf is installed. A speed is

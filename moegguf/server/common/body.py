@@ -3,7 +3,7 @@ they arrive, and are never collected in memory.
 
 The Content-Type header of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
 large numbers are checked before a JSON body is parsed; pydantic's parser limits the nesting. If a key is repeated, the
-last one counts. Half of a surrogate pair, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
+last one counts. A lone surrogate, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unclosed string matches to the end
 LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may not fit into 64 bits
-HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of half of a surrogate pair
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of a lone surrogate
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 # Keys of an ASGI scope: the `Bodies` object, and the bytes of this request that the object counts.
@@ -181,7 +181,7 @@ def too_large(limit: int) -> BodyRefusedError:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parses JSON text. Half of a surrogate pair becomes U+FFFD. Raises ValueError."""
+    """Parses JSON text. A lone surrogate becomes U+FFFD. Raises ValueError."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -223,8 +223,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 class _FormFile(UploadFile):
-    """The uploaded file of a form. Passes its bytes to `sink` as they arrive, and raises an error after
-    `most_bytes`."""
+    """The uploaded file of a form. Passes its bytes to `sink` as they arrive, and raises an error if there are more
+    than `most_bytes`."""
 
     def __init__(self, filename: str, sink: Callable[[bytes], object], most_bytes: int) -> None:
         super().__init__(BytesIO(), filename=filename)

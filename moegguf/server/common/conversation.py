@@ -195,7 +195,7 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
 
 
 def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]) -> Route:
-    """Returns an endpoint that replies with a fact about the prompt of a conversation, without an answer.
+    """Returns an endpoint that replies with a fact about a conversation's prompt, without generating an answer.
 
     `what` is "count" for the number of tokens, or "render" for the text that the chat template makes. `reply` converts
     this value to the JSON of the response. The endpoint loads the model if needed, but does not wait for running
@@ -218,8 +218,8 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
     """Returns the entry of the body's model and the body's requests. The requests get the client's key, the scale of
-    the LoRA adapter and the server's budget of thinking tokens. Raises MoeggufError, for example if the model cannot do
-    what a request needs."""
+    the LoRA adapter and the server's thinking budget. Raises MoeggufError, for example if the model cannot do what a
+    request needs."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()
@@ -248,8 +248,8 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing budget of thinking tokens, and a missing message for its end, come
-    from the server's settings."""
+    """Returns sampling parameters in which a missing thinking budget, and a missing message for its end, come from the
+    server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)

@@ -66,7 +66,7 @@ class Database:
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
         """Opens the database at `path`. If there is none, creates it with the file mode `mode` and the statements of
-        `schema`. Raises BlockingIOError while another process has it open, and StorageError."""
+        `schema`. Raises BlockingIOError while another process has it open, and StorageError for other errors."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):

@@ -37,7 +37,7 @@ class StoredFile:
     purpose: str
     created_at: int  # seconds since 1970
     expires_at: int | None = None  # seconds since 1970; None: the file is kept until it is deleted
-    owner: str = ""  # only requests of this owner can see the file; "": all requests can
+    owner: str = ""  # the file is visible only to this owner's requests; "": to all requests
 
 
 class FileStore:

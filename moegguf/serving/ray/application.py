@@ -1,7 +1,7 @@
 """The Ray Serve application: one deployment for each model, and one deployment with the HTTP APIs in front of them.
 
 A replica runs one model in a worker process, with the same `ModelManager` as the server. The HTTP APIs use a
-`ReplicaManager`, which calls replicas. The router of requests ranks replicas with `preference.rank`.
+`ReplicaManager`, which calls replicas. The request router ranks replicas with `preference.rank`.
 
 Errors are sent as values (`Failure`), because Ray would wrap exceptions in its own classes.
 """
@@ -121,7 +121,8 @@ class Replica:
     async def __init__(self, config: ModelConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         catalog = ConfiguredCatalog((config,))
         settings = read_settings()
-        # Ray Serve decides how long a replica lives and how many requests may wait, so these settings do not limit it.
+        # Ray Serve decides how long a replica lives and how many requests may wait. So keep_alive_s and max_queue have
+        # values that impose no further limit.
         settings = replace(
             settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=MAX_REQUESTS,
             loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
@@ -323,7 +324,8 @@ class ConversationRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas in ranks, preferred replicas first. Ray Serve calls this method for each request."""
+        """Returns the replicas grouped into ranks, preferred replicas first. Ray Serve calls this method for each
+        request."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Ray retries later if all replicas are full
         # Ray chooses the first of equally loaded replicas. So the replica whose last conversation is oldest comes

@@ -129,7 +129,7 @@ class ConfiguredCatalog(Catalog):
         self._files = Catalog()  # allows paths, since the author of the config may use any file
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Returns the models whose names start with `prefix`, in any case."""
+        """Returns the models whose names start with `prefix`, ignoring case."""
         return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
