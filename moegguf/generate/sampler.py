@@ -259,11 +259,12 @@ class Sampler:
             return
         seed = random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
         tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
-        if sampling.mirostat:
+        mirostat = sampling.mirostat if sampling.temperature > 0 else 0
+        if mirostat:
             chain.add_temp(sampling.temperature)
-        if sampling.mirostat == 1:
+        if mirostat == 1:
             chain.add_mirostat(self._n_vocab, seed, tau, eta, MIROSTAT_TOKENS)
-        elif sampling.mirostat == 2:
+        elif mirostat == 2:
             chain.add_mirostat_v2(seed, tau, eta)
         else:
             chain.add_top_n_sigma(sampling.top_n_sigma)
