@@ -1,5 +1,5 @@
 """Makes the commands and environments of child processes that run modules of this package, and kills child processes. A
-child gets this process's module folders."""
+child searches for modules in the same folders as this process."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
-    otherwise at least `n_prompts`, evenly spaced. For each item, adds one of the kind "other" with the same prompt,
-    whose answer is 90 different words chosen at random from the file."""
+    otherwise at least `n_prompts`, evenly spaced. For each item, adds an item of the kind "other" with the same prompt.
+    Its answer consists of 90 different words chosen at random from the file."""
     if not path:
         raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]

@@ -50,8 +50,8 @@ class MemoryGroup:
     folder: Path
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Returns the command `arguments`, preceded by a shell that joins the group before it runs them. The limit
-        therefore applies to the child from its start."""
+        """Returns a command in which a shell first joins the group and then runs `arguments`. The limit therefore
+        applies to the child from its start."""
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
 
     @property
@@ -66,8 +66,8 @@ class MemoryGroup:
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
-        """Removes the group. Tries for 5 seconds, because the kernel may free the group's last pages only after a
-        while."""
+        """Removes the group. Tries for 5 seconds, because the kernel may take a while to free the group's last
+        pages."""
         for _ in range(50):
             try:
                 _rmdir(self.folder)
@@ -148,11 +148,11 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Drops the pages of these files from the page cache. Returns the number of bytes that remained, usually because a
-    process maps them.
+    """Drops the pages of these files from the page cache. Returns the number of bytes that remain cached, usually
+    because a process maps them.
 
-    On systems without posix_fadvise (macOS, Windows), no page is dropped. Returns 0 there, and also if the pages cannot
-    be counted.
+    On systems without posix_fadvise (macOS, Windows), drops nothing and returns 0. Also returns 0 if the cached pages
+    cannot be counted.
     """
     kept = 0
     for path in paths:

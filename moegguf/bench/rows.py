@@ -29,8 +29,8 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows. Fields in _AS_GIVEN are options of
-# the user. Fields in _ALWAYS are constant, because moegguf has no option for them.
+# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows. Fields in _AS_GIVEN are the user's
+# options. Fields in _ALWAYS are constant, because moegguf has no option for them.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
@@ -80,7 +80,7 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-# GGUF key in a file with random weights: name of the model whose published reuse of experts the weights imitate
+# GGUF key in a file with random weights: name of the model whose published expert reuse the weights imitate
 LOCALITY_KEY = "moegguf.locality"
 
 

@@ -1,6 +1,6 @@
 """Counts the routing seen so far, at each routing event. Policies in Python and the EAM collection read these counts.
 
-EAM, iEAM and rEAM are terms of MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
+EAM, iEAM and rEAM are terms from MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
 counts the current pass. An rEAM counts one request so far, with separate tables for prefill and decode. If a pass has
 tokens of several requests, its iEAM counts all of them, and each request keeps its own rEAM.
 """

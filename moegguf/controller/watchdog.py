@@ -42,7 +42,7 @@ class Watchdog:
 
     The criterion is time, which includes both the stall and the cost of moving bytes. On a machine with few cores,
     prefetching can cost more compute time than it saves in stall. The controller observes, counts and predicts in all
-    periods of a trial, so that the periods differ only in prefetching.
+    periods of a trial, so the periods differ only in prefetching.
 
     A trial alternates periods without and with prefetching. Periods without prefetching are shorter by default, because
     prefetching usually saves time. The first token of a period is left out, because the preceding period affects it.

@@ -18,14 +18,14 @@ Speeds are measured with kernels and copies. A device that was not measured is a
 bandwidth. Its times are the constants in this file, which agree with published measurements.
 
 A pass of a prompt takes at least the time to read the weights of each used expert once. It also takes at least the time
-of as many single tokens, divided by DEVICE_GAIN or CPU_GAIN. Reads from the disk overlap with all computing, and copies
-to the device overlap with the device's computing. The best placement takes the least time for a typical request: a
-prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
+of as many single tokens, divided by DEVICE_GAIN or CPU_GAIN. Reads from the disk overlap with all computation, and
+copies to the device overlap with the device's computation. The best placement takes the least time for a typical
+request: a prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 
 Expected hit rates are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests fall
 within the range. Otherwise the range contains all published hit rates for models of this shape, or for all models if
-there are none. Placements are compared by one curve of hit rates. Within one placement, more slots leave less memory
-for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known,
+there are none. Placements are compared using a single hit-rate curve. Within one placement, more slots leave less
+memory for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known,
 according to the bytes that a request moves (`request_cost`).
 """
 
@@ -66,7 +66,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
 LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
 # speed per token of large passes, relative to single tokens: 9 to 12 on H100 and H200, 5 on 16 Xeon cores
 DEVICE_GAIN, CPU_GAIN = 10, 5
-SPEED_SPREAD = 0.7  # low end of an expected speed, as a share of the prediction: reading slows computing down
+SPEED_SPREAD = 0.7  # low end of an expected speed, as a share of the prediction: reading slows down computation
 MEMORY_PER_DISK = 16  # assumed bytes read from memory while one byte is read from a disk or copied over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
@@ -171,8 +171,8 @@ class Placement:
 
 
 def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
-    """Returns the seconds per token if the CPU computes everything. from_disk: share of the bytes of the token's
-    experts that must be read from disk."""
+    """Returns the seconds per token if the CPU computes everything. from_disk: share of the token's expert bytes that
+    must be read from disk."""
     dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
     experts_s = model.token_bytes * (1 / speeds.cpu_bytes_per_s + from_disk / speeds.disk_bytes_per_s)
     return dense_s + experts_s + model.n_nodes * speeds.cpu_node_s
@@ -210,7 +210,7 @@ def prompt_tokens_per_s(
 
     on_cpu: share of the experts that the CPU computes. dense_on_cpu: the CPU also computes everything else.
 
-    copied: share of the experts that are copied to the device. read: share of the experts that is read from the disk.
+    copied: share of the experts that are copied to the device. read: share of the experts that are read from the disk.
     """
     n_tokens = min(n_ubatch, n_prompt)
     touched = touched_bytes(layout, n_tokens)

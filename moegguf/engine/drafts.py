@@ -154,7 +154,7 @@ class ModelDrafts:
 
     draft: one of DRAFTS, or the name or path of a model with the same vocabulary. "auto" drafts only if every answer
     stays the same, bit for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is
-    made, so that the plan counts only the memory that is left.
+    made, so the plan uses only the memory that is left.
 
     Raises OptionError if there is no such model, and ModelFormatError if llama.cpp cannot load it.
     """
@@ -182,8 +182,9 @@ class ModelDrafts:
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
         """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
-        if `draft` is "auto" and the model is not batch-invariant. Also drafts nothing if the model's state cannot go
-        back; warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies differ."""
+        if `draft` is "auto" and the model is not batch-invariant. Also drafts nothing if the model's state cannot be
+        rolled back; warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
+        differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX
@@ -230,7 +231,7 @@ class ModelDrafts:
         return context
 
     def close(self) -> None:
-        """Frees the drafts. Must be called before the model is freed. A second call does nothing."""
+        """Frees everything that makes drafts. Must be called before the model is freed. A second call does nothing."""
         if self.drafts is not None:
             self.drafts.close()
         if self._context:

@@ -220,7 +220,7 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also KeyboardInterrupt: nothing of a failed load may remain
+        except BaseException:  # also on KeyboardInterrupt: nothing of a failed load may remain
             if not self._closed:
                 self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
             self.close()
@@ -237,7 +237,7 @@ class Llama(UpstreamLlama):
     ) -> Plan:
         """Returns the plan for loading the model with these keywords, without loading it.
 
-        Raises the errors of planning a load, such as BudgetError and OptionError.
+        Raises the same errors as planning a load, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -345,7 +345,7 @@ class Llama(UpstreamLlama):
     ) -> Any:
         """Returns embeddings as in llama-cpp-python.
 
-        Raises the errors of `eval`, and OptionError for a text without tokens.
+        Raises the same errors as `eval`, and OptionError for a text without tokens.
 
         Example:
             >>> with moegguf.Llama("demo", embedding=True, pooling_type=1, verbose=False) as embedder:

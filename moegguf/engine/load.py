@@ -117,13 +117,13 @@ def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
     llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not use. To keep this
-    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader sets the `n_batch`
-    of the plan for the context afterwards.
+    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
+    context's `n_batch` to the plan's.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
-        # the loader sets the plan's n_batch for the context
+        # the loader later sets the context's n_batch to the plan's
         "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),
         "n_ubatch": plan.n_ubatch,
         "type_k": spec.type_k,
@@ -157,7 +157,7 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
     """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they may be
-    used. Raises the errors of `read_layout`, and OptionError if required heads are missing from the model."""
+    used. Raises the same errors as `read_layout`, and OptionError if the model lacks required heads."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 

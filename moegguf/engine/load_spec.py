@@ -69,7 +69,8 @@ class LoadSpec:
 
         commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
         If there is no `store`, `strategy` chooses the options of the store. An option that is None counts as not given,
-        except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the errors of `read_projector`.
+        except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the same errors as
+        `read_projector`.
         """
         chosen = COMMAND_DEFAULTS if commands else {}
         options = {**chosen, **read_load_keywords(commands=commands)}
@@ -114,8 +115,7 @@ class LoadSpec:
 
     @property
     def refuses_cpu(self) -> bool:
-        """True if a plan for the CPU alone is not allowed, because n_gpu_layers was given and the placement is not
-        "cpu"."""
+        """True if a CPU-only plan is not allowed, because n_gpu_layers was given and the placement is not "cpu"."""
         return self.n_gpu_layers is not None and self.placement != "cpu"
 
     def is_divided(self, devices: Sequence[Device]) -> bool:

@@ -82,8 +82,8 @@ class Loader:
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            # The controller could not be made. `exception()` waits for the controller in llama.cpp's first report, so
-            # no weights have been read yet.
+            # Making the controller failed. llama.cpp's first report waits for the controller in `exception()`, so no
+            # weights have been read yet.
             self._ended_by = error
             return False
         try:
@@ -168,13 +168,13 @@ class Loader:
                     raise self._ended_by from self._ended_by.__cause__
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
-        self._callback = None  # the callback refers to this object, and would keep it alive
+        self._callback = None  # the callback refers to this object and would keep it alive
         self.load_plan.layout.check_unchanged()
 
     @contextmanager
     def _weights_read_ahead(self) -> Iterator[None]:
         """Surrounds the `with` block in which llama.cpp reads the weights. If there is an expert store, another thread
-        meanwhile makes the system read the weights ahead into the page cache.
+        makes the system read the weights into the page cache in advance.
 
         Without that thread the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
         cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
@@ -242,8 +242,8 @@ class Loader:
             save_uses(self.session, self._artifacts)
 
     def close(self) -> None:
-        """Frees the threads and the store. Call it after llama.cpp's context and model are freed. A second call does
-        nothing."""
+        """Frees the threads and the store. Call this after llama.cpp's context and model have been freed. A second call
+        does nothing."""
         if self._threadpool is not None:
             self._threadpool.close()
         if self.session is not None:

@@ -1,7 +1,7 @@
 """The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
-`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so that a context length and a
+`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so a context length and a
 budget can be planned before anything is loaded. They are meant as upper bounds; llama.cpp prints the actual sizes while
 it loads.
 """
@@ -44,7 +44,7 @@ ROUTER_COPIES = (
 )
 # estimated bytes of RAM for libraries, threads, graphs, and buffers for reading the model's own file
 FIXED_BYTES = 48 * MIB
-READ_BYTES = 4 * MIB  # bytes counted for the read buffer of a reader thread (piece_bytes in native/pool.cpp)
+READ_BYTES = 4 * MIB  # bytes counted for each reader thread's read buffer (piece_bytes in native/pool.cpp)
 # estimated bytes of RAM per token of the vocabulary, for the maps between tokens and text, and for the merges
 VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
@@ -136,8 +136,8 @@ def pass_bytes(
     """Returns the total size in bytes of the buffers for one pass of `n_ubatch` tokens. If multi-token-prediction heads
     are loaded, includes the buffers of their passes.
 
-    Stages of a pass reuse each other's memory, so that only the largest counts: attention, experts, dense feed-forward
-    or output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
+    Stages of a pass reuse each other's memory, so only the largest counts: attention, experts, dense feed-forward or
+    output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
     backend never frees. `n_ctx`: tokens in the KV cache. `n_logits`: how many tokens of a pass may have logits; None:
     all of them.
     """
@@ -212,7 +212,7 @@ class Sizes:
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
-        context length, and the errors of `read_adapter`."""
+        context length, and the same errors as `read_adapter`."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),

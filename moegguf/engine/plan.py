@@ -56,7 +56,7 @@ class Plan:
     # memory
     needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be taken back
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be rolled back
     n_batch: int = 512
     kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
@@ -199,7 +199,7 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     """Returns how many slots a pass of `n_ubatch` tokens may need at once: the number of different experts that it can
     use in one layer.
 
-    streams: True if experts without a slot are streamed, so that only the experts of one token need slots.
+    streams: True if experts without a slot are streamed, so only the experts of one token need slots.
     """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 

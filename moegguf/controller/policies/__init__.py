@@ -40,7 +40,7 @@ class Policy(Protocol):
         """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. A result of None keeps
         the previous scores.
 
-        Called after each routing event. NaN and infinite scores count as 0. Scores are not used while a prompt is
+        Called after each routing event. NaN and infinite scores are treated as 0. Scores are not used while a prompt is
         computed.
         """
 
@@ -69,7 +69,7 @@ class Static:
         self._scores[list(shape.layers)] = popularity
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Returns the same table (n_layer, n_expert) at every call."""
+        """Returns the same table (n_layer, n_expert) on every call."""
         return self._scores
 
 

@@ -1,4 +1,4 @@
-"""Base classes of predictors. In a pass with several sequences, the store's forecast for an expert is the probability
+"""Base classes for predictors. In a pass with several sequences, the store's forecast for an expert is the probability
 that at least one sequence uses the expert: 1 - prod(1 - p)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Predictor(ABC):
 
     One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
     before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
-    calls any number of times. There are no calls while there is nothing to predict, for example while all experts have
+    calls any number of times. No method is called while there is nothing to predict, for example while all experts have
     slots. A predictor must not change the arrays of an event.
     """
 
