@@ -113,7 +113,7 @@ class BusyError(MoeggufError, RuntimeError):
     """A file, a model or the server is busy, or the server is shutting down; a later attempt may succeed."""
 
 
-QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # text of Ollama's error
+QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # Ollama's error text
 
 
 class QueueFullError(BusyError):
@@ -135,8 +135,8 @@ class DeviceLostError(WorkerError):
 
 
 class BatchFileError(MoeggufError, ValueError):
-    """A batch's file of requests or file of answers cannot be used. For example, it cannot be read, the answers belong
-    to other requests, or another process uses the file."""
+    """A batch's request file or answer file cannot be used. For example, it cannot be read, the answers belong to other
+    requests, or another process is using the file."""
 
 
 class StorageError(MoeggufError, OSError):

@@ -176,8 +176,8 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
     """Makes the plan of a load on a machine. Speeds and hit rates are looked up only if the machine has one device and
     the layers are not divided.
 
-    measure: returns the speeds of a device with the model. Raises BudgetError, OptionError. Also raises OptionError if
-    a device that must be used has no kernel for the model's experts.
+    measure: returns the speeds of a device with the model. Raises BudgetError or OptionError. Also raises OptionError
+    if a device that must be used has no kernel for the model's experts.
     """
     speeds, hits, reasons = None, None, list[str]()
     if machine.devices and not spec.is_divided(machine.devices):
@@ -198,6 +198,6 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
 
 
 def plan_here(layout: ExpertLayout, spec: LoadSpec) -> Plan:
-    """Makes the plan of a load on this machine in its current state. Raises BudgetError, OptionError."""
+    """Makes the plan of a load on this machine in its current state. Raises BudgetError or OptionError."""
     machine = Machine(read_memory(), devices=choose_gpus(layout, spec) or ())
     return plan_load(layout, spec, machine, known_speeds(layout, spec).speeds)

@@ -97,9 +97,9 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
-    """Returns the numbers of slots in RAM for a budget. If the CPU computes every layer, these are all slots. Otherwise
-    they are the slots below devices, and the slots of the layers that the CPU computes, in the same proportion as at
-    load time.
+    """Returns the numbers of slots in RAM for a budget. If the CPU computes every layer, these are all the slots.
+    Otherwise they are the slots below devices, and the slots of the layers that the CPU computes, in the same
+    proportion as at load time.
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """

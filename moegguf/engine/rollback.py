@@ -1,4 +1,4 @@
-"""Tracks how many of its last tokens each sequence of a context can lose, if the model has a recurrent state.
+"""Tracks, for a model with a recurrent state, how many of its last tokens each sequence of a context can lose.
 
 llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch. It does not check
 that a snapshot belongs to the token that the caller names. Snapshots from before a short ubatch may remain, but are

@@ -49,7 +49,7 @@ class SequenceTokens:
 
     sequence: int
     tokens: Sequence[int]
-    n_past: int  # number of tokens of the sequence before these
+    n_past: int  # number of tokens that precede these in the sequence
     request: int  # number of the request in routing events
     phase: Phase
     wants_logits: bool = True  # True: the last of `tokens`, and each token of `draft`, have logits

@@ -6,8 +6,8 @@ device computes everything except the experts of some layers. In the plan of `pl
 There may be more slots in RAM below these, and the CPU may compute some layers.
 
 `Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else in
-that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that answers
-read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
+that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so answers read
+fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
 The solver reads no weights, measures nothing and allocates nothing.
 """
@@ -82,7 +82,7 @@ def make_plan(
     """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some and the plan with
     them is chosen.
 
-    speeds: speeds of the only device, with which placements are compared; None: takes the first kind in KINDS_OF that
+    speeds: speeds of the only device, with which placements are compared; None: chooses the first kind in KINDS_OF that
     is allowed and fits. hits: expected hit rates; None: published ones.
 
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
@@ -115,7 +115,7 @@ class Task:
 
     @classmethod
     def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Makes a task from these options. Raises the errors of `Sizes.of`."""
+        """Makes a task from these options. Raises the same errors as `Sizes.of`."""
         return cls(layout, machine, spec, Sizes.of(layout, spec))
 
     @property
@@ -147,7 +147,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     are impossible or that could not be better than the others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers need one undivided device. They are no use if the device has a slot for every expert.
+        # Whole layers need one undivided device. They have no advantage if the device has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -496,7 +496,7 @@ def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Itera
 
 
 def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
-    """Yields a sentence if `n_bytes` of a memory are not free. where: words such as " of RAM"."""
+    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such as " of RAM"."""
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"

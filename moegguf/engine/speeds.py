@@ -132,8 +132,8 @@ def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
     """Returns the disk's speed for reads as large as the largest expert matrix of this model, at most MOST_BLOCK_BYTES.
-    As many threads read as a store has readers. With mirrors, all copies are read at the same time, and their speeds
-    are added. Raises ModelNotFoundError."""
+    Reads with as many threads as a store has readers. With mirrors, reads all copies at the same time and adds their
+    speeds. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 
@@ -146,17 +146,17 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """Makes speeds from a dictionary that `asdict` has returned. Raises one of the exceptions in DAMAGED if the facts
-    are damaged."""
+    """Makes speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts are
+    damaged."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
     """Measures the speeds with copies of an expert of the model's largest layer. device: ggml's name.
 
-    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and needs
-    slots of about POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and
-    OptionError if the device has no kernel for these experts.
+    Each figure is the best of TURNS measurements. The measurement takes a few seconds, and needs slots of about
+    POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and OptionError if the
+    device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
@@ -221,7 +221,7 @@ def cpu_pool_bytes(usable_bytes: int) -> int:
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
     """Returns a struct moegguf_speeds with the best value of each figure in `turns`.
 
-    Bandwidth and latency of copies belong together: the best pair copies `token_bytes` in the shortest time.
+    The bandwidth and latency of copies come from the same turn: the one that copies `token_bytes` in the shortest time.
     """
     best = abi.Speeds()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns"):

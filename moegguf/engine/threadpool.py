@@ -72,8 +72,8 @@ class ThreadGovernor:
     number.
 
     Compute threads wait for each other after every operation. If one of them shares a processor with another process,
-    all wait for time slices of the scheduler, hundreds of times per token. Fewer threads are then faster, up to a
-    hundred times for a small model. Counts of involuntary context switches do not show this, because a thread that
+    all of them wait for the scheduler's time slices, hundreds of times per token. Fewer threads are then faster, up to
+    a hundred times for a small model. Counts of involuntary context switches do not show this, because a thread that
     waits for a descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict,
     whatever the number of the context's own threads.
     """
@@ -81,8 +81,8 @@ class ThreadGovernor:
     def __init__(self, n_cpu: int, n_max: int) -> None:
         self._n_cpu = n_cpu
         self._n_max = n_max
-        self._n_free = n_max  # number of threads that follows from the number of free processors
-        # {number of threads: (seconds per token, time of measuring)}
+        self._n_free = n_max  # number of threads derived from the number of free processors
+        # {number of threads: (seconds per token, time of the measurement)}
         self._token_s: dict[int, tuple[float, float]] = {}
         self.n_threads = n_max
 
@@ -127,18 +127,18 @@ class GovernedThreads:
 
     @property
     def n_threads(self) -> int:
-        """The number of threads that was last chosen for passes."""
+        """The number of threads last chosen for passes."""
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Chooses the number of threads again if the last choice is at least PERIOD_S old. After an idle time, only
+        """Chooses the number of threads again if the last choice is at least PERIOD_S old. After an idle period, only
         starts a new measurement of other processes."""
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:
             return
         stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
         if now_s - self._ended_s < IDLE_S:
-            token_s = None  # seconds of computing per token; None if a pass had several tokens, or if there was no pass
+            token_s = None  # compute time per token in seconds; None if a pass had several tokens, or without any pass
             if self._decoded:
                 token_s = max(sum(self._decoded) - (stalled_s - self._stalled_s), 0.0) / len(self._decoded)
             n_threads = self._governor.decide(now_s, others, token_s)

@@ -70,7 +70,8 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
 
 def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, int]], what: str) -> None:
     """Adds the bytes at each (offset, number of bytes) of `spans` to the digest. First announces all reads to the
-    system, so that the disk can read in parallel. Raises ExpertIOError if the file ends too early or cannot be read."""
+    system, so the disk can perform them in parallel. Raises ExpertIOError if the file ends too early or cannot be
+    read."""
     n_missing = 0
     try:
         with open(path, "rb", buffering=0) as file:

@@ -94,8 +94,8 @@ class FeedForward:
 
 
 def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
-    """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1 - share) for the others, so
-    that the expected value stays the same."""
+    """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1 - share) for the others, so the
+    expected value stays the same."""
     return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
 
 

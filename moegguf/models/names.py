@@ -1,8 +1,8 @@
-"""Parses names of models: `[host/][namespace/]model[:tag]`.
+"""Parses model names: `[host/][namespace/]model[:tag]`.
 
-The rules for characters follow Ollama's (types/model/name.go), so that no part of a name leads out of a folder. A
-Hugging Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as
-a URL. The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
+The rules for characters follow Ollama's (types/model/name.go), so no part of a name can lead out of a folder. A Hugging
+Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as a URL.
+The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
 
 The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
 library.json describes how its facts were checked. A short name without a tag means the first model of that name. No
@@ -40,7 +40,7 @@ _URL = re.compile(  # address of a repository, or of one of its files, whose nam
 )
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
-_RESERVED = {"hf", "ollama"}  # the prefixes hf: and ollama: cannot be names of models
+_RESERVED = {"hf", "ollama"}  # the prefixes hf: and ollama: cannot be model names
 
 FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
 

@@ -1,10 +1,10 @@
 """Downloads models from Hugging Face. `pull` takes a model's name and reports each step with Ollama's status texts.
 `fetch` takes a pattern for file names, as llama-cpp-python's `from_pretrained` does.
 
-Files get their names after all files of the model are downloaded, and `main` of the Hub's cache is updated last. Only a
-file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one process
-or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far.
-It fetches a file above PLAIN_LIMIT_BYTES from the start.
+Files get their names after all files of the model have been downloaded, and `main` of the Hub's cache is updated last.
+Only a file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one
+process or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received
+so far. It fetches a file above PLAIN_LIMIT_BYTES from the start.
 """
 
 from __future__ import annotations

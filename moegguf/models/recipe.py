@@ -296,7 +296,7 @@ def _bare(text: str) -> str:
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Returns parameters as `ollama show` prints them: a padded name and a value in each line. A list has one line for
+    """Returns parameters as `ollama show` prints them: a padded name and a value on each line. A list has one line for
     each item."""
     return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 

@@ -37,7 +37,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # computing time of a layer in microseconds if transfers take no time
+IN_TIME_US = 1.0  # compute time of a layer in microseconds if transfers take no time
 Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
 
 

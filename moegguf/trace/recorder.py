@@ -158,8 +158,8 @@ class Recorder:
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """Finishes the previous pass, writes the finished passes if they are enough for a block, and begins a new pass.
-        `event` is the new pass's first event, which this method does not record."""
+        """Finishes the previous pass, writes the finished passes if there are enough of them for a block, and begins a
+        new pass. `event` is the new pass's first event, which this method does not record."""
         self._finish()
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
@@ -168,7 +168,7 @@ class Recorder:
         return self._open
 
     def _finish(self) -> None:
-        """Finishes the current pass, if there is one. Discards a pass without tokens."""
+        """Finishes the current pass, if any. Discards a pass without tokens."""
         if self._open is not None and self._open.n_tokens:
             self._finished.append(self._open)
         self._open = None

@@ -43,8 +43,8 @@ class SimOptions:
     prefetch: PrefetchOptions | None = None  # None: no prefetching
     link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
-    layer_compute_us: float = 0.0  # computing time of a layer for each token
-    layer_pass_us: float = 0.0  # additional computing time of a layer for each pass
+    layer_compute_us: float = 0.0  # compute time of a layer for each token
+    layer_pass_us: float = 0.0  # additional compute time of a layer for each pass
     store: StoreOptions = field(default_factory=StoreOptions)
     n_ram_slots: int = 0  # slots in RAM below the slots of devices
     ram_policy: str = LRU.name  # name of the native policy for the slots in RAM
@@ -109,7 +109,7 @@ class TierSpan(_Sums):
     evictions: int = 0
     bytes_in: int = 0  # bytes that were read or copied into the tier's slots
     copy_ns: int = 0  # time of copies into the tier's slots
-    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time spent waiting for reads from the file
+    stall_ns: int = 0  # time that layers spent waiting for this tier; for RAM, waiting for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
@@ -393,7 +393,8 @@ class _Meter:
         self._n_read += n_read
 
     def end(self) -> None:
-        """Adds the growth of the counters since the last call to the current phase and request, if there are any."""
+        """Attributes the counters' growth since the previous call to the current phase and request. Attributes nothing
+        before the first pass."""
         before = self.counters
         self.counters = self._store.counters()
         earlier = self.tiers
