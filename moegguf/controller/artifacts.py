@@ -82,8 +82,8 @@ class Artifacts:
                             yield path.parent
 
     def find(self, name: str) -> Iterator[Path]:
-        """Yields the existing files of this name in search order. Skips folders that cannot be searched. Does not check
-        whether a file belongs to this model."""
+        """Yields the existing files with this name in search order. Skips folders that cannot be searched. Does not
+        check whether a file belongs to this model."""
         return (folder / name for folder in self.folders() if _is_file(folder / name))
 
     def routers(self) -> Routers:

@@ -54,7 +54,7 @@ class Measured:
     fingerprint: str  # fingerprint of the model's routers
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
     predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
-    prefetch: str = "none"  # predictor with which a live run prefetches; "none": it does not prefetch
+    prefetch: str = "none"  # predictor that a live run prefetches with; "none": no prefetching
     # Facts about the measurement, such as the numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}

@@ -602,7 +602,7 @@ class Context:
         self.clear()
 
     def clear(self) -> None:
-        """Empties all sequences, so that the next token has position 0."""
+        """Empties all sequences, so the next token is at position 0."""
         self._bindings.llama_memory_clear(self._llm._ctx.memory, False)
         self._rollback.clear()
         self._llm.reset()

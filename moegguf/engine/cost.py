@@ -84,7 +84,7 @@ class ModelBytes:
 
     @property
     def n_nodes(self) -> int:
-        """Estimated number of nodes of a token's graph that read few or no weights."""
+        """Estimated number of nodes in a token's graph that read few or no weights."""
         return self.n_layer_all * LAYER_NODES + self.n_layer * self.n_expert_used * PICK_NODES
 
     @classmethod

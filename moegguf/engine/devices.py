@@ -85,7 +85,7 @@ def has_gpu() -> bool:
 
 
 def find_gpus(name: str | None = None) -> list[Device]:
-    """Returns a list with the GPU of this name, or with all GPUs if `name` is None.
+    """Returns a list with the GPU that has this name, or with all GPUs if `name` is None.
 
     Raises BudgetError if there is no GPU, and OptionError if no GPU has this name.
     """

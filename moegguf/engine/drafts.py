@@ -127,7 +127,7 @@ class Drafts:
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
-        """Notes that the first `n` tokens of the sequence's last draft were accepted."""
+        """Records that the first `n` tokens of the sequence's last draft were accepted."""
         self._library.drafts_accept(self._handle, sequence, n)
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class ControllerOptions:
 
     @property
     def is_plain(self) -> bool:
-        """True for LRU without predictions and prefetching, for which the store needs no controller."""
+        """True for LRU without predictions or prefetching. The store then needs no controller."""
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 

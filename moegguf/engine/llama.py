@@ -220,7 +220,7 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also on KeyboardInterrupt: nothing of a failed load may remain
+        except BaseException:  # also on KeyboardInterrupt: no part of a failed load may remain
             if not self._closed:
                 self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
             self.close()

@@ -30,9 +30,9 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.settings import read_environment
 
-# Known wrappers (LangChain) pass these keywords for old llama.cpp versions. They have no effect here.
+# Known wrappers (LangChain) pass these keywords for old llama.cpp versions. The keywords have no effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
-# Architectures for which llm_arch_is_diffusion() of llama.cpp is true.
+# Architectures for which llama.cpp's llm_arch_is_diffusion() returns true.
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 READ_ERROR = "read error"  # llama.cpp's error text for a read that failed
 
@@ -168,7 +168,7 @@ def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | No
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
-    """Returns the source of the speeds with which the placements of this load are compared."""
+    """Returns the source of the speeds that are used to compare this load's placements."""
     return KnownSpeeds(layout, spec.n_threads or count_cpus(), spec.store.repack)
 
 

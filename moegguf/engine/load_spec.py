@@ -39,7 +39,7 @@ class LoadSpec:
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
     kv_tokens: int | None = None  # total tokens of all sequences; None: chosen to fit the memory
-    type_k: int = F16  # types of the KV cache, as ggml's numbers
+    type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it
     logits_all: bool = False  # True: every token of a pass has logits
@@ -194,8 +194,7 @@ def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _cache_type(name: str, given: str | int) -> int:
-    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type that would make llama.cpp
-    abort."""
+    """Returns ggml's number for a KV cache type. Raises OptionError for a type that would make llama.cpp abort."""
     try:
         number = ggml_type(given) if isinstance(given, str) else given
     except OptionError:

@@ -290,7 +290,7 @@ def disk_read_speed(
 def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
     """Returns the bytes per second that `n_threads` threads together read from main memory, each from its own buffer.
 
-    The best of several turns counts, because other processes may have used the processors in the other turns.
+    Returns the best of several measurements, because other processes may have used the processors during the others.
     """
     import numpy as np
 

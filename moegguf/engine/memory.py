@@ -185,8 +185,7 @@ def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes for which the memory of a load is planned: context, passes, sequences, cache types and optional
-    parts."""
+    """The sizes that determine a load's memory needs: context, passes, sequences, cache types and optional parts."""
 
     n_ctx: int | None = None  # 0: the model's own length; None: chosen by `choose_context`
     # requested number of tokens in a pass, which a plan lowers if the slots allow fewer; None: chosen together with the
@@ -198,7 +197,7 @@ class Sizes:
     # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
     kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
-    type_k: int = F16  # types of the KV cache, as ggml's numbers
+    type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
@@ -388,8 +387,9 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots for which all snapshots together occupy at most 1/SNAPSHOT_SHARE of
-    `free_bytes`. `reasons` of the result explains only this number, and is empty if no snapshots are wanted."""
+    """Returns the sizes with the number of snapshots limited, so that all snapshots together occupy at most
+    1/SNAPSHOT_SHARE of `free_bytes`. The result's `reasons` explains only this number, and is empty if no snapshots are
+    wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
     all_bytes = sizes.n_seq_max * state_bytes(layout)

@@ -40,7 +40,7 @@ class MemoryPlan:
     n_slots: int  # slots for experts of these layers
     total_bytes: int  # bytes that the model occupies in this memory, including all slots
     available_bytes: int = 0  # bytes that this process may use in this memory
-    n_below: int = 0  # RAM only: number of slots from which slots of devices are filled
+    n_below: int = 0  # RAM only: number of slots from which the devices' slots are filled
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def n_ram_slots(self) -> int:
-        """Number of slots in RAM from which slots of devices are filled."""
+        """Number of slots in RAM from which the devices' slots are filled."""
         return self.ram.n_below
 
     @property
@@ -152,7 +152,7 @@ class Plan:
     @property
     def expert_cache_bytes(self) -> int:
         """Bytes of slots in RAM, as a value for the option expert_cache: the slots from which the CPU computes layers,
-        and the slots from which slots of devices are filled."""
+        and the slots from which the devices' slots are filled."""
         return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
 
     @property
@@ -211,10 +211,10 @@ def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough, at least 1; NO_LIMIT if
-    there is no limit.
+    """Returns the largest number of tokens that a pass may have with `n_slots` slots, at least 1; NO_LIMIT if there is
+    no limit.
 
-    streams: True if experts without a slot of their own are streamed or staged, so that there is no limit.
+    streams: True if experts without a slot of their own are streamed or staged, so there is no limit.
 
     slot_tokens: maximum number of tokens in a pass if some expert has no slot. The device would not compute larger
     passes as it does with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).

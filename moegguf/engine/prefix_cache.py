@@ -185,8 +185,8 @@ class PrefixCache:
 
     @property
     def name(self) -> str:
-        """A hash of everything on which computed bits depend, except tokens and images: model, build, processor,
-        devices and options."""
+        """A hash of everything that computed bits depend on, except tokens and images: model, build, processor, devices
+        and options."""
         return self._root
 
     def restore(
@@ -234,7 +234,7 @@ class PrefixCache:
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
         """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be cut there, the
-        sequence goes back to the nearest earlier end for which the state or window is kept, or is emptied. Returns the
+        sequence goes back to the nearest earlier position whose state or window is kept, or is emptied. Returns the
         number of tokens that the sequence then has."""
         with self._context.lock:
             if self._context.cut(n_tokens, sequence):
@@ -604,8 +604,8 @@ class StateCost:
         self._byte_s = 0.0  # seconds to keep one byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: the context's total compute time so far, in
-        seconds."""
+        """Records that a pass computed `n_new` tokens of a sequence. eval_s: the context's total compute time so far,
+        in seconds."""
         if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
@@ -614,7 +614,7 @@ class StateCost:
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
-        """Notes how long copying and writing a state of `n_bytes` bytes took."""
+        """Records how long it took to copy and write a state of `n_bytes` bytes."""
         self._byte_s = seconds / n_bytes
 
     def step(self, n_bytes: int, n_tokens: int) -> int:
@@ -697,7 +697,7 @@ def _n_streams(llm: UpstreamLlama) -> int:
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
-    """Returns a hash of everything on which blocks depend, except owner, tokens and images: model, build, processor,
+    """Returns a hash of everything that blocks depend on, except owner, tokens and images: model, build, processor,
     devices and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector

@@ -33,7 +33,7 @@ ROLLBACK_ARCHS = frozenset((
 ))  # fmt: skip
 """Architectures for which llama.cpp's llm_arch_supports_rs_rollback returns true."""
 FLOAT_BYTES = 4
-STEP_TOKENS = 256  # the number of cells of a KV cache is a multiple of this number
+STEP_TOKENS = 256  # a KV cache's number of cells is a multiple of this number
 COMPRESSED = 4  # tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys
 WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every token reads all of these keys
 

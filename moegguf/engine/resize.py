@@ -1,4 +1,4 @@
-"""Changes the budgets for the experts of a loaded model, and with them the number of slots in its tiers.
+"""Changes a loaded model's budgets for experts, and thereby the number of slots in its tiers.
 
 A budget must hold the slots that the model's passes use; one slot is enough below devices. A tier never gets more slots
 than it had at load time. "auto" restores that number.

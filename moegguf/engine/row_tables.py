@@ -56,7 +56,7 @@ class RowTables:
 
 
 def _mapped_bytes() -> int:
-    """Returns how many bytes of mapped files are in this process's memory now."""
+    """Returns how many bytes of mapped files are currently in this process's memory."""
     return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
-CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types of the KV cache that the attention kernels can read
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # KV cache types that the attention kernels can read
 HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
 _FLASH_OFF = 0  # value of enum llama_flash_attn_type
 # Architectures with a recurrent state whose results do not depend on the rest of a pass

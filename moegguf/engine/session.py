@@ -93,8 +93,8 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the number of staging tensors in each of the `n_pools` pools of a device for which the plan has
-    `n_staging`. The number is at least 1, or 0 if `n_staging` is 0."""
+    """Returns the number of staging tensors in each of a device's `n_pools` pools, if the plan has `n_staging` for the
+    device. The number is at least 1, or 0 if `n_staging` is 0."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
@@ -234,7 +234,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was given
+        self._dropped = set[int]()  # indices of the copies of the model's files that were already warned about
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)

@@ -82,8 +82,8 @@ def make_plan(
     """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some and the plan with
     them is chosen.
 
-    speeds: speeds of the only device, with which placements are compared; None: chooses the first kind in KINDS_OF that
-    is allowed and fits. hits: expected hit rates; None: published ones.
+    speeds: speeds of the only device, used to compare placements; None: chooses the first kind in KINDS_OF that is
+    allowed and fits. hits: expected hit rates; None: published ones.
 
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
     """
@@ -891,8 +891,8 @@ class _SlotsPlanner:
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the number of slots of each device, which computes these layers. If all devices share one budget,
-        slots for which a device has no memory go to the others."""
+        """Returns each device's number of slots. `layers` has the layers that each device computes. If all devices
+        share one budget, slots that do not fit on a device go to the others."""
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._bytes_without_slots(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:

@@ -42,9 +42,9 @@ POOL_BYTES = 96 * MIB
 CACHES = 4  # the CPU's slots have at least this many times the bytes of its last-level cache, if enough memory is free
 MOST_SLOTS = 1024
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # a text like "32768K"
-GRAPH_SHARE = 0.85  # assumed speed of all kernels of a model together, as a share of the measured speed
+GRAPH_SHARE = 0.85  # assumed combined speed of a model's kernels, as a share of the measured speed
 DISK_S = 0.15
-MEASURING_S = 120  # time limit of the measuring process in seconds
+MEASURING_S = 120  # time limit of the measurement process in seconds
 MOST_BLOCK_BYTES = 8 << 20
 SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: about half of PCIe 4 x16
 # assumed for a device that could not be measured: the slowest card with published figures
@@ -210,8 +210,8 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
 
 
 def cpu_pool_bytes(usable_bytes: int) -> int:
-    """Returns the size in bytes of the slots with which the CPU is measured: POOL_BYTES, or CACHES times its last-level
-    cache if that is more. The limit is a quarter of the usable bytes."""
+    """Returns the size in bytes of the slots that are used to measure the CPU: POOL_BYTES, or CACHES times its
+    last-level cache if that is more. The limit is a quarter of the usable bytes."""
     wanted = POOL_BYTES
     with suppress(OSError, ValueError):
         wanted = max(wanted, CACHES * parse_size(LAST_CACHE.read_text()))

@@ -110,7 +110,7 @@ class ThreadGovernor:
 
 
 class GovernedThreads:
-    """Adapts the number of threads with which a context computes to the processors that other processes leave free.
+    """Adapts a context's number of compute threads to the processors that other processes leave free.
 
     stall_s: returns the seconds that the context has waited for experts so far.
     """
@@ -151,7 +151,7 @@ class GovernedThreads:
         self._stalled_s, self._begun_s = stalled_s, now_s
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
-        """Notes the end of a pass, which took `seconds`. Only passes of one token are measured: any other pass (0
+        """Records the end of a pass, which took `seconds`. Only passes of one token are measured: any other pass (0
         tokens: an unknown number) discards the measurement until the next choice of threads."""
         self._ended_s = time.perf_counter()
         if n_tokens != 1:

@@ -53,7 +53,7 @@ def _try(request: dict[str, Any]) -> None:
 
     options = request["options"]
     with Llama(request["path"], **options) as llm:
-        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp also looks up bytes with which no token begins
+        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp also looks up bytes that no token begins with
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
             llm.vocabulary.tokens(text)

@@ -95,7 +95,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     _batch: Any
     # True: the last row of logits does not belong to the context's current tokens, or belongs to another request
     _requires_eval: bool
-    _grammar: GrammarMask | None = None  # grammar of the request that samples now
+    _grammar: GrammarMask | None = None  # grammar of the request that is currently sampling
     tokenizer_: Any
 
     def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The text of each token of one model, tokenization, and the special tokens."""
+"""A model's vocabulary: the text of each token, tokenization, and the special tokens."""
 
 from __future__ import annotations
 

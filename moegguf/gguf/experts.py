@@ -118,7 +118,7 @@ class ExpertLayout:
     # True: the multi-token-prediction layers are loaded, and their experts have no slots (`with_heads`)
     loads_heads: bool = False
     has_long_rope: bool = False  # True: the file has rotary factors for long contexts
-    row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file, from which single rows are read
+    row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file and are read row by row
 
     def check_unchanged(self) -> None:
         """Raises ExpertIOError if a shard was written to or replaced after its header was read. A deleted shard is not
@@ -178,7 +178,7 @@ class ExpertLayout:
 
     @property
     def row_table_bytes(self) -> int:
-        """The total size in bytes of the tables that stay in the file, from which single rows are read."""
+        """The total size, in bytes, of the tables that stay in the file and are read row by row."""
         return sum(table.n_bytes for table in self.row_tables)
 
     @property

@@ -368,7 +368,7 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
     """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
-    name, or unless the tensors' data lies inside the file, with no gaps except for alignment."""
+    name. Also raises it unless the tensors' data is inside the file and contiguous, except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"

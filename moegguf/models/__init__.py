@@ -1,4 +1,4 @@
-"""Names of models, the files that a name stands for, and the sources of those files.
+"""Model names, the files that a name stands for, and the sources of those files.
 
 Promises: a name has a tag, and while its files are replaced it refers either to all old files or to all new ones.
 Downloaded and uploaded files are complete and verified before they get a name. An interrupted download of a file of up

@@ -43,8 +43,8 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that can be used now. Each call reads the sources, so changes by other processes are seen. Any thread
-    may call any method.
+    """The models that are currently available. Each call reads the sources, so changes by other processes are seen. Any
+    thread may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file on the machine.
@@ -77,7 +77,7 @@ class Catalog:
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
-        """Returns the model of this name, or at this path if paths are allowed.
+        """Returns the model with this name, or at this path if paths are allowed.
 
         Raises ModelNotFoundError if there is no such model; the error suggests similar names, if any. Also raises
         ModelNotFoundError if some of the model's files are missing, unless `even_missing` is True. Raises
@@ -115,8 +115,8 @@ class Catalog:
         return render(entry, next(names, str(entry.path)))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
-        """Makes `destination` another name for the files and overrides of `source`, and replaces an entry of that name
-        in our index. The files are not copied.
+        """Makes `destination` another name for the files and overrides of `source`, and replaces any entry with that
+        name in our index. The files are not copied.
 
         Raises ModelNotFoundError, ModelNameError, and OptionError if `destination` is the name of a model outside our
         index and Ollama's stores.
@@ -126,7 +126,7 @@ class Catalog:
         return self._save(lambda: entry, target)
 
     def create(self, name: str, recipe: Recipe) -> ModelEntry:
-        """Saves the model that `recipe` describes in our index under `name`, and replaces an entry of that name.
+        """Saves the model that `recipe` describes in our index under `name`, and replaces any entry with that name.
 
         Raises ModelNotFoundError for a missing base, draft model or blob. Raises ModelFormatError for files that are
         not a model, or not an adapter for it. Raises OptionError for a name in use, and for values that are not
@@ -223,7 +223,7 @@ class Catalog:
         yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
         yield from sources.cached_models(text, contents.hidden)
         yield from sources.ollama_models(text)
-        if text and (model := find_in_library(text)):  # short names of the library, which the sources above do not know
+        if text and (model := find_in_library(text)):  # the library's short names, which the sources above do not know
             yield from sources.cached_models(model.hub_name, contents.hidden)
         if path is not None and (folder := _existing(path, Path.is_dir)):
             file = sources.only_model(folder)

@@ -5,8 +5,8 @@ Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `h
 The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
 
 The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
-library.json describes how its facts were checked. A short name without a tag means the first model of that name. No
-other file is opened.
+library.json describes how its facts were checked. A short name without a tag refers to the first model with that name.
+No other file is opened.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Name:
 
     @property
     def is_hub(self) -> bool:
-        """Returns whether the name means a model on Hugging Face."""
+        """Returns whether the name refers to a model on Hugging Face."""
         return self.host == HUB_HOST
 
     @property
@@ -167,10 +167,10 @@ def _bad(text: str, rule: str) -> ModelNameError:
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A model of the library.
+    """A model in the library.
 
     `n_parameters` counts all weights, and `n_active` only the weights that one token uses: it leaves out unused
-    experts. Both leave out tables that stay in the file, where single rows are read (`row_table_bytes`).
+    experts. Both leave out tables that stay in the file and are read row by row (`row_table_bytes`).
     """
 
     name: str
@@ -183,7 +183,7 @@ class LibraryModel:
     n_expert: int
     n_expert_used: int
     n_layer: int
-    row_table_bytes: int = 0  # bytes of tables that stay in the file, from which single rows are read
+    row_table_bytes: int = 0  # bytes of tables that stay in the file and are read row by row
 
     @property
     def hub_name(self) -> str:
@@ -216,20 +216,20 @@ class LibraryModel:
 
 @functools.cache
 def library() -> tuple[LibraryModel, ...]:
-    """Returns all models of the library, in the order of its table."""
+    """Returns all models in the library, in the order of its table."""
     table = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
     return tuple(LibraryModel(**dict(zip(table["columns"], row, strict=False))) for row in table["models"])
 
 
 def find_in_library(text: str) -> LibraryModel | None:
-    """Returns the library's model of this short name, or None if there is none. Without a tag, or with the tag
-    `latest`, returns the first model of that name. Ignores the case of letters."""
+    """Returns the library's model with this short name, or None if there is none. Without a tag, or with the tag
+    `latest`, returns the first model with that name. Ignores the case of letters."""
     name = text.lower().removesuffix(":latest")
     return next((model for model in library() if name in (model.name, model.name.partition(":")[0])), None)
 
 
 def fetchable_name(text: str) -> str | None:
-    """Returns the Hugging Face name that `text` means: `text` itself, or the full name of a model of the library.
+    """Returns the Hugging Face name that `text` refers to: `text` itself, or the full name of a model in the library.
     Returns None for other texts, and for the path of a .gguf file."""
     if model := find_in_library(text):
         return model.hub_name

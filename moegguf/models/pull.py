@@ -32,7 +32,7 @@ Report = Callable[[PullStatus], None]
 
 def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
     """Downloads the files of the model `name` that are not in the cache, from Hugging Face. `name` is a name on Hugging
-    Face or a short name of the library. Returns the model's entry.
+    Face or a short name from the library. Returns the model's entry.
 
     Calls `report` in the calling thread. Raises ModelNameError, ModelNotFoundError (`name` is not a name on Hugging
     Face, or the repository or file does not exist), ModelFormatError for a .gguf file with other contents, and

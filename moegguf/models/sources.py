@@ -74,7 +74,7 @@ def folder_files() -> list[Path]:
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
     """Yields the models in MOEGGUF_MODELS. Leaves out files whose names cannot be model names, and files that cannot be
-    read. With `text`, yields only the model of this name. ".gguf", a shard's number and the tag `latest` may be left
+    read. With `text`, yields only the model with this name. ".gguf", a shard's number and the tag `latest` may be left
     out.
 
     With `text`, raises ModelNameError if the file name cannot be a model's name, and OSError if the file cannot be

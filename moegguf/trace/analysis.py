@@ -146,7 +146,7 @@ def _in_time(options: SimOptions) -> SimOptions:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """A trace, and the saved artifacts of the model from which it was recorded."""
+    """A trace, and the saved artifacts of the recorded model."""
 
     trace: Trace
     artifacts: Artifacts

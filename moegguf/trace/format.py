@@ -82,7 +82,7 @@ class FileHeader(BaseModel, strict=True):
     fingerprint: Text
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
-    weights: bool  # True: the file has the router's weights, by which the experts' outputs are multiplied
+    weights: bool  # True: the file has the router weights that multiply the experts' outputs
     inputs: bool  # True: the routers' inputs were recorded, at least in some blocks
     n_pass: Count
     n_tokens: Count
