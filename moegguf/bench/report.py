@@ -13,7 +13,7 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens in a report's tests
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens that a report's tests use
 WITHOUT = "mmap"  # llama.cpp in moegguf's build, without the expert cache
 DIGEST_DIGITS = 12
 

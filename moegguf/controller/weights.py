@@ -75,8 +75,8 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the facts in a file's header. Returns an empty dict, without a warning, if they cannot be read. Checks
-    nothing else in the file."""
+    """Returns the facts in a file's header. Returns an empty dict, without a warning, if they cannot be read. Does not
+    check anything else in the file."""
     try:
         with safe_open(path, "numpy") as file:
             facts = json.loads((file.metadata() or {})["moegguf"])["facts"]

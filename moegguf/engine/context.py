@@ -459,9 +459,9 @@ class Context:
     # The KV cache. `n_tokens` is a number of tokens from the beginning of a sequence.
 
     def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can only go back by as many
-        tokens as there are valid snapshots. With a sliding window, cells that the next token needs must not have been
-        reused."""
+        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can be rolled back by at
+        most as many tokens as there are valid snapshots. With a sliding window, cells that the next token needs must
+        not have been reused."""
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if position == 0:
             return True
@@ -483,8 +483,8 @@ class Context:
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
         """Removes a sequence's tokens from position `first` up to but not including `last` (-1: to the end). Used for
-        models with a recurrent state. Returns False, and changes nothing, if the state cannot go back so far. The base
-        class passes sequence -1, which stands for sequence 0 here."""
+        models with a recurrent state. Returns False, and changes nothing, if the state cannot be rolled back that far.
+        The base class passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
         n_lost = self._end(sequence) - first
         if first > 0 and n_lost > self._rollback.n_back(sequence):

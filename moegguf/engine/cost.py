@@ -63,11 +63,11 @@ PICK_NODES = (
     2  # additional small nodes for each expert that a token uses: a view of its output, and an addition to the sum
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
-LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
+LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, for example a document or a long conversation
 # speed per token of large passes, relative to single tokens: 9 to 12 on H100 and H200, 5 on 16 Xeon cores
 DEVICE_GAIN, CPU_GAIN = 10, 5
 SPEED_SPREAD = 0.7  # low end of an expected speed, as a share of the prediction: reading slows down computation
-MEMORY_PER_DISK = 16  # assumed bytes read from memory while one byte is read from a disk or copied over a link
+MEMORY_PER_DISK = 16  # assumed bytes that memory delivers while one byte is read from a disk or copied over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
 

@@ -79,8 +79,8 @@ def gpus() -> list[Device]:
 
 
 def has_gpu() -> bool:
-    """Returns True if ggml has found a GPU; integrated GPUs do not count. Unlike `gpus`, this call reserves no memory
-    on the GPU."""
+    """Returns True if ggml has found a GPU; integrated GPUs do not count. Unlike `gpus`, this call does not reserve
+    memory on the GPU."""
     return any(device.kind == "GPU" for device in all_devices())
 
 

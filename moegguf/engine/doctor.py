@@ -50,7 +50,7 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
     """Returns {section: facts} for this process and machine. The disk section measures the disk that holds `model`;
     without `model`, the disk of the file that `_disk` chooses.
 
-    Raises nothing.
+    Does not raise exceptions.
     """
     environment = _fact(_environment)  # is collected first, because loading the library sets an environment variable
     sections: dict[str, Callable[[], Facts]] = {

@@ -101,16 +101,16 @@ class Llama(UpstreamLlama):
             model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or a number of bytes. None: MOEGGUF_EXPERT_CACHE, else "auto". Ignored for a model without experts.
-            vram_cache: memory of a GPU for experts, in the same forms. expert_cache is then the RAM from which missed
+            vram_cache: GPU memory for experts, in the same forms. expert_cache is then the RAM from which missed
                 experts are copied. Several GPUs share the memory according to tensor_split, split_mode and main_gpu;
                 "8GiB,4GiB" is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
                 MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
                 GPU computes.
-            placement: the experts in the memory of a GPU: "layers" (all experts of some layers; the CPU computes the
+            placement: which experts are in GPU memory: "layers" (all experts of some layers; the CPU computes the
                 experts of the other layers), "slots" (experts as they are used; the GPU computes everything), "cpu" (no
                 GPU), or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs,
                 slots. None: MOEGGUF_PLACEMENT.
-            strategy: the method that decides on experts: "moegguf" (the parts that were measured to be best), "lru",
+            strategy: the method that manages experts: "moegguf" (the parts that were measured to be best), "lru",
                 "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
                 (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
                 strategy. None: MOEGGUF_STRATEGY, else "moegguf".
@@ -123,8 +123,8 @@ class Llama(UpstreamLlama):
                 object, or "FILE.py:CLASS".
             lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
                 This makes passes slower.
-            prefetch: True fetches predicted experts ahead while that saves time; a `PrefetchOptions` sets limits. None:
-                the strategy decides.
+            prefetch: True fetches predicted experts in advance as long as this saves time; a `PrefetchOptions` sets
+                limits. None: the strategy decides.
             warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
                 the uses of experts in this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk space, at most 16

@@ -5,7 +5,7 @@ llama.cpp from both.
 
 The process that owns the memory makes the plan, here or in `serving/memory_budget.py`; a process that receives a plan
 makes none. Reads the system's free memory, and lists devices through their drivers. If placements are compared, this
-machine may be measured, and the results are kept (`speeds.py`). Loads nothing.
+machine may be measured, and the results are kept (`speeds.py`). Does not load anything.
 """
 
 from __future__ import annotations

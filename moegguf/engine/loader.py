@@ -173,8 +173,8 @@ class Loader:
 
     @contextmanager
     def _weights_read_ahead(self) -> Iterator[None]:
-        """Surrounds the `with` block in which llama.cpp reads the weights. If there is an expert store, another thread
-        makes the system read the weights into the page cache in advance.
+        """Reads weights ahead while the `with` block makes llama.cpp read them: another thread makes the system read
+        them into the page cache. Does nothing without an expert store.
 
         Without that thread the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
         cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they

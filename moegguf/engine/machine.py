@@ -23,8 +23,8 @@ from moegguf.errors import ModelNotFoundError
 ROOT = Path("/")
 MACHINE = "the machine"
 MARGIN_BYTES = 256 << 20  # minimum number of bytes of RAM that an "auto" budget leaves free
-VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may use them
-# bytes to leave free on a device that only this process uses: libraries' workspaces, captured graphs
+VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device, for displays and other programs
+# bytes to leave free on a device that only this process uses, for library workspaces and captured graphs
 OWN_MARGIN_BYTES = 384 << 20
 # a device with at most this many bytes in use, for its driver and context, is assumed to be used only by this process
 IDLE_BYTES = 768 << 20

@@ -203,7 +203,7 @@ class Sizes:
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
     adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
     reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
-    pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
+    pools: bool = False  # True: each text is pooled into one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
     on_device: bool = False  # True: the sizes are for devices, so memory that is always in RAM is not counted
     reasons: tuple[str, ...] = ()  # sentences about the choices, for the user

@@ -9,7 +9,7 @@ There may be more slots in RAM below these, and the CPU may compute some layers.
 that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so answers read
 fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
-The solver reads no weights, measures nothing and allocates nothing.
+The solver does not read weights, measure speeds or allocate memory.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
 
 
 def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """Returns the kinds of these plans that the options allow. If there is none, raises the BudgetError of a requested
+    """Returns the kinds of these plans that the options allow. If there are none, raises the BudgetError of a requested
     kind."""
     spec = task.spec
     no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
@@ -293,8 +293,8 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory left by everything else and the margin.
-        Raises BudgetError if the memory is too small."""
+        """Returns the number of slots and the tokens of a pass for the memory that remains after everything else and
+        the margin. Raises BudgetError if the memory is too small."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:

@@ -33,7 +33,7 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # total seconds for measuring one figure, over all turns
+SECONDS = 0.06  # total seconds spent measuring one figure, over all turns
 TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
 DENSE_BYTES = 4 * MIB  # approximate bytes of the matrix that represents the weights of one type outside experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside experts are not measured

@@ -138,7 +138,7 @@ class GovernedThreads:
             return
         stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
         if now_s - self._ended_s < IDLE_S:
-            token_s = None  # compute time per token in seconds; None if a pass had several tokens, or without any pass
+            token_s = None  # compute time per token in seconds; None after a pass of several tokens, or without a pass
             if self._decoded:
                 token_s = max(sum(self._decoded) - (stalled_s - self._stalled_s), 0.0) / len(self._decoded)
             n_threads = self._governor.decide(now_s, others, token_s)

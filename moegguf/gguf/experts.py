@@ -348,7 +348,7 @@ def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFil
 
 
 def _layer_fault(kinds: Mapping[Kind, ExpertMatrix], n_expert_used: int) -> str | None:
-    """Returns the rule that one layer's matrices break; None if they break none."""
+    """Returns the rule that one layer's matrices break; None if they are valid."""
     if n_expert_used == 0:
         return "has experts, but a token uses 0 of them (expert_used_count)"
     gate, up, down, gate_up = (kinds.get(kind) for kind in KINDS)

@@ -57,7 +57,7 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
 
     Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
     bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A write that
-    changes none of these bytes is not detected there.
+    leaves these bytes unchanged is not detected there.
     """
     digest = hashlib.sha256()
     for shard in shards:

@@ -23,7 +23,7 @@ Loss = Callable[[Node, Floats], Batch]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples for training and validation. Each sample has a number, from 0 to n - 1."""
+    """Samples for training and validation. Samples are numbered from 0 to n - 1."""
 
     validation: npt.NDArray[np.bool_]  # (n,) True: the sample only measures the accuracy after each epoch
     # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert), 0 or 1

@@ -93,7 +93,7 @@ def needs_inputs(strategies: Iterable[str]) -> bool:
 
 def check_strategies(names: Sequence[str]) -> list[str]:
     """Returns the names without duplicates, or all of LEARNERS if there are none. Raises OptionError for a strategy
-    that is unknown or needs nothing learned."""
+    that is unknown or has nothing to learn."""
     for name in names:
         if find_strategy(name).name not in LEARNERS:
             raise OptionError(f"the strategy {name!r} needs no learning; these strategies do: {', '.join(LEARNERS)}.")
@@ -101,7 +101,8 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 
 
 class Learning:
-    """The requests of a trace, split into requests to learn from and held-out requests that judge what was learned.
+    """The requests of a trace, split into requests to learn from and held-out requests on which the result is
+    evaluated.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
     model, with too few requests, or without decoded tokens in the held-out requests.

@@ -1,4 +1,4 @@
-"""Reads facts from the headers of a model's files: family, size, quantisation, capabilities. Reads no weights."""
+"""Reads facts from the headers of a model's files: family, size, quantisation, capabilities. Does not read weights."""
 
 from __future__ import annotations
 

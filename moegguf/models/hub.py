@@ -10,9 +10,9 @@ cache, the file's name is a link in the commit's snapshot to the blob, as huggin
 gets a cache inside it, and hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
-failure or an interruption, and no later call continues the file. Over HTTP it checks no digest, and fails after a 5xx
-status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last full
-10 MiB, and waits as long as Retry-After says.
+failure or an interruption, and no later call continues the file. Over HTTP it does not check digests, and fails after a
+5xx status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last
+full 10 MiB, and waits as long as Retry-After says.
 
 Importing this module is slow, because it imports huggingface_hub: import it only when something is fetched. Addresses
 and folders come from sources.py on each call, because huggingface_hub reads their environment variables only once.
@@ -393,9 +393,9 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Sends one request for the missing bytes, if there are any, and writes them as they arrive. Raises
-    httpx2.ReadError if too few bytes arrive, PullError if the size differs from `file`, ModelFormatError if a .gguf
-    file does not begin with GGUF's magic bytes, and Stopped."""
+    """Requests the missing bytes, if any, with one request, and writes them as they arrive. Raises httpx2.ReadError if
+    too few bytes arrive, and PullError if the size differs from `file`. Raises ModelFormatError if a .gguf file does
+    not begin with GGUF's magic bytes, and Stopped if `stopped` is set."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)

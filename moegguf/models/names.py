@@ -146,7 +146,7 @@ def is_tag(text: str) -> bool:
 
 
 def _fault(part: str, most: int) -> str | None:
-    """Returns a description of the rule that `part` breaks; None if it breaks none."""
+    """Returns a description of the rule that `part` breaks; None if `part` is valid."""
     if not part:
         return "has an empty part"
     if len(part) > most:

@@ -112,7 +112,7 @@ class Index:
 
     def read(self) -> Contents:
         """Returns the current contents, which are empty if there is no file. Repairs a damaged file if it can be
-        written. Raises no error."""
+        written. Does not raise errors."""
         contents = self._load()
         if not contents.is_intact:
             with suppress(OSError, PullError), self.changed():  # a read-only folder keeps the damaged file

@@ -42,7 +42,7 @@ Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the fini
 
 
 def no_progress(step: str, share: float) -> None:
-    """Does nothing: a `Progress` for callers that need none."""
+    """Does nothing: a `Progress` for callers that do not need progress reports."""
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
@@ -57,10 +57,10 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Returns the numbers of requests that together have at least `n_tokens` decoded tokens, or all requests if there
-    are fewer tokens. Requests are added one by one, and the kinds of text take turns.
+    """Chooses requests that together have at least `n_tokens` decoded tokens, or all requests if there are fewer
+    tokens. Returns the requests' numbers. Requests are chosen one by one, and the kinds of text take turns.
 
-    The first request of every kind is always among them.
+    The first request of every kind is always chosen.
     """
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen = list[int]()
@@ -234,7 +234,7 @@ class TraceAnalysis:
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
         """Returns the message of the OptionError that `make(name)` raises, without the last full stop. Returns "" if
-        `make` raises none."""
+        `make` does not raise one."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

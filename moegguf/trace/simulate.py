@@ -279,8 +279,8 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """Returns the controller that a live run would have; None if the policy and predictor need none. An exception
-        in the policy or predictor ends the simulation."""
+        """Returns the controller that a live run would have; None if the policy and predictor do not need one. An
+        exception in the policy or predictor ends the simulation."""
         acting = ActingOptions(
             self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
@@ -299,7 +299,7 @@ class Simulation:
         return self._result(meter)
 
     def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
-        """Replays the passes without announcements, and each pass's routing events in one call."""
+        """Replays the passes without announcements. Each pass's routing events are replayed in one call."""
         trace = self.trace
         layers = np.array(self.trace.shape.layers, np.int32)
         used = np.array(trace.used(), np.int32)

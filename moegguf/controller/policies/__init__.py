@@ -161,8 +161,8 @@ def device_policy(text: str, tier: str) -> str:
 
 
 def ram_policy(text: str) -> str:
-    """Returns the name of the policy for slots in RAM when a device also has slots. Returns "lru" if `text` names no
-    policy for "ram", or names "auto".
+    """Returns the name of the policy for slots in RAM when a device also has slots. Returns "lru" if `text` does not
+    name a policy for "ram", or names "auto".
 
     Raises OptionError for a policy that needs forecasts or scores from Python, because the store does not apply these
     to slots in RAM below a device.

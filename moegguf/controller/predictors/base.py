@@ -40,7 +40,7 @@ class Predictor(ABC):
         the last observed layer.
 
         Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
-        cannot be predicted now. The order of the probabilities matters more than their size.
+        cannot be predicted now. The ranking of the probabilities matters more than their values.
         """
 
     def native(self) -> NativePredictor | None:
