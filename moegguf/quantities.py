@@ -45,7 +45,7 @@ _UP_TO_100 = re.compile(r"(?:[1-9]\d?(?:\.\d{1,9})?|100)", re.ASCII)
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a value for a message, cut to 60 characters."""
+    """Returns the repr of a value for a message, truncated to 60 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print an int with thousands of digits

@@ -55,7 +55,7 @@ class LeastBytes:
     """Lower bounds on the bytes that must be moved to compute the tokens of a repetition."""
 
     read: int  # fewest bytes that must be read from the file
-    copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the speed of copies is unknown
+    copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the copy speed is unknown
     # Bytes of weights that computation reads from memory: each pass reads its experts and all other weights once
     weights: int = 0
 

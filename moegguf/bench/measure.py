@@ -160,8 +160,8 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the token with the largest logit. `row` is the index of the row of logits; -1: the row of the last token
-    of sequence 0."""
+    """Returns the token with the largest logit. `row` is the index of the logits row; -1: the row of the last token of
+    sequence 0."""
     return int(llama.context.logits(row).argmax())
 
 
@@ -219,7 +219,7 @@ class Sequences:
 class Sample:
     """The results of one repetition."""
 
-    prompt_ns: int  # time to evaluate the timed tokens of the prompts
+    prompt_ns: int  # time to evaluate the timed prompt tokens
     token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
     tokens: list[int]  # most probable tokens after the prompt and after each step, or the engine's answer
     stats: Stats  # growth of the counters during the repetition
@@ -231,7 +231,7 @@ class Sample:
 
 
 def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequences:
-    """Makes the sequences of a repetition, and evaluates their first `n_depth` tokens, which are not timed."""
+    """Creates a repetition's sequences, and evaluates their first `n_depth` tokens, which are not timed."""
     sequences = Sequences(llama, test.n_parallel)
     if test.n_depth:
         sequences.evaluate([own[: test.n_depth] for own in tokens], Phase.PREFILL)

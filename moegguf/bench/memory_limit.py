@@ -46,7 +46,7 @@ def _write(path: Path, text: str) -> bool:
 class MemoryGroup:
     """One memory cgroup with a limit. The command that `command` returns runs inside it."""
 
-    version: int  # version of the kernel's cgroups, 1 or 2
+    version: int  # cgroup version, 1 or 2
     folder: Path
 
     def command(self, arguments: Sequence[str]) -> list[str]:
@@ -79,8 +79,7 @@ class MemoryGroup:
 
 
 def _limits_memory(version: int, folder: Path) -> bool:
-    """Returns whether a new group in `folder` can limit memory. Turns on the memory controller of cgroup v2 if
-    necessary."""
+    """Returns whether a new group in `folder` can limit memory. Turns on cgroup v2's memory controller if necessary."""
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"
@@ -102,9 +101,9 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller must call `remove` on
-    the group. Also removes groups that moegguf made in processes that no longer exist. Raises LimitError if no group
-    can be made."""
+    """Creates a memory cgroup with this limit and, if the kernel allows it, without swap. The caller must call `remove`
+    on the group. Also removes groups that were created by moegguf processes that no longer exist. Raises LimitError if
+    no group can be created."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):

@@ -30,7 +30,7 @@ GGML_TYPE_F32 = 0
 
 
 class Evictions:
-    """A simulated store that gets random routing events of one token, layer after layer. Transfers take no time."""
+    """A simulated store that receives random single-token routing events, layer by layer. Transfers take no time."""
 
     def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
         self.shape = shape

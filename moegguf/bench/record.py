@@ -79,7 +79,7 @@ def record(
                 )
             return llm.stats()
     except BaseException:
-        # Ctrl-C may come after the file was made and before `llm.recording` is set.
+        # Ctrl-C may arrive after the file has been created and before `llm.recording` is set.
         partial_of(Path(out)).unlink(missing_ok=True)
         raise
 

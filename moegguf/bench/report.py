@@ -19,7 +19,7 @@ DIGEST_DIGITS = 12
 
 
 def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> str:
-    """Returns text in Markdown about one model: machine, drive, file and build, then a table with the figures of each
+    """Returns Markdown text about one model: machine, drive, file and build, then a table with the figures of each
     system.
 
     `rows` come from `make_rows`, with the same tests for each system. `doctor` holds the sections that `diagnose`

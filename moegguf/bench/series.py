@@ -324,8 +324,7 @@ test_name.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def environment_of(spec: Spec, stock: Path | None = None) -> dict[str, str]:
-    """Returns the environment of a process that measures a system. `stock` is the folder of llama.cpp without
-    patches."""
+    """Returns the environment of a process that measures a system. `stock` is the folder of unpatched llama.cpp."""
     environment = child_environment(MOEGGUF_HOOKS=str(int(spec.system == "moegguf")))
     if spec.system == "stock":
         # No trial load, because it would test moegguf's store
@@ -347,7 +346,7 @@ class ProcessRunner:
     """Runs a system in a child process, under a memory limit if `limit_bytes` is given. First drops the model's pages
     from the page cache, unless `drop_cache` is False.
 
-    stock: the folder with the libraries of llama.cpp without patches, if one of the systems needs them.
+    stock: the folder with the libraries of unpatched llama.cpp, if one of the systems needs them.
     """
 
     limit_bytes: int | None = None

@@ -58,7 +58,7 @@ class Eamc:
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """Returns a copy of the entries in the form that files store."""
+        """Returns a copy of the entries in the form in which files store them."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:

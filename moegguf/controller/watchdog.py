@@ -118,8 +118,8 @@ class Watchdog:
                 self._end_period()
 
     def pause(self) -> None:
-        """Records that the next pass computes a prompt. The time from the last call of `token` to the next one does not
-        count."""
+        """Records that the next pass computes a prompt. The time between the last call of `token` and the next one is
+        not counted."""
         self._previous_ns = None
 
     def _weigh(self, busy_share: float) -> None:

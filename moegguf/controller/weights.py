@@ -1,5 +1,5 @@
-"""Reads and writes files of trained predictors, EAM collections and uses of experts: safetensors, with facts as JSON in
-the header.
+"""Reads and writes files of trained predictors, EAM collections and expert uses: safetensors, with facts as JSON in the
+header.
 
 Reading a file cannot execute code, unlike reading a pickle. A file is ignored, with one warning, if it is damaged, too
 large, or made for another model, shape or version. A file without an array or fact that its reader needs is ignored

@@ -77,7 +77,7 @@ class Requests:
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """Runs `steps` as one request, until the last step or until the generator is closed.
 
-        Waits while a request of another thread runs, but not for an unfinished request of the calling thread.
+        Waits while another thread's request is running, but not for an unfinished request of the calling thread.
 
         If the thread begins another request before this request has ended, the next step of this request raises
         GenerationCancelled.
@@ -350,7 +350,7 @@ class Context:
             self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
-        """Returns the projector, loading it at the first call; None without `mmproj`. Raises ModelFormatError."""
+        """Returns the projector, loading it on the first call; None without `mmproj`. Raises ModelFormatError."""
         with self._projector_lock:  # another thread may count a prompt's tokens at the same time
             if self._projector is None and self._mmproj:
                 self.check_open()

@@ -77,7 +77,7 @@ class ModelBytes:
     """The bytes that one token reads, and the counts that its time depends on."""
 
     n_layer: int  # layers with experts
-    token_bytes: int  # bytes of the experts that the token uses
+    token_bytes: int  # bytes of the token's experts
     dense_bytes: int  # bytes of all other weights that the token reads, and of the used part of the KV cache
     n_expert_used: int = 8  # experts that the token uses in each layer
     n_layer_all: int = 0  # all layers
@@ -157,7 +157,7 @@ class Placement:
 
     @property
     def speeds(self) -> str:
-        """The speeds of the prompt and the answer, as part of a sentence."""
+        """The prompt and answer speeds, worded as part of a sentence."""
         prompt, answer = format_speed(self.prompt_tokens_per_s), format_speed(self.tokens_per_s)
         return f"{prompt} tokens/s of a prompt and {answer} of an answer"
 
@@ -310,9 +310,9 @@ class HitRates:
         return cls(layout, None, of_answers)
 
     def curve(self) -> HitCurve:
-        """Returns the curve of hit rates for the policy that was measured to be best with slots for half of the
-        experts. Without a measurement, returns the published curve for models of this shape. The curve is corrected by
-        the hit rates that answers have reached on this machine."""
+        """Returns the hit-rate curve of the policy that was measured to be best with slots for half of the experts.
+        Without a measurement, returns the published curve for models of this shape. The curve is corrected by the hit
+        rates that answers have reached on this machine."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")

@@ -18,7 +18,7 @@ NO_GPU = (
     "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
     " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
 )
-QUERY_S = 60  # limit in seconds for the process of `query_gpus`; a driver may take long to start
+QUERY_S = 60  # limit in seconds for the process of `query_gpus`; a driver may take a long time to start
 
 KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # names of the values of enum ggml_backend_dev_type
 

@@ -30,7 +30,7 @@ from moegguf.native import library
 from moegguf.options import DRAFTS
 
 N_MAX = 24  # maximum number of tokens in a draft
-NGRAM_KEYS = (8, 3)  # number of most recent tokens that the long and the short n-gram must find in earlier text
+NGRAM_KEYS = (8, 3)  # number of most recent tokens that must occur earlier in the text: long and short n-gram
 
 
 class Source(IntEnum):
@@ -86,11 +86,11 @@ def _check(reason: bytes | None, *_: object) -> None:
 class Drafts:
     """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: how many of the most recent tokens the long and the short n-gram must find in earlier text. target, draft:
-    addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` computes the
-    heads of the target's model. `least_key`: a draft is possible only if at least this many of the most recent tokens
-    also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods except
-    `close` raise MoeggufError, for example if the vocabularies differ.
+    keys: number of most recent tokens that must occur earlier in the text, for the long and the short n-gram. target,
+    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft`
+    computes the heads of the target's model. `least_key`: a draft is possible only if at least this many of the most
+    recent tokens also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all
+    methods except `close` raise MoeggufError, for example if the vocabularies differ.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class Drafts:
         ]
 
     def evaluated(self, batch: c.Structure) -> None:
-        """Passes a llama_batch that the target context has just evaluated to the native drafter. If heads draft, they
-        evaluate the batch, too."""
+        """Passes a llama_batch that the target context has just evaluated to the native drafter. If the drafts come
+        from heads, the heads evaluate the batch, too."""
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:

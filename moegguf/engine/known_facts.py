@@ -20,8 +20,8 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One kind of fact about a model, in a file in the cache folder. The fact is valid only while the model's headers,
-    the build of the native library, the processor and `about` stay the same.
+    """One kind of fact about a model, stored in a file in the cache folder. The fact is valid only while the model's
+    headers, the build of the native library, the processor and `about` stay the same.
 
     The fact depends on the processor, because several machines may share a home folder.
 

@@ -218,7 +218,7 @@ class KvBlockStore:
         return True
 
     def touch(self, names: Sequence[str]) -> None:
-        """Marks these blocks as used now. The first block gets the latest time and so is deleted last, because the
+        """Marks these blocks as just used. The first block gets the latest time and so is deleted last, because the
         other blocks are useless without it."""
         now = time.time_ns()
         for age, name in enumerate(names):

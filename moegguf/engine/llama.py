@@ -140,7 +140,7 @@ class Llama(UpstreamLlama):
             n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None (used by commands): the length that
                 leaves the most memory to experts; 0: the model's own length.
             flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
-                used if the computing devices support it, as in `moegguf.Engine`, `run` and `serve`.
+                used if the compute devices support it, as in `moegguf.Engine`, `run` and `serve`.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass, while that
                 saves time. "ngram": tokens that followed the same tokens earlier in the text. "mtp": if nothing
@@ -438,12 +438,12 @@ class Llama(UpstreamLlama):
         time.
 
         None leaves a budget unchanged. Freed memory is returned to the system and to the device. Generated tokens do
-        not change. The change happens immediately if the model is idle. If another thread evaluates tokens, the change
-        happens after that evaluation.
+        not change. The change happens immediately if the model is idle. If another thread is evaluating tokens, the
+        change happens after that evaluation.
 
-        vram_cache also holds the buffers in which prompts are staged. These buffers stay, and so do experts of whole
-        layers, which belong to no budget. If a device had a slot for every expert, prompts may be read in shorter
-        passes from then on, with a warning.
+        vram_cache also holds the buffers in which prompts are staged. These buffers stay. So do experts of whole
+        layers, which are not part of any budget. If a device had a slot for every expert, prompts may be read in
+        shorter passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
         the model does not have; neither changes anything. Raises AllocationError if a device has no memory for more

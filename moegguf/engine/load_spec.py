@@ -22,7 +22,7 @@ from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_option, read_load_keywords
 
 F16 = 1
-EVERY_LAYER = 999  # n_gpu_layers for every layer of any model
+EVERY_LAYER = 999  # value of n_gpu_layers that covers every layer of any model
 NO_SPLIT, BY_LAYERS = 0, 1  # values of enum llama_split_mode
 AUTO = ExpertCache("auto")
 
@@ -41,7 +41,7 @@ class LoadSpec:
     kv_tokens: int | None = None  # total tokens of all sequences; None: chosen to fit the memory
     type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: used if the computing devices support it
+    flash_attn: bool | None = False  # None: used if the compute devices support it
     logits_all: bool = False  # True: every token of a pass has logits
     embedding: bool | None = False  # None: True if the file's header has a pooling type
     expert_cache: ExpertCache = AUTO

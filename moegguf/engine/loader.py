@@ -44,12 +44,13 @@ ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s
-    errors.
+    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises the same
+    errors as `Llama`.
 
     options: keywords of llama_cpp.Llama, as the user passed them.
 
-    progress: called with the share of the weights that llama.cpp has read. The load ends if it returns False or raises.
+    progress: called with the share of the weights that llama.cpp has read. The load ends if `progress` returns False or
+    raises.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Loader:
             params.devices = c.addressof(self._no_devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the expert hook, sequences, sizes of passes and flash attention in struct llama_context_params."""
+        """Sets the expert hook, sequences, pass sizes and flash attention in struct llama_context_params."""
         params.n_rs_seq = self.load_plan.plan.n_rs_seq
         if self.n_seq_max > 1:
             n_kv = self.load_plan.plan.kv_tokens
@@ -196,8 +197,8 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Starts the compute threads of this context. If `govern_threads` is set, also makes the object that adapts
-        their number to the processors that other processes use. Does nothing if one thread computes."""
+        """Starts the compute threads of this context. If `govern_threads` is set, also creates the object that adapts
+        the number of threads to other processes' use of the processors. Does nothing if one thread computes."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:

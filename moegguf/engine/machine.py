@@ -29,7 +29,8 @@ OWN_MARGIN_BYTES = 384 << 20
 # a device with at most this many bytes in use, for its driver and context, is assumed to be used only by this process
 IDLE_BYTES = 768 << 20
 _NO_LIMIT = 1 << 62  # limits of at least this number mean "no limit"; cgroup v1 writes a number near 2^63
-# if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
+# if the load average of the last minute, divided by the number of CPUs, is above this, a warning says that speeds are
+# too low
 BUSY_SHARE = 0.25
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
 _DISK_THREADS = 4
@@ -236,8 +237,8 @@ class ProcessorUse:
 
 
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float, n_threads: int) -> float:
-    """Returns the bytes per second that `n_threads` threads together read from random blocks with these open() flags; 0
-    if nothing could be read. Raises OSError if the file cannot be opened."""
+    """Returns the combined speed, in bytes per second, at which `n_threads` threads read random blocks with these
+    open() flags; 0 if nothing could be read. Raises OSError if the file cannot be opened."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
@@ -268,7 +269,7 @@ def disk_read_speed(
     n_threads: int = _DISK_THREADS,
     direct: bool = True,
 ) -> DiskSpeed:
-    """Returns the speed at which `n_threads` threads together read random blocks of `path`. direct: the reads bypass
+    """Returns the combined speed at which `n_threads` threads read random blocks of `path`. direct: the reads bypass
     the page cache if the file system allows it.
 
     Raises ModelNotFoundError if the file cannot be opened.
@@ -288,9 +289,11 @@ def disk_read_speed(
 
 
 def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
-    """Returns the bytes per second that `n_threads` threads together read from main memory, each from its own buffer.
+    """Returns the combined speed, in bytes per second, at which `n_threads` threads read main memory, each from its own
+    buffer.
 
-    Returns the best of several measurements, because other processes may have used the processors during the others.
+    The result is the best of several measurements, because other processes may have used the processors during the
+    others.
     """
     import numpy as np
 

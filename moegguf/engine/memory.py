@@ -53,7 +53,7 @@ DEFAULT_UBATCH_TOKENS = 512
 MOST_UBATCH_TOKENS = 4096  # maximum tokens in a pass that a plan chooses; options and images may require more
 LOGITS_BYTES = 64 * MIB  # bytes for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
 LEAST_LOGITS = 64
-# limit for the default batch and pass of a load for embeddings, where each input must be in one pass
+# limit on the default batch and pass sizes of an embedding load, where each input must be in one pass
 POOLED_BATCH_TOKENS = 2048
 HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-token-prediction heads
 # a default context of at most this length may exceed its usual share of memory; also the length that is assumed if the
@@ -199,10 +199,10 @@ class Sizes:
     kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
     type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: used if the computing devices support it
+    flash_attn: bool | None = False  # None: used if the compute devices support it
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
     adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
-    reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
+    reader_bytes: int = 0  # bytes of read buffers for the threads that read mirrors
     pools: bool = False  # True: each text is pooled into one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
     on_device: bool = False  # True: the sizes are for devices, so memory that is always in RAM is not counted
@@ -280,7 +280,7 @@ class Sizes:
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
-        must be chosen already.
+        must already have been chosen.
 
         With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
         """
@@ -433,7 +433,7 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
-    """Raises AllocationError if the KV cache of the requested context is larger than the machine's whole memory.
+    """Raises AllocationError if the KV cache of the requested context is larger than the machine's total memory.
 
     Without this check, llama.cpp would fail minutes later, or the process would be killed.
     """

@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the model occupies in RAM if a device computes layers; 0 if no device computes."""
+        """Bytes that the model occupies in RAM if a device computes layers; 0 if no device does."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property

@@ -546,7 +546,8 @@ class PrefixCache:
             return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
 
     def _put(self, name: str, about: About, data: memoryview, written: Callable[[float], object] = float) -> None:
-        """Queues a block to be written. written: called by the writing thread with the seconds that writing took."""
+        """Queues a block to be written. written: called by the writing thread with the time that writing took, in
+        seconds."""
 
         def write() -> None:
             begin_s = time.perf_counter()

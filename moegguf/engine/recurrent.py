@@ -14,8 +14,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
 # Architectures, grouped by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except
-# every n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no
-# state.
+# every n-th one, or the layers without key/value heads. Nemotron's layers with a feed-forward part have no state.
 EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
 INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 WITHOUT_HEADS = frozenset((
@@ -24,7 +23,7 @@ WITHOUT_HEADS = frozenset((
 ))  # fmt: skip
 DEEPSEEK4 = "deepseek4"
 # Architectures whose sequences must not share cells. DeepSeek V4 compresses the keys of each sequence separately.
-# qwen4exp may choose a part of a block of tokens. The choice depends on the order of cells, which is the order of
+# qwen4exp may choose only part of a block of tokens. The choice depends on the order of cells, which is the order of
 # tokens only if no other sequence has cells in between.
 OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
 ROLLBACK_ARCHS = frozenset((

@@ -59,9 +59,9 @@ def set_budget(
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """Limits passes to the number of tokens for which a device computes the same bits from slots as with every expert
-    in memory, and warns. Does nothing if no device has slots, if there are staging tensors, or if passes are short
-    enough."""
+    """Limits passes, with a warning, to the number of tokens for which a device computes the same bits from slots as
+    with every expert in memory. Does nothing if no device has slots, if there are staging tensors, or if passes are
+    short enough."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return

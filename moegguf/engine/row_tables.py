@@ -61,7 +61,7 @@ def _mapped_bytes() -> int:
 
 
 def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
-    """Yields (address, number of bytes) of each mapped range of whole pages of a table."""
+    """Yields (address, number of bytes) for each mapped range of a table's whole pages."""
     first = -(-table.offset // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (table.offset + table.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     file = os.stat(path)

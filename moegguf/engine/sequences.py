@@ -93,7 +93,7 @@ class PassBatch:
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
         """Sets the tokens of the batch. Returns, for each chunk, the batch index of the last of its `tokens`. The
-        chunk's draft tokens follow directly.
+        chunk's draft tokens directly follow that token.
 
         position: returns the position of a sequence's token with this index.
 

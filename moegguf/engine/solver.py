@@ -653,7 +653,7 @@ def count_layers(layout: ExpertLayout) -> int:
 def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
     """Divides `total` slots among several devices in proportion to `shares`.
 
-    No device gets more than its number in `most`; the other devices get the slots that are left. If there are enough
+    No device gets more than its entry in `most`; the other devices get the slots that are left. If there are enough
     slots, each device gets at least `least`, or its `most` if that is smaller.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
@@ -928,7 +928,8 @@ class _SlotsPlanner:
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
-        """Returns (slots of layers that the CPU computes, slots that fill slots of devices), in proportion to experts.
+        """Returns (slots of layers that the CPU computes, slots from which the devices' slots are filled), in
+        proportion to experts.
 
         Raises BudgetError if there are too few slots.
         """

@@ -262,9 +262,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. PRESENT_VALUES
-    stay unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or
-    copy."""
+    """Returns `now` with each counter combined, by `operator`, with the same counter of `before`. PRESENT_VALUES stay
+    unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or copy."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

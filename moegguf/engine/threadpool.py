@@ -21,8 +21,8 @@ from moegguf.native import library
 
 PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
 PERIOD_S = 0.25  # minimum seconds between decisions; the system counts processor time in steps of 0.01 s
-IDLE_S = 0.25  # seconds without a pass, after which the measured use of processors is ignored
-MEMORY_S = 10.0  # seconds for which a measured time per token is valid
+IDLE_S = 0.25  # the measured processor use is ignored after this many seconds without a pass
+MEMORY_S = 10.0  # seconds for which a measured time per token remains valid
 # a different number of threads is used if its time per token is below this share of the time with as many threads as
 # free processors
 GAIN = 0.95

@@ -159,7 +159,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
 
 
 def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> KnownFact:
-    """Returns the known fact that keeps the verdict: the reason why the model failed, or "" if it passed."""
+    """Returns the known fact that stores the verdict: the reason why the model failed, or "" if it passed."""
     images = header_digest((projector.shard,)) if projector is not None else None
     if adapter := options.get("lora_path"):
         options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}

@@ -57,7 +57,7 @@ class ExpertMatrix:
     shard: int  # index into ExpertLayout.shards
     offset: int  # position of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    # bytes after each expert in a slot, which kernels of devices may read; the file does not have them
+    # bytes after each expert in a slot, which device kernels may read; the file does not contain them
     padding_bytes: int = 0
 
 

@@ -2,9 +2,9 @@
 its current bytes.
 
 What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
-differ between trainings. They are rarely quantised. So the quantisations of one model usually share a fingerprint, and
-they also share their routing. Saved contexts need the same weights, so they are used only with the same file on this
-disk (`weights_digest`): a copy of the file has a different digest. A few MB are read, never whole experts.
+differ between training runs. They are rarely quantised. So the quantisations of one model usually share a fingerprint,
+and they also share their routing. Saved contexts need the same weights, so they are used only with the same file on
+this disk (`weights_digest`): a copy of the file has a different digest. A few MB are read, never whole experts.
 """
 
 from __future__ import annotations

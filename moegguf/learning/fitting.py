@@ -1,4 +1,4 @@
-"""Fits a network to choices of experts with AdamW. Training can end early if the validation accuracy stops rising.
+"""Fits a network to expert choices with AdamW. Training can end early if the validation accuracy stops rising.
 
 This module knows nothing about traces.
 """

@@ -54,7 +54,7 @@ BRIEF: dict[str, Any] = {
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
-JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are judged
+JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are evaluated
 LAYER_US = 1000.0  # compute time of a layer in the simulation, in microseconds
 LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer computes
 TRACE_BYTES = 1 << 30  # maximum size of a given trace to learn from, in bytes
@@ -133,8 +133,8 @@ class Learning:
         self._popularity = COUNTED["popularity"](self.training)
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
-        """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. An
-        interruption before saving leaves the old files unchanged."""
+        """Learns, evaluates and saves one strategy. Raises OptionError, and StorageError if a file cannot be written.
+        An interruption before saving leaves the old files unchanged."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -191,9 +191,9 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns the shares of right predictions of the trained networks ("mlp_right") and of the model's own routers
-        ("skip_right"), each with LRU and prefetching. `prefetch_predictor` compares these shares later. Returns {} if
-        the routers cannot be read."""
+        """Returns the shares of correct predictions of the trained networks ("mlp_right") and of the model's own
+        routers ("skip_right"), each with LRU and prefetching. `prefetch_predictor` compares these shares later. Returns
+        {} if the routers cannot be read."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:

@@ -162,7 +162,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
 def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
     """Opens a response with the file's bytes from `begin` on (status 206), or with all bytes (200).
 
-    Raises PullError if the server sends other bytes, and the errors of httpx2 and huggingface_hub.
+    Raises PullError if the server sends other bytes. Also raises the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
@@ -204,7 +204,7 @@ def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] =
 
 @contextmanager
 def hub_errors(repo: str, path: str = "") -> Iterator[None]:
-    """Turns errors of the Hub, of the network and of huggingface_hub inside the `with` block into moegguf's errors."""
+    """Converts Hub, network and huggingface_hub errors in the `with` block into moegguf's errors."""
     try:
         yield
     except MoeggufError:
@@ -218,7 +218,7 @@ def _shown_endpoint() -> str:
 
 
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
-    """Returns moegguf's error for an error of the Hub or of the network, with the next step for the user."""
+    """Returns moegguf's error for a Hub or network error, with the next step for the user."""
     what = f"{repo}/{path}" if path else repo
     page = f"{_shown_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
@@ -356,7 +356,7 @@ def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Ev
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it once more from the
+    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it again from the
     start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):

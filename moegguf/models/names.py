@@ -72,7 +72,7 @@ class Name:
 
     @property
     def repo(self) -> str:
-        """The repository of a name on Hugging Face: "user/repo"."""
+        """The Hugging Face repository that the name refers to: "user/repo"."""
         return f"{self.namespace}/{self.model}"
 
 

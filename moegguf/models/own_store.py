@@ -191,7 +191,7 @@ def _to_json(contents: Contents) -> bytes:
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the bytes that are free on the disk of `folder`. The folder may not exist yet."""
+    """Returns the number of free bytes on the disk that holds `folder`. The folder may not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
@@ -355,7 +355,7 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
+    """Flushes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -365,7 +365,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(failed: str) -> Iterator[None]:
-    """Turns errors of the disk inside the `with` block into PullError. Its message starts with `failed`."""
+    """Converts disk errors in the `with` block into PullError. Its message starts with `failed`."""
     try:
         yield
     except OSError as error:

@@ -34,10 +34,10 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
     """Downloads the files of the model `name` that are not in the cache, from Hugging Face. `name` is a name on Hugging
     Face or a short name from the library. Returns the model's entry.
 
-    Calls `report` in the calling thread. Raises ModelNameError, ModelNotFoundError (`name` is not a name on Hugging
-    Face, or the repository or file does not exist), ModelFormatError for a .gguf file with other contents, and
-    PullError. If `cancelled` is set, raises PullError. Received bytes are kept for the next pull, except for a file
-    above PLAIN_LIMIT_BYTES.
+    Calls `report` in the calling thread. Raises ModelNameError for an invalid name, and ModelNotFoundError if `name` is
+    not a name on Hugging Face, or the repository or file does not exist. Raises ModelFormatError for a .gguf file with
+    other contents, and PullError if fetching fails or `cancelled` is set. Received bytes are kept for the next pull,
+    except for a file above PLAIN_LIMIT_BYTES.
     """
     model = find_in_library(name)
     parsed = parse_name(model.hub_name if model else name)
@@ -106,9 +106,9 @@ def fetch(
 
     Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are already complete there
     are not fetched again. If the list of files cannot be read from the Hub, uses only files that are already there.
-    Raises PullError, and ModelFormatError for a .gguf file with other contents. Raises ModelNotFoundError if the
-    repository does not exist, if `filename` selects no model or several, or if one of `others` does not match exactly
-    one file.
+    Raises PullError if fetching fails, and ModelFormatError for a .gguf file with other contents. Raises
+    ModelNotFoundError if the repository does not exist, if `filename` selects no model or several, or if one of
+    `others` does not match exactly one file.
     """
     from huggingface_hub.utils import tqdm
 

@@ -260,8 +260,8 @@ def ollama_folders() -> list[Path]:
 
 def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
     """Yields the models in Ollama's stores that can be run. With `text`, yields only models with this name. A name
-    without a host means Ollama's registry, and without a namespace its library. `user/model` and `hf.co/user/model` can
-    mean a user of Ollama's registry, too."""
+    without a host refers to Ollama's registry, and a name without a namespace to the registry's library. `user/model`
+    and `hf.co/user/model` can refer to a user of Ollama's registry, too."""
     keys = None
     if text is not None:
         if (name := name_or_none(text)) is None:

@@ -46,8 +46,8 @@ def no_progress(step: str, share: float) -> None:
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
-    """Returns a function that the caller calls at the start of each of the `n_steps` steps of a stage. The function
-    passes the step and the finished share of the stage to `progress`."""
+    """Returns a function to call at the start of each of a stage's `n_steps` steps. The function passes the step and
+    the finished share of the stage to `progress`."""
     started = itertools.count()
 
     def report(step: str) -> None:

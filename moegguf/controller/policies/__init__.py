@@ -74,8 +74,8 @@ class Static:
 
 
 class Sparsity(NativePolicy):
-    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use, which is
-    `predictor` unless another predictor is chosen."""
+    """MoE-Infinity's algorithm 1, which the store computes. It evicts according to the forecast of the predictor in
+    use, which is `predictor` unless another predictor is chosen."""
 
     predictor: EamcPredictor  # forecasts from past requests
 

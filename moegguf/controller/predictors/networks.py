@@ -1,4 +1,4 @@
-"""Makes predictors that multiply by matrices: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
+"""Makes matrix-based predictors: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
 
 The store computes them with weights in signed bytes (`native/predictor.py`).
 """
