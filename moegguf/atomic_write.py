@@ -54,7 +54,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE
             os.fsync(file.fileno())
             os.chmod(name, mode)
             os.replace(name, path)
-    except BaseException:  # includes an interrupt, which must leave no temporary file
+    except BaseException:  # also on an interrupt: no temporary file may remain
         Path(name).unlink(missing_ok=True)
         raise
 
@@ -64,7 +64,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
     locked until the descriptor is closed. Raises OSError."""
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
-        with suppress(OSError):  # `remove_abandoned` removes no file if locks do not work
+        with suppress(OSError):  # `remove_abandoned` removes nothing if locks do not work
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, name

@@ -80,12 +80,12 @@ class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not a
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback, policy or predictor of the user raised an exception, or used the model that was waiting for it. The
-    exception of a callback is the `__cause__`."""
+    """A user's callback, policy or predictor raised an exception, or used the model that was waiting for it. A
+    callback's exception is the `__cause__`."""
 
 
 class ModelNameError(MoeggufError, ValueError):
-    """A string is not a valid name of a model, or not a valid digest of a file."""
+    """A string is not a valid model name, or not a valid file digest."""
 
 
 class PullError(MoeggufError, OSError):
@@ -113,12 +113,11 @@ class BusyError(MoeggufError, RuntimeError):
     """A file, a model or the server is busy, or the server is shutting down; a later attempt may succeed."""
 
 
-QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # text of Ollama's error
+QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # Ollama's error text
 
 
 class QueueFullError(BusyError):
-    """The queue of requests is full. `retry_after_s` is the number of seconds after which the queue may have room
-    again."""
+    """The request queue is full. `retry_after_s` is the number of seconds after which the queue may have room again."""
 
     def __init__(self, message: str = QUEUE_IS_FULL, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -135,8 +134,8 @@ class DeviceLostError(WorkerError):
 
 
 class BatchFileError(MoeggufError, ValueError):
-    """A batch's file of requests or file of answers cannot be used. For example, it cannot be read, the answers belong
-    to other requests, or another process uses the file."""
+    """A batch's request file or answer file cannot be used. For example, it cannot be read, the answers belong to other
+    requests, or another process is using the file."""
 
 
 class StorageError(MoeggufError, OSError):

@@ -60,7 +60,8 @@ def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | N
 
 
 def logs_decisions() -> bool:
-    """Returns True if MOEGGUF_LOG is "debug". Reads no other variable. Raises OptionError for an unknown value."""
+    """Returns True if MOEGGUF_LOG is "debug". Does not read other variables. Raises OptionError for an unknown
+    value."""
     return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
 
 

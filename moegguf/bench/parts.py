@@ -1,4 +1,4 @@
-"""Measures individual parts of the store: how long evictions, and copies over a simulated link, take."""
+"""Measures individual parts of the store: evictions, and copies over a simulated link."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GGML_TYPE_F32 = 0
 
 
 class Evictions:
-    """A simulated store that gets random routing events of one token, layer after layer. Transfers take no time."""
+    """A simulated store that receives random single-token routing events, layer by layer. Transfers take no time."""
 
     def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
         self.shape = shape
@@ -52,7 +52,7 @@ class Evictions:
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
     def pass_us(self) -> float:
-        """Runs one pass. Returns the microseconds in the store's hooks, divided by the number of misses."""
+        """Runs one pass. Returns the time spent in the store's hooks, in microseconds per miss."""
         before = self.store.counters()
         for il in range(self.shape.n_layer):
             if self.policy in (SCORES, ALL_SCORES):
@@ -78,9 +78,9 @@ class Evictions:
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row has the microseconds that a miss takes if it gets a free slot, and if it evicts an expert (medians over
-    passes), and their difference. Except for the policy ALL_SCORES, a row also has the seconds that a million lookups
-    take in one call.
+    A row has the time of a miss that gets a free slot, the time of a miss that evicts an expert, and their difference,
+    in microseconds (medians over passes). Except for the policy ALL_SCORES, a row also has the seconds that a million
+    lookups take in one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(

@@ -44,7 +44,7 @@ PRESETS = {
 
 
 def find_preset(name: str) -> Preset:
-    """Returns the preset of this name. Raises OptionError for an unknown name."""
+    """Returns the preset with this name. Raises OptionError for an unknown name."""
     if name not in PRESETS:
         raise OptionError(f"--preset must be one of {', '.join(PRESETS)}, but is {name!r}.")
     return PRESETS[name]

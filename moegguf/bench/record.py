@@ -19,7 +19,7 @@ from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
-# Receives the name of the current step, and the finished share of the work (0 to 1)
+# Called with the name of the current step and the share of the work that is done (0 to 1)
 Progress = Callable[[str, float], object]
 
 
@@ -51,8 +51,8 @@ def record(
 
     Each prompt is a new request. If a prompt has a completion, the completion's tokens are evaluated one by one
     (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is None
-    by default, as in `moegguf run`, so that the recorded routing is the routing of that command. Raises the errors of
-    `Llama`, and OptionError if the model has no experts.
+    by default, as in `moegguf run`, so that the recorded routing is the same as that command's. Raises the same errors
+    as `Llama`, and OptionError if the model has no experts.
     """
     llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
@@ -79,7 +79,7 @@ def record(
                 )
             return llm.stats()
     except BaseException:
-        # Ctrl-C may come after the file was made and before `llm.recording` is set.
+        # Ctrl-C may arrive after the file has been created and before `llm.recording` is set.
         partial_of(Path(out)).unlink(missing_ok=True)
         raise
 

@@ -13,13 +13,13 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens in a report's tests
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens that a report's tests use
 WITHOUT = "mmap"  # llama.cpp in moegguf's build, without the expert cache
 DIGEST_DIGITS = 12
 
 
 def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> str:
-    """Returns text in Markdown about one model: machine, drive, file and build, then a table with the figures of each
+    """Returns Markdown text about one model: machine, drive, file and build, then a table with the figures of each
     system.
 
     `rows` come from `make_rows`, with the same tests for each system. `doctor` holds the sections that `diagnose`

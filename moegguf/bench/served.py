@@ -179,8 +179,8 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
 def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
     """Yields a row about the first token of an answer in each of five cases.
 
-    In the first case the prompt is computed. In the next three its context is reused: from memory, after the model was
-    unloaded, and after the server and the worker were killed. The last case is another question with the same
+    In the first case the prompt is computed. In the next three its context is reused: from memory, after the model has
+    been unloaded, and after the server and the worker have been killed. The last case is another question with the same
     beginning. If `folder` already holds the contexts of an earlier call, the prompt is not computed in the first case
     either. Raises MoeggufError if another answer to this prompt has logprobs that differ from the first answer's.
     """

@@ -1,7 +1,7 @@
 """Finds and saves files about a model's routing: measured hit rates, trained predictors, the EAM collection, and the
 uses of experts.
 
-Search order: the caller's own folder if there is one, a folder beside the model (`MODEL.gguf.moegguf`), the user's data
+Search order: the caller's own folder if one is given, a folder beside the model (`MODEL.gguf.moegguf`), the user's data
 folder, the package (`predictors/NAME`). New files are written beside the model if that folder is writable, otherwise to
 the user's folder. A file belongs to a model if it has the model's fingerprint, a hash of the model's routers. The
 model's name does not matter.
@@ -82,13 +82,13 @@ class Artifacts:
                             yield path.parent
 
     def find(self, name: str) -> Iterator[Path]:
-        """Yields the existing files of this name in search order. Skips folders that cannot be searched. Does not check
-        whether a file belongs to this model."""
+        """Yields the existing files with this name in search order. Skips folders that cannot be searched. Does not
+        check whether a file belongs to this model."""
         return (folder / name for folder in self.folders() if _is_file(folder / name))
 
     def routers(self) -> Routers:
-        """Reads the model's own routers from its file. Raises OptionError if there is only a trace, and the errors of
-        `read_routers`."""
+        """Reads the model's own routers from its file. Raises OptionError if there is only a trace. Otherwise raises
+        the same errors as `read_routers`."""
         if self.layout is None:
             raise OptionError("this predictor needs the routers of the model: name the model, too (--model).")
         return read_routers(self.layout)

@@ -1,7 +1,7 @@
 """MoE-Infinity's collection of expert activation matrices (EAMs, section 4.5 and appendix B.1).
 
 An entry is the EAM of one request (rEAM): counts of tokens per (layer, expert). Only tokens of the answer are counted,
-because only passes that decode are compared with entries (`moegguf/native/predictors/counts.cpp`).
+because only decode passes are compared with entries (`moegguf/native/predictors/counts.cpp`).
 `moegguf/controller/artifacts.py` saves the collection in a file.
 """
 
@@ -58,7 +58,7 @@ class Eamc:
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """Returns a copy of the entries in the form that files store."""
+        """Returns a copy of the entries in the form in which files store them."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:

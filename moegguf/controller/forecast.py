@@ -35,7 +35,7 @@ class Forecast:
 
     def begin_pass(self, predictor: Predictor) -> None:
         """Discards all predictions. Then predicts the first layers, as far as the window reaches, before any routing
-        event of the pass. Raises the errors of `advance`."""
+        event of the pass. Raises the same errors as `advance`."""
         self.clear()
         self._predict(predictor, row=-1)
 

@@ -1,6 +1,6 @@
 """Counts the routing seen so far, at each routing event. Policies in Python and the EAM collection read these counts.
 
-EAM, iEAM and rEAM are terms of MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
+EAM, iEAM and rEAM are terms from MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
 counts the current pass. An rEAM counts one request so far, with separate tables for prefill and decode. If a pass has
 tokens of several requests, its iEAM counts all of them, and each request keeps its own rEAM.
 """
@@ -17,8 +17,8 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-# A request that is absent from more than this number of passes in a row counts as ended. The number is meant to be
-# larger than the number of passes for which a scheduler pauses a request.
+# A request that is absent from more than this number of passes in a row counts as ended. The number should exceed the
+# number of passes for which a scheduler may pause a request.
 ABSENT_PASSES = 64
 # Maximum number of requests whose rEAMs are kept at the same time, unless a single pass has more requests
 MOST_REQUESTS = 256
@@ -48,9 +48,9 @@ class History:
         self.uses: Counts = np.zeros(shape.table, np.float32)  # number of routing events that used the expert
         self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: counts of the current pass so far
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
-        # The sum of the rEAMs of the current pass's requests, for each phase, with their counts from earlier passes
+        # Sum of the rEAMs of the requests in the current pass, for each phase; includes counts from earlier passes
         self.prefill, self.decode = self._reams
-        self.il = -1  # number of the layer of the last event
+        self.il = -1  # layer number of the last event
         self.pass_ = -1
         self.sequence = -1  # number of the last event's request, or of the first one if there are several
         self.phase = Phase.PREFILL
@@ -114,7 +114,7 @@ class History:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Recomputes the sums of the rEAMs of the current pass's requests."""
+        """Recomputes the sum of the current requests' rEAMs, for each phase."""
         self._reams[:] = 0
         for sequence in sorted(self._present):
             self._reams += self.requests[sequence].counts

@@ -42,7 +42,7 @@ class Watchdog:
 
     The criterion is time, which includes both the stall and the cost of moving bytes. On a machine with few cores,
     prefetching can cost more compute time than it saves in stall. The controller observes, counts and predicts in all
-    periods of a trial, so that the periods differ only in prefetching.
+    periods of a trial, so the periods differ only in prefetching.
 
     A trial alternates periods without and with prefetching. Periods without prefetching are shorter by default, because
     prefetching usually saves time. The first token of a period is left out, because the preceding period affects it.
@@ -118,8 +118,8 @@ class Watchdog:
                 self._end_period()
 
     def pause(self) -> None:
-        """Records that the next pass computes a prompt. The time from the last call of `token` to the next one does not
-        count."""
+        """Records that the next pass computes a prompt. The time between the last call of `token` and the next one is
+        not counted."""
         self._previous_ns = None
 
     def _weigh(self, busy_share: float) -> None:

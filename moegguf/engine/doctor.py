@@ -50,7 +50,7 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
     """Returns {section: facts} for this process and machine. The disk section measures the disk that holds `model`;
     without `model`, the disk of the file that `_disk` chooses.
 
-    Raises nothing.
+    Does not raise exceptions.
     """
     environment = _fact(_environment)  # is collected first, because loading the library sets an environment variable
     sections: dict[str, Callable[[], Facts]] = {
@@ -161,8 +161,8 @@ def _device(device: BackendDevice) -> Facts:
 
 
 def _cards() -> Facts:
-    """Returns the graphics cards that the system lists, the installed backend plug-ins, and the problems of backends.
-    `note` is the sentence of `card_note`, or None."""
+    """Returns the graphics cards that the system lists, the installed backend plug-ins, and backend problems. `note` is
+    the sentence of `card_note`, or None."""
     problems = library.backend_problems()
     return {
         "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
@@ -231,7 +231,7 @@ def folder_size(folder: Path) -> int:
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # another process may just have deleted the file
+            with suppress(OSError):  # another process may have just deleted the file
                 status = os.lstat(os.path.join(parent, name))
                 sizes[status.st_dev, status.st_ino] = status.st_size
     return sum(sizes.values())

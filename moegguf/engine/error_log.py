@@ -1,4 +1,4 @@
-"""Keeps the last errors that llama.cpp and libmtmd have logged. moegguf's error messages state them as reasons."""
+"""Keeps the last errors that llama.cpp and libmtmd have logged. moegguf's error messages give them as reasons."""
 
 from __future__ import annotations
 

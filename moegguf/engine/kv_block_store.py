@@ -124,8 +124,8 @@ class KVBlocks:
         self._library.moegguf_kv_blocks_close(self._handle)
 
     def add(self, block: StoredBlock) -> int:
-        """Adds a block. Returns an address that stands for the block's state. The same thread must pass it to
-        MemoryParts.set_state next."""
+        """Adds a block. Returns an address that represents the block's state. The same thread must then pass this
+        address to MemoryParts.set_state."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
         given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
@@ -218,7 +218,7 @@ class KvBlockStore:
         return True
 
     def touch(self, names: Sequence[str]) -> None:
-        """Marks these blocks as used now. The first block gets the latest time and so is deleted last, because the
+        """Marks these blocks as just used. The first block gets the latest time and so is deleted last, because the
         other blocks are useless without it."""
         now = time.time_ns()
         for age, name in enumerate(names):

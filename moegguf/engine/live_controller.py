@@ -74,7 +74,7 @@ class ControllerOptions:
 
     @property
     def is_plain(self) -> bool:
-        """True for LRU without predictions and prefetching, for which the store needs no controller."""
+        """True for LRU without predictions or prefetching. The store then needs no controller."""
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
@@ -230,8 +230,8 @@ class LiveController:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
-        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change
-        size."""
+        """Starts or stops listening, depending on whether there is anything to decide. Call this after pools have
+        changed size."""
         self._has_absent_experts, listeners = not self.session.store.info()["resident"], self.session.listeners
         needed = self.controller is not None and self._has_absent_experts and self.controller.needs_events
         if needed != self._listening:
@@ -275,8 +275,8 @@ class LiveController:
         return figures
 
     def close(self) -> None:
-        """Stops deciding. With the predictor `eamc`, saves its collection. Call this before the store is closed. A
-        second call does nothing."""
+        """Stops making decisions. With the predictor `eamc`, saves its collection. Call this before the store is
+        closed. A second call does nothing."""
         if self.controller is None:
             return
         # events that still arrive are not needed, so listening stops first
@@ -292,6 +292,6 @@ class LiveController:
 
 
 def _titled(choice: ControllerChoice) -> str:
-    """Returns the names of a choice as words for a message."""
+    """Formats the names of a choice for a message."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
     return policy if choice.predictor == "none" else f"{policy} with predictions by {choice.predictor}"

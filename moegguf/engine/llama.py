@@ -101,16 +101,16 @@ class Llama(UpstreamLlama):
             model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or a number of bytes. None: MOEGGUF_EXPERT_CACHE, else "auto". Ignored for a model without experts.
-            vram_cache: memory of a GPU for experts, in the same forms. expert_cache is then the RAM from which missed
+            vram_cache: GPU memory for experts, in the same forms. expert_cache is then the RAM from which missed
                 experts are copied. Several GPUs share the memory according to tensor_split, split_mode and main_gpu;
                 "8GiB,4GiB" is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
                 MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
                 GPU computes.
-            placement: the experts in the memory of a GPU: "layers" (all experts of some layers; the CPU computes the
+            placement: which experts are in GPU memory: "layers" (all experts of some layers; the CPU computes the
                 experts of the other layers), "slots" (experts as they are used; the GPU computes everything), "cpu" (no
                 GPU), or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs,
                 slots. None: MOEGGUF_PLACEMENT.
-            strategy: the method that decides on experts: "moegguf" (the parts that were measured to be best), "lru",
+            strategy: the method that manages experts: "moegguf" (the parts that were measured to be best), "lru",
                 "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
                 (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
                 strategy. None: MOEGGUF_STRATEGY, else "moegguf".
@@ -123,8 +123,8 @@ class Llama(UpstreamLlama):
                 object, or "FILE.py:CLASS".
             lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
                 This makes passes slower.
-            prefetch: True fetches predicted experts ahead while that saves time; a `PrefetchOptions` sets limits. None:
-                the strategy decides.
+            prefetch: True fetches predicted experts in advance as long as this saves time; a `PrefetchOptions` sets
+                limits. None: the strategy decides.
             warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
                 the uses of experts in this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk space, at most 16
@@ -140,7 +140,7 @@ class Llama(UpstreamLlama):
             n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None (used by commands): the length that
                 leaves the most memory to experts; 0: the model's own length.
             flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
-                used if the computing devices support it, as in `moegguf.Engine`, `run` and `serve`.
+                used if the compute devices support it, as in `moegguf.Engine`, `run` and `serve`.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass, while that
                 saves time. "ngram": tokens that followed the same tokens earlier in the text. "mtp": if nothing
@@ -220,7 +220,7 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also KeyboardInterrupt: nothing of a failed load may remain
+        except BaseException:  # also on KeyboardInterrupt: no part of a failed load may remain
             if not self._closed:
                 self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
             self.close()
@@ -237,7 +237,7 @@ class Llama(UpstreamLlama):
     ) -> Plan:
         """Returns the plan for loading the model with these keywords, without loading it.
 
-        Raises the errors of planning a load, such as BudgetError and OptionError.
+        Raises the same errors as planning a load, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -345,7 +345,7 @@ class Llama(UpstreamLlama):
     ) -> Any:
         """Returns embeddings as in llama-cpp-python.
 
-        Raises the errors of `eval`, and OptionError for a text without tokens.
+        Raises the same errors as `eval`, and OptionError for a text without tokens.
 
         Example:
             >>> with moegguf.Llama("demo", embedding=True, pooling_type=1, verbose=False) as embedder:
@@ -438,12 +438,12 @@ class Llama(UpstreamLlama):
         time.
 
         None leaves a budget unchanged. Freed memory is returned to the system and to the device. Generated tokens do
-        not change. The change happens immediately if the model is idle. If another thread evaluates tokens, the change
-        happens after that evaluation.
+        not change. The change happens immediately if the model is idle. If another thread is evaluating tokens, the
+        change happens after that evaluation.
 
-        vram_cache also holds the buffers in which prompts are staged. These buffers stay, and so do experts of whole
-        layers, which belong to no budget. If a device had a slot for every expert, prompts may be read in shorter
-        passes from then on, with a warning.
+        vram_cache also holds the buffers in which prompts are staged. These buffers stay. So do experts of whole
+        layers, which are not part of any budget. If a device had a slot for every expert, prompts may be read in
+        shorter passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
         the model does not have; neither changes anything. Raises AllocationError if a device has no memory for more

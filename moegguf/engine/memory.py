@@ -1,7 +1,7 @@
 """The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
-`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so that a context length and a
+`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so a context length and a
 budget can be planned before anything is loaded. They are meant as upper bounds; llama.cpp prints the actual sizes while
 it loads.
 """
@@ -44,7 +44,7 @@ ROUTER_COPIES = (
 )
 # estimated bytes of RAM for libraries, threads, graphs, and buffers for reading the model's own file
 FIXED_BYTES = 48 * MIB
-READ_BYTES = 4 * MIB  # bytes counted for the read buffer of a reader thread (piece_bytes in native/pool.cpp)
+READ_BYTES = 4 * MIB  # bytes counted for each reader thread's read buffer (piece_bytes in native/pool.cpp)
 # estimated bytes of RAM per token of the vocabulary, for the maps between tokens and text, and for the merges
 VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
@@ -53,7 +53,7 @@ DEFAULT_UBATCH_TOKENS = 512
 MOST_UBATCH_TOKENS = 4096  # maximum tokens in a pass that a plan chooses; options and images may require more
 LOGITS_BYTES = 64 * MIB  # bytes for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
 LEAST_LOGITS = 64
-# limit for the default batch and pass of a load for embeddings, where each input must be in one pass
+# limit on the default batch and pass sizes of an embedding load, where each input must be in one pass
 POOLED_BATCH_TOKENS = 2048
 HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-token-prediction heads
 # a default context of at most this length may exceed its usual share of memory; also the length that is assumed if the
@@ -136,8 +136,8 @@ def pass_bytes(
     """Returns the total size in bytes of the buffers for one pass of `n_ubatch` tokens. If multi-token-prediction heads
     are loaded, includes the buffers of their passes.
 
-    Stages of a pass reuse each other's memory, so that only the largest counts: attention, experts, dense feed-forward
-    or output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
+    Stages of a pass reuse each other's memory, so only the largest counts: attention, experts, dense feed-forward or
+    output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
     backend never frees. `n_ctx`: tokens in the KV cache. `n_logits`: how many tokens of a pass may have logits; None:
     all of them.
     """
@@ -185,8 +185,7 @@ def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes for which the memory of a load is planned: context, passes, sequences, cache types and optional
-    parts."""
+    """The sizes that determine a load's memory needs: context, passes, sequences, cache types and optional parts."""
 
     n_ctx: int | None = None  # 0: the model's own length; None: chosen by `choose_context`
     # requested number of tokens in a pass, which a plan lowers if the slots allow fewer; None: chosen together with the
@@ -198,13 +197,13 @@ class Sizes:
     # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
     kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
-    type_k: int = F16  # types of the KV cache, as ggml's numbers
+    type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: used if the computing devices support it
+    flash_attn: bool | None = False  # None: used if the compute devices support it
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
     adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
-    reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
-    pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
+    reader_bytes: int = 0  # bytes of read buffers for the threads that read mirrors
+    pools: bool = False  # True: each text is pooled into one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
     on_device: bool = False  # True: the sizes are for devices, so memory that is always in RAM is not counted
     reasons: tuple[str, ...] = ()  # sentences about the choices, for the user
@@ -212,7 +211,7 @@ class Sizes:
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
-        context length, and the errors of `read_adapter`."""
+        context length, and the same errors as `read_adapter`."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -281,7 +280,7 @@ class Sizes:
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
-        must be chosen already.
+        must already have been chosen.
 
         With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
         """
@@ -388,8 +387,9 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots for which all snapshots together occupy at most 1/SNAPSHOT_SHARE of
-    `free_bytes`. `reasons` of the result explains only this number, and is empty if no snapshots are wanted."""
+    """Returns the sizes with the number of snapshots limited, so that all snapshots together occupy at most
+    1/SNAPSHOT_SHARE of `free_bytes`. The result's `reasons` explains only this number, and is empty if no snapshots are
+    wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
     all_bytes = sizes.n_seq_max * state_bytes(layout)
@@ -433,7 +433,7 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
-    """Raises AllocationError if the KV cache of the requested context is larger than the machine's whole memory.
+    """Raises AllocationError if the KV cache of the requested context is larger than the machine's total memory.
 
     Without this check, llama.cpp would fail minutes later, or the process would be killed.
     """

@@ -40,7 +40,7 @@ class MemoryPlan:
     n_slots: int  # slots for experts of these layers
     total_bytes: int  # bytes that the model occupies in this memory, including all slots
     available_bytes: int = 0  # bytes that this process may use in this memory
-    n_below: int = 0  # RAM only: number of slots from which slots of devices are filled
+    n_below: int = 0  # RAM only: number of slots from which the devices' slots are filled
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     # memory
     needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be taken back
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be rolled back
     n_batch: int = 512
     kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def n_ram_slots(self) -> int:
-        """Number of slots in RAM from which slots of devices are filled."""
+        """Number of slots in RAM from which the devices' slots are filled."""
         return self.ram.n_below
 
     @property
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the model occupies in RAM if a device computes layers; 0 if no device computes."""
+        """Bytes that the model occupies in RAM if a device computes layers; 0 if no device does."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property
@@ -152,7 +152,7 @@ class Plan:
     @property
     def expert_cache_bytes(self) -> int:
         """Bytes of slots in RAM, as a value for the option expert_cache: the slots from which the CPU computes layers,
-        and the slots from which slots of devices are filled."""
+        and the slots from which the devices' slots are filled."""
         return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
 
     @property
@@ -199,7 +199,7 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     """Returns how many slots a pass of `n_ubatch` tokens may need at once: the number of different experts that it can
     use in one layer.
 
-    streams: True if experts without a slot are streamed, so that only the experts of one token need slots.
+    streams: True if experts without a slot are streamed, so only the experts of one token need slots.
     """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
@@ -211,10 +211,10 @@ def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough, at least 1; NO_LIMIT if
-    there is no limit.
+    """Returns the largest number of tokens that a pass may have with `n_slots` slots, at least 1; NO_LIMIT if there is
+    no limit.
 
-    streams: True if experts without a slot of their own are streamed or staged, so that there is no limit.
+    streams: True if experts without a slot of their own are streamed or staged, so there is no limit.
 
     slot_tokens: maximum number of tokens in a pass if some expert has no slot. The device would not compute larger
     passes as it does with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).

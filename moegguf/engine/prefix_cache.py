@@ -59,13 +59,13 @@ BLOCK_TOKENS = 64
 # Sequence id for temporary copies. A context with MAX_SEQUENCES sequences uses this id, too, so it gets no prefix
 # cache.
 SCRATCH = MAX_SEQUENCES - 1
-# limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
+# limit on the bytes that are waiting to be written; the first block, or a state at an end, may exceed this limit
 MOST_QUEUED_BYTES = 64 << 20
-MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
-STEP_COST = 0.05  # time spent keeping states, as a share of the time for computing tokens (a target: `StateCost.step`)
+MOST_STEP_TOKENS = 512  # maximum number of tokens between two kept states, unless `StateCost.step` needs more
+STEP_COST = 0.05  # time spent keeping states, as a share of token compute time (a target: `StateCost.step`)
 STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may occupy
-FORMAT = 2  # version of the data that is hashed into the names of blocks
-_NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
+FORMAT = 2  # version of the data that is hashed into block names
+_NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of block names, by kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
 # first fields of a recurrent state: number of cells, last position, number of sequences
 _RECURRENT_STATE = struct.Struct("<IiI")
@@ -164,9 +164,9 @@ class PrefixCache:
         self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
         self._state_ends: dict[int, int] = {}  # {sequence: number of tokens before its last kept state}
-        self._almost_read: set[int] = set()  # sequences whose prompt lacks only its last token after the next pass
+        self._almost_read: set[int] = set()  # sequences whose prompt will lack only its last token after the next pass
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
-        self._queued: dict[str, int] = {}  # {name of a block that waits to be written: its bytes}
+        self._queued: dict[str, int] = {}  # {name of a block that is waiting to be written: its size in bytes}
         self._lock = threading.Lock()  # guards `_queued`
         self.behind = set[int]()  # sequences with blocks that were not written because too many bytes were waiting
         self._fill_held = False
@@ -185,8 +185,8 @@ class PrefixCache:
 
     @property
     def name(self) -> str:
-        """A hash of everything on which computed bits depend, except tokens and images: model, build, processor,
-        devices and options."""
+        """A hash of everything that computed bits depend on, except tokens and images: model, build, processor, devices
+        and options."""
         return self._root
 
     def restore(
@@ -234,7 +234,7 @@ class PrefixCache:
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
         """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be cut there, the
-        sequence goes back to the nearest earlier end for which the state or window is kept, or is emptied. Returns the
+        sequence goes back to the nearest earlier position whose state or window is kept, or is emptied. Returns the
         number of tokens that the sequence then has."""
         with self._context.lock:
             if self._context.cut(n_tokens, sequence):
@@ -249,8 +249,8 @@ class PrefixCache:
 
     def copy(self, source: int, target: int, tokens: Tokens, n_held: int, owner: str = "") -> int:
         """Copies `tokens`, the beginning of the sequence `source`, to the sequence `target`. If not all of them can be
-        copied, copies the longest prefix for which the necessary states and windows are kept. `target` has the first
-        `n_held` tokens before the call. Returns how many of `tokens` it has afterwards."""
+        copied, copies the longest prefix for which the necessary states and windows are kept. Before the call, `target`
+        already has the first `n_held` tokens. Returns how many of `tokens` it has after the call."""
         if self._context.copy(source, target, len(tokens)):
             return len(tokens)
         if not self._needs_more_than_cells:
@@ -357,7 +357,7 @@ class PrefixCache:
             self._pool.submit(self._store.touch, [block.name for block in blocks])
 
     def close(self) -> None:
-        """Waits until the queued blocks are written, and ends the writing thread. A second call does nothing."""
+        """Waits until the queued blocks have been written, and ends the writing thread. A second call does nothing."""
         self._pool.shutdown()
 
     # Restoring a sequence.
@@ -526,7 +526,7 @@ class PrefixCache:
 
     def _keep_block(self, kind: int, sequence: int, part: _Part) -> bool:
         """Queues all cells of a sequence to be written as the block of `part`. Returns False if llama.cpp cannot write
-        the cells, if they are not the part's cells, or if too many bytes already wait to be written."""
+        the cells, if they are not the part's cells, or if too many bytes are already waiting to be written."""
         n_bytes = self._memory.state_bytes(kind, sequence)
         if not self._has_queue_for(n_bytes):
             self.behind.add(sequence)
@@ -546,7 +546,8 @@ class PrefixCache:
             return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
 
     def _put(self, name: str, about: About, data: memoryview, written: Callable[[float], object] = float) -> None:
-        """Queues a block to be written. written: called by the writing thread with the seconds that writing took."""
+        """Queues a block to be written. written: called by the writing thread with the time that writing took, in
+        seconds."""
 
         def write() -> None:
             begin_s = time.perf_counter()
@@ -594,18 +595,18 @@ class PrefixCache:
 
 
 class StateCost:
-    """Chooses the distance between kept states, based on the time and the disk space that they take."""
+    """Chooses the distance between kept states, based on the time and disk space that keeping them costs."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._eval_s = self._pass_s = 0.0  # total seconds of all passes, and seconds of the last one
         self._n_pass = 0  # tokens of the last pass
-        self._token_s = 0.0  # seconds to compute a token of a prompt; 0: not known yet
-        self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet
+        self._token_s = 0.0  # seconds to compute one prompt token; 0: not known yet
+        self._byte_s = 0.0  # seconds to keep one byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has spent computing
-        so far."""
+        """Records that a pass computed `n_new` tokens of a sequence. eval_s: the context's total compute time so far,
+        in seconds."""
         if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
@@ -614,7 +615,7 @@ class StateCost:
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
-        """Notes how long copying and writing a state of `n_bytes` bytes took."""
+        """Records how long it took to copy and write a state of `n_bytes` bytes."""
         self._byte_s = seconds / n_bytes
 
     def step(self, n_bytes: int, n_tokens: int) -> int:
@@ -697,7 +698,7 @@ def _n_streams(llm: UpstreamLlama) -> int:
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
-    """Returns a hash of everything on which blocks depend, except owner, tokens and images: model, build, processor,
+    """Returns a hash of everything that blocks depend on, except owner, tokens and images: model, build, processor,
     devices and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector

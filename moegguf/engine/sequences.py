@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
-CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types of the KV cache that the attention kernels can read
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # KV cache types that the attention kernels can read
 HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
 _FLASH_OFF = 0  # value of enum llama_flash_attn_type
 # Architectures with a recurrent state whose results do not depend on the rest of a pass
@@ -49,7 +49,7 @@ class SequenceTokens:
 
     sequence: int
     tokens: Sequence[int]
-    n_past: int  # number of tokens of the sequence before these
+    n_past: int  # number of tokens that precede these in the sequence
     request: int  # number of the request in routing events
     phase: Phase
     wants_logits: bool = True  # True: the last of `tokens`, and each token of `draft`, have logits
@@ -93,7 +93,7 @@ class PassBatch:
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
         """Sets the tokens of the batch. Returns, for each chunk, the batch index of the last of its `tokens`. The
-        chunk's draft tokens follow directly.
+        chunk's draft tokens directly follow that token.
 
         position: returns the position of a sequence's token with this index.
 

@@ -93,8 +93,8 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the number of staging tensors in each of the `n_pools` pools of a device for which the plan has
-    `n_staging`. The number is at least 1, or 0 if `n_staging` is 0."""
+    """Returns the number of staging tensors in each of a device's `n_pools` pools, if the plan has `n_staging` for the
+    device. The number is at least 1, or 0 if `n_staging` is 0."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
@@ -106,8 +106,8 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int
 
     needed: number of slots that a pass uses in a layer.
 
-    n_staging: staging tensors that are planned for the device. If there are any, every pool needs one. If the plan has
-    fewer than pools, the additional tensors take the memory of some slots.
+    n_staging: staging tensors that are planned for the device. If there are any, every pool needs one. If there are
+    more pools than planned tensors, the additional tensors use the memory of some slots.
     """
     most = most_slots(layout, part.name, part.n_slots)
     if most >= part.n_slots:
@@ -234,7 +234,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was given
+        self._dropped = set[int]()  # indices of the copies of the model's files that were already warned about
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -289,8 +289,8 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns,
-        once for each copy, about copies of the model's files that are no longer read because reading them failed."""
+        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns
+        about copies of the model's files that are no longer read because reading them failed, once for each copy."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
@@ -322,7 +322,7 @@ class Session:
         )
 
     def stats(self, eval_s: float) -> Stats:
-        """Returns the counters and sizes of the store. eval_s: seconds of evaluation, which the caller has measured."""
+        """Returns the counters and sizes of the store. eval_s: evaluation time in seconds, measured by the caller."""
         counters, info = self.store.counters(), self.store.info()
         seconds: dict[str, Any] = {
             f"{name}_s": counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")
@@ -393,6 +393,6 @@ class Session:
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:
-        """Frees the store. Call this method after llama.cpp's context and model are freed. A second call does
+        """Frees the store. Call this method after llama.cpp's context and model have been freed. A second call does
         nothing."""
         self.store.close()

@@ -6,10 +6,10 @@ device computes everything except the experts of some layers. In the plan of `pl
 There may be more slots in RAM below these, and the CPU may compute some layers.
 
 `Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else in
-that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that answers
-read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
+that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so answers read
+fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
-The solver reads no weights, measures nothing and allocates nothing.
+The solver does not read weights, measure speeds or allocate memory.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def make_plan(
     """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some and the plan with
     them is chosen.
 
-    speeds: speeds of the only device, with which placements are compared; None: takes the first kind in KINDS_OF that
-    is allowed and fits. hits: expected hit rates; None: published ones.
+    speeds: speeds of the only device, used to compare placements; None: chooses the first kind in KINDS_OF that is
+    allowed and fits. hits: expected hit rates; None: published ones.
 
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
     """
@@ -115,7 +115,7 @@ class Task:
 
     @classmethod
     def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Makes a task from these options. Raises the errors of `Sizes.of`."""
+        """Makes a task from these options. Raises the same errors as `Sizes.of`."""
         return cls(layout, machine, spec, Sizes.of(layout, spec))
 
     @property
@@ -147,7 +147,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     are impossible or that could not be better than the others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers need one undivided device. They are no use if the device has a slot for every expert.
+        # Whole layers need one undivided device. They have no advantage if the device has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -162,7 +162,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
 
 
 def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """Returns the kinds of these plans that the options allow. If there is none, raises the BudgetError of a requested
+    """Returns the kinds of these plans that the options allow. If there are none, raises the BudgetError of a requested
     kind."""
     spec = task.spec
     no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
@@ -293,8 +293,8 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory left by everything else and the margin.
-        Raises BudgetError if the memory is too small."""
+        """Returns the number of slots and the tokens of a pass for the memory that remains after everything else and
+        the margin. Raises BudgetError if the memory is too small."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
@@ -496,7 +496,7 @@ def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Itera
 
 
 def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
-    """Yields a sentence if `n_bytes` of a memory are not free. where: words such as " of RAM"."""
+    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such as " of RAM"."""
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
@@ -654,7 +654,7 @@ def count_layers(layout: ExpertLayout) -> int:
 def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
     """Divides `total` slots among several devices in proportion to `shares`.
 
-    No device gets more than its number in `most`; the other devices get the slots that are left. If there are enough
+    No device gets more than its entry in `most`; the other devices get the slots that are left. If there are enough
     slots, each device gets at least `least`, or its `most` if that is smaller.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
@@ -892,8 +892,8 @@ class _SlotsPlanner:
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the number of slots of each device, which computes these layers. If all devices share one budget,
-        slots for which a device has no memory go to the others."""
+        """Returns each device's number of slots. `layers` has the layers that each device computes. If all devices
+        share one budget, slots that do not fit on a device go to the others."""
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._bytes_without_slots(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:
@@ -929,7 +929,8 @@ class _SlotsPlanner:
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
-        """Returns (slots of layers that the CPU computes, slots that fill slots of devices), in proportion to experts.
+        """Returns (slots of layers that the CPU computes, slots from which the devices' slots are filled), in
+        proportion to experts.
 
         Raises BudgetError if there are too few slots.
         """

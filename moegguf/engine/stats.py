@@ -1,4 +1,5 @@
-"""Counters and times of one model since its load: `later - earlier` has the counters of the interval in between."""
+"""Counters and times of one model since its load: `later - earlier` gives the counters of the interval between the
+two."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class TierStats(Lookups):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name and the device, by which the same tier is found in an earlier `Stats`."""
+        """The name and the device, which identify the same tier in an earlier `Stats`."""
         return self.name, self.device
 
 
@@ -94,7 +95,7 @@ class DriveStats:
 
     @property
     def key(self) -> str:
-        """The name, by which the same copy is found in an earlier `Stats`."""
+        """The name, which identifies the same copy in an earlier `Stats`."""
         return self.name
 
 
@@ -122,7 +123,7 @@ class Stats(Lookups):
         upload_s: time of writing experts into slots, summed over threads.
         eval_s: time of all passes.
         n_experts: experts of the model, over all layers.
-        n_threads: number of threads that was last chosen for passes.
+        n_threads: number of threads last chosen for passes.
         staging_bytes: memory of the tensors in which prompts are staged on devices.
         bytes_staged: bytes that were copied into these tensors.
         staging_copy_s: time of these copies.
@@ -216,12 +217,12 @@ class Stats(Lookups):
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds per token during which computing waited for experts, on the CPU or on a device."""
+        """Seconds per token that computation spent waiting for experts, on the CPU or on a device."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds per token of the store's work at routers, without stalls."""
+        """Seconds per token that the store spent working at routers, without stalls."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
@@ -236,11 +237,11 @@ class Stats(Lookups):
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computing and copying the missed bytes would need in sequence at this link speed, as a
+        """Returns the time that computation, followed by copying the missed bytes at this link speed, would take, as a
         share of the measured time.
 
         1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
-        computed. The time of computing is the evaluation time without stalls; the share is (compute + bytes missed /
+        computed. The compute time is the evaluation time without stalls; the share is (compute + bytes missed /
         link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
@@ -261,9 +262,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. PRESENT_VALUES
-    stay unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or
-    copy."""
+    """Returns `now` with each counter combined, by `operator`, with the same counter of `before`. PRESENT_VALUES stay
+    unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or copy."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

@@ -95,7 +95,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     _batch: Any
     # True: the last row of logits does not belong to the context's current tokens, or belongs to another request
     _requires_eval: bool
-    _grammar: GrammarMask | None = None  # grammar of the request that samples now
+    _grammar: GrammarMask | None = None  # grammar of the request that is currently sampling
     tokenizer_: Any
 
     def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
@@ -154,8 +154,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         """Loads a model from the Hugging Face Hub, with all shards of a split model. `options`: keywords of the class.
 
         `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename, the default quantisation.
-        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model matches, or several do, and
-        PullError.
+        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model or more than one model matches,
+        and PullError if the download fails.
         """
         return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
 

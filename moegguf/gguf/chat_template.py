@@ -17,7 +17,7 @@ class ThinkMarks:
     sign: str = ""  # text by which a template with these marks is recognized; "": `close`
 
     def begun_by(self, prompt_end: str) -> bool:
-        """Returns True if a prompt with this end has opened the thinking: only white space follows the last opening
+        """Returns True if a prompt with this ending has opened the thinking: only white space follows the last opening
         mark."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()

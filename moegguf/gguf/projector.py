@@ -18,8 +18,8 @@ MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 DECODED_BYTES = 192 << 20  # maximum number of bytes needed while an image is decoded
 
-# Kinds whose image tokens attend to each other, so that one pass must hold the whole image: {kind: maximum number of
-# tokens of an image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
+# Kinds whose image tokens attend to each other, so one pass must hold the whole image: {kind: maximum number of tokens
+# of an image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
 ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
 
 # Kinds with a fixed image size. Other kinds are assumed to accept images of up to DYNAMIC_PATCHES patches (4,096 tokens
@@ -90,7 +90,7 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         keys.number("embedding_length", None, 1, MAX_DIMENSION),
-        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # 0 in old files of Qwen2-VL
+        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # 0 in old Qwen2-VL files
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )

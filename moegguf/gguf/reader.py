@@ -105,7 +105,7 @@ class Cursor:
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
         try:
-            for _ in range(count):  # calls only built-in functions: a vocabulary has some 100,000 strings
+            for _ in range(count):  # calls only built-in functions, for speed: a vocabulary has some 100,000 strings
                 (n,) = unpack(read(8))
                 if n > self.size:
                     self.skip(n)
@@ -368,7 +368,7 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
     """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
-    name, or unless the tensors' data lies inside the file, with no gaps except for alignment."""
+    name. Also raises it unless the tensors' data is inside the file and contiguous, except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"
@@ -412,7 +412,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Returns the checked header of the GGUF file at `path`.
 
     Raises ModelNotFoundError when the file cannot be opened or is not a regular file, ModelFormatError for the first
-    rule that it breaks, ExpertIOError when the disk fails. Limits the memory that it needs, whatever sizes the file
+    rule that it breaks, and ExpertIOError when the disk fails. Limits its own memory use, whatever sizes the file
     claims. Reads the file again only when it has changed.
     """
     return _read_version(Path(path), FileVersion.now(Path(path)))

@@ -15,7 +15,7 @@ from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
 
-MOST_TOKENS = 1 << 15  # maximum number of entries of a token table
+MOST_TOKENS = 1 << 15  # maximum number of entries in a token table
 
 
 def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:

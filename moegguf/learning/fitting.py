@@ -1,4 +1,4 @@
-"""Fits a network to choices of experts with AdamW. Training can end early if the validation accuracy stops rising.
+"""Fits a network to expert choices with AdamW. Training can end early if the validation accuracy stops rising.
 
 This module knows nothing about traces.
 """
@@ -23,7 +23,7 @@ Report = Callable[[str, float], object]
 1)."""
 
 WARM_SHARE = 0.1  # share of the steps in which the learning rate rises
-MOST_NORM = 1.0  # largest norm of all parameters' gradients together; larger gradients are scaled down
+MOST_NORM = 1.0  # maximum joint norm of all gradients; gradients with a larger joint norm are scaled down
 BETAS = (0.9, 0.999)  # decay rates of Adam's two running averages
 EPS = 1e-8
 
@@ -178,8 +178,8 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     """Returns (number of predicted experts that were chosen, number of chosen experts). Their ratio is ProMoE's
     ACCURACY (section 4.1).
 
-    The k experts with the highest scores of a sample count as predicted, where k is the largest number of experts
-    chosen in any of the samples. `scores` and `chosen` are (n, n_expert).
+    A sample's k highest-scoring experts count as predicted, where k is the largest number of experts chosen in any of
+    the samples. `scores` and `chosen` are (n, n_expert).
     """
     total = int(chosen.sum())
     if total == 0:

@@ -222,7 +222,7 @@ class Samples:
         self.known[here] = ids[:, :, 0] >= 0
 
     def tokens_of(self, sequences: list[int]) -> Integers:
-        """Returns the positions in `tokens` of the tokens of these requests."""
+        """Returns the positions of these requests' tokens in `tokens`."""
         parts = [
             np.arange(start, end)
             for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)

@@ -67,7 +67,7 @@ class ModelEntry(NamedModel):
     adapter: Path | None = None  # a LoRA adapter that is loaded with the model
     draft: Path | None = None  # a smaller model that guesses the model's next tokens
     parent: str = ""  # the name from which this one was made; "": made from a path, or not made here
-    missing: tuple[Path, ...] = ()  # files that are no longer there
+    missing: tuple[Path, ...] = ()  # files that no longer exist
 
     @property
     def digest(self) -> str:

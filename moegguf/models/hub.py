@@ -5,17 +5,17 @@ names only when all files have been fetched. Errors of the Hub become moegguf's 
 
 A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
 interruption, even by another process. A file of full size is read again for its digest. If the digest is right, the
-blob gets its name. The locks are huggingface_hub's, so two programs do not fetch the same file at the same time. In the
+blob gets its name. The locks are huggingface_hub's, so two programs never fetch the same file at the same time. In the
 cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder
 gets a cache inside it, and hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
-failure or an interruption, and no later call continues the file. Over HTTP it checks no digest, and fails after a 5xx
-status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last full
-10 MiB, and waits as long as Retry-After says.
+failure or an interruption, and no later call continues the file. Over HTTP it does not check digests, and fails after a
+5xx status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last
+full 10 MiB, and waits as long as Retry-After says.
 
 Importing this module is slow, because it imports huggingface_hub: import it only when something is fetched. Addresses
-and folders come from sources.py at each call, because huggingface_hub reads their environment variables only once.
+and folders come from sources.py on each call, because huggingface_hub reads their environment variables only once.
 Access tokens come from huggingface_hub.
 """
 
@@ -116,12 +116,12 @@ class HubFile:
 
     @property
     def missing_bytes(self) -> int:
-        """Returns how many bytes of the file are missing in the cache."""
+        """Returns how many bytes of the file are missing from the cache."""
         return self.size_bytes - self.received_bytes
 
     def is_at(self, path: Path) -> bool:
-        """Returns whether the file at `path` has this file's digest. First writes the data of the file at `path` to
-        disk (fsync). Raises OSError."""
+        """Returns whether the file at `path` has this file's digest. First flushes the file at `path` to disk (fsync).
+        Raises OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
         with open_regular(path) as found:
@@ -134,7 +134,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
     """Returns {path: file} for the newest commit of the branch `main` of "user/repo". Leaves out files without size or
     digest, and paths that lead out of the repository. `cache` is the cache's folder; None: the Hub's cache.
 
-    Raises ModelNotFoundError, PullError.
+    Raises ModelNotFoundError or PullError.
     """
     api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
     with hub_errors(repo):
@@ -162,7 +162,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
 def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
     """Opens a response with the file's bytes from `begin` on (status 206), or with all bytes (200).
 
-    Raises PullError if the server sends other bytes, and the errors of httpx2 and huggingface_hub.
+    Raises PullError if the server sends other bytes. Also raises the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
@@ -204,7 +204,7 @@ def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] =
 
 @contextmanager
 def hub_errors(repo: str, path: str = "") -> Iterator[None]:
-    """Turns errors of the Hub, of the network and of huggingface_hub inside the `with` block into moegguf's errors."""
+    """Converts Hub, network and huggingface_hub errors in the `with` block into moegguf's errors."""
     try:
         yield
     except MoeggufError:
@@ -218,7 +218,7 @@ def _shown_endpoint() -> str:
 
 
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
-    """Returns moegguf's error for an error of the Hub or of the network, with the next step for the user."""
+    """Returns moegguf's error for a Hub or network error, with the next step for the user."""
     what = f"{repo}/{path}" if path else repo
     page = f"{_shown_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
@@ -251,13 +251,14 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
 
 @contextmanager
 def remote_model(name: str) -> Iterator[ModelEntry]:
-    """Provides the model of a Hub name with headers only, so that it can be described and planned before it is fetched.
+    """Provides a headers-only copy of the model with this Hub name, so that the model can be described and planned
+    before it is fetched.
 
-    Each of its files is a sparse file of its full size whose first bytes are the header. A reader of headers reads it
-    like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at the end of
-    the `with` block.
+    Each of its files is a sparse file of its full size whose first bytes are the header. Code that reads headers treats
+    the copy like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at
+    the end of the `with` block.
 
-    Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
+    Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
     parsed = parse_name(name)
     files = read_repository(parsed.repo)
@@ -304,8 +305,8 @@ def _fetch_header(file: HubFile, path: Path) -> None:
 def fetch_files(
     files: Sequence[HubFile], what: str, stopped: threading.Event, report: Callable[[dict[HubFile, int]], None]
 ) -> None:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` now and then, and at the end,
-    with the bytes of each file that are on disk. `what` names the download in messages.
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` periodically, and at the end, with
+    each file's number of bytes on disk. `what` names the download in messages.
 
     Raises the first error (ModelNotFoundError, ModelFormatError, PullError), and PullError if `stopped` is set. The
     threads then end when they receive their next bytes.
@@ -323,7 +324,7 @@ def fetch_files(
                 received[file] = file.size_bytes
         except Stopped:
             return
-        except BaseException as error:  # the thread of the caller raises the error
+        except BaseException as error:  # the caller's thread raises the error
             errors.append(error)
             stopped.set()
 
@@ -355,7 +356,7 @@ def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Ev
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it once more from the
+    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it again from the
     start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):
@@ -377,7 +378,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
     """Acquires the file's lock in the cache and returns it. While another thread or process holds the lock, reports the
-    bytes that are in the cache so far. Raises Stopped if `stopped` is set meanwhile."""
+    bytes that are in the cache so far. Raises Stopped if `stopped` is set in the meantime."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -392,9 +393,9 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Sends one request for the missing bytes, if there are any, and writes them as they arrive. Raises
-    httpx2.ReadError if too few bytes arrive, PullError if the size differs from `file`, ModelFormatError if a .gguf
-    file does not begin with GGUF's magic bytes, and Stopped."""
+    """Requests the missing bytes, if any, with one request, and writes them as they arrive. Raises httpx2.ReadError if
+    too few bytes arrive, and PullError if the size differs from `file`. Raises ModelFormatError if a .gguf file does
+    not begin with GGUF's magic bytes, and Stopped if `stopped` is set."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -462,8 +463,8 @@ def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: thre
 
 
 def link_commit(files: Sequence[HubFile]) -> Path:
-    """Makes links at the commit's paths to the blobs, then sets `main` to the commit. Returns the snapshot's folder.
-    Raises PullError."""
+    """Links the commit's paths to the blobs, then sets `main` to the commit. Returns the snapshot's folder. Raises
+    PullError."""
     folder = files[0].folder
     commit = files[0].commit
     snapshot = folder / "snapshots" / commit
@@ -488,9 +489,9 @@ def link_commit(files: Sequence[HubFile]) -> Path:
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Returns the files that are missing in `folder`. A path counts as present if it is a link to the complete file in
-    the cache. If the cache lacks the file, a path with the right size and digest counts as present, and is linked into
-    the cache. Raises PullError."""
+    """Returns the files that are missing from `folder`. A path counts as present if it is a link to the complete file
+    in the cache. If the cache lacks the file, a path with the right size and digest counts as present, and is linked
+    into the cache. Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path

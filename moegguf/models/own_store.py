@@ -68,9 +68,9 @@ def _path_at(location: str) -> Path:
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
-    """Returns an entry with the current size and digest of its files. `missing` lists shards and an adapter that are
-    gone. A projector or draft model that is gone becomes None. The digest is computed again only if nothing is missing
-    and a file is not named by its digest."""
+    """Returns an entry with the current size and digest of its files. `missing` lists the shards that no longer exist,
+    and the adapter if it no longer exists. A projector or draft model that no longer exists becomes None. The digest is
+    computed again only if nothing is missing and a file is not named by its digest."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
@@ -111,8 +111,8 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """Returns the contents now, which are empty if there is no file. Repairs a damaged file if it can be written.
-        Raises no error."""
+        """Returns the current contents, which are empty if there is no file. Repairs a damaged file if it can be
+        written. Does not raise errors."""
         contents = self._load()
         if not contents.is_intact:
             with suppress(OSError, PullError), self.changed():  # a read-only folder keeps the damaged file
@@ -121,8 +121,9 @@ class Index:
 
     @contextmanager
     def changed(self) -> Iterator[Contents]:
-        """Provides the contents, which may be changed inside the `with` block, under the index's lock. At its end the
-        contents are written if they have changed, unless the block raises. Raises PullError when the disk fails."""
+        """Provides the contents, which may be changed inside the `with` block, under the index's lock. At the end of
+        the block, the contents are written if they have changed, unless the block raises. Raises PullError when the
+        disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "a+b") as lock:
@@ -190,7 +191,7 @@ def _to_json(contents: Contents) -> bytes:
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the bytes that are free on the disk of `folder`. The folder may not exist yet."""
+    """Returns the number of free bytes on the disk that holds `folder`. The folder may not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
@@ -218,8 +219,8 @@ class BlobStore:
         self.folder = data_folder() / "blobs"
 
     def path(self, digest: str) -> Path:
-        """Returns the path of a blob. Raises ModelNameError for a text that is not a digest, ModelNotFoundError for a
-        missing blob."""
+        """Returns the path of a blob. Raises ModelNameError for a text that is not a digest, and ModelNotFoundError for
+        a missing blob."""
         if not self.has(digest):
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
         return self.folder / blob_name(digest)
@@ -237,7 +238,7 @@ class BlobStore:
     def make_set(self, files: Mapping[str, str]) -> ModelEntry:
         """Makes a set of {file name: digest of a blob}. Returns the model in the set, without a name.
 
-        Raises ModelNotFoundError for a missing blob or shard, ModelFormatError for files that are not a model,
+        Raises ModelNotFoundError for a missing blob or shard, ModelFormatError for files that are not a model, and
         OptionError for names that are not file names.
         """
         named = _named(files)
@@ -262,7 +263,7 @@ class BlobStore:
         return self._folder_of({name: blob}) / name
 
     def clean(self, used: Iterable[Path]) -> None:
-        """Removes sets that have no file in `used`, and blobs that were linked only in these sets. Keeps what cannot be
+        """Removes sets without a file in `used`, and blobs that were linked only in these sets. Keeps what cannot be
         removed."""
         kept = {path.parent for path in used}
         for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
@@ -277,7 +278,7 @@ class BlobStore:
                         blob.unlink()
 
     def _folder_of(self, named: Mapping[str, str]) -> Path:
-        """Returns the folder of the set with these blobs. Makes it if it is missing. Raises ModelNotFoundError,
+        """Returns the folder of the set with these blobs. Makes it if it is missing. Raises ModelNotFoundError or
         PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
@@ -339,7 +340,7 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
 
     def commit(self) -> Path:
         """Verifies the bytes and gives the blob its name. Raises ModelFormatError if the bytes do not have the
-        announced digest, and PullError."""
+        announced digest, and PullError if the disk fails."""
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
@@ -354,7 +355,7 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
+    """Flushes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -364,7 +365,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(failed: str) -> Iterator[None]:
-    """Turns errors of the disk inside the `with` block into PullError. Its message starts with `failed`."""
+    """Converts disk errors in the `with` block into PullError. Its message starts with `failed`."""
     try:
         yield
     except OSError as error:

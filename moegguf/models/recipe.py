@@ -3,9 +3,9 @@ defines the recipe, checks its values, and reads and writes it as a Modelfile.
 
 A Modelfile is a text in Ollama's grammar (parser/parser.go), with lines of the form `INSTRUCTION arguments`. The
 instructions, in upper or lower case, are FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text,
-LICENSE, ADAPTER path (once). A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the
-end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect. RENDERER
-and PARSER only cause a warning.
+LICENSE, ADAPTER path (once). A value extends to the end of its line, or is in quotes, or in triple quotes; a quote at
+the end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect.
+RENDERER and PARSER only cause a warning.
 
 moegguf adds two things to the grammar. DRAFT (once) takes the name or path of a draft model, or a value of the option
 `draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
@@ -296,7 +296,7 @@ def _bare(text: str) -> str:
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Returns parameters as `ollama show` prints them: a padded name and a value in each line. A list has one line for
+    """Returns parameters as `ollama show` prints them: a padded name and a value on each line. A list has one line for
     each item."""
     return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 

@@ -1,6 +1,7 @@
 """Selects the files of a model in a repository by tag, by llama.cpp's rules for `-hf user/repo[:quant]`.
 
-A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works on paths only and opens no file.
+A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works only on paths and does not open
+files.
 """
 
 from __future__ import annotations

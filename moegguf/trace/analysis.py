@@ -37,17 +37,17 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # computing time of a layer in microseconds if transfers take no time
+IN_TIME_US = 1.0  # compute time of a layer in microseconds if transfers take no time
 Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
 
 
 def no_progress(step: str, share: float) -> None:
-    """Does nothing: a `Progress` for callers that need none."""
+    """Does nothing: a `Progress` for callers that do not need progress reports."""
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
-    """Returns a function that the caller calls at the start of each of the `n_steps` steps of a stage. The function
-    passes the step and the finished share of the stage to `progress`."""
+    """Returns a function to call at the start of each of a stage's `n_steps` steps. The function passes the step and
+    the finished share of the stage to `progress`."""
     started = itertools.count()
 
     def report(step: str) -> None:
@@ -57,10 +57,10 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Returns the numbers of requests that together have at least `n_tokens` decoded tokens, or all requests if there
-    are fewer tokens. Requests are added one by one, and the kinds of text take turns.
+    """Chooses requests that together have at least `n_tokens` decoded tokens, or all requests if there are fewer
+    tokens. Returns the requests' numbers. Requests are chosen one by one, and the kinds of text take turns.
 
-    The first request of every kind is always among them.
+    The first request of every kind is always chosen.
     """
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen = list[int]()
@@ -146,7 +146,7 @@ def _in_time(options: SimOptions) -> SimOptions:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """A trace, and the saved artifacts of the model from which it was recorded."""
+    """A trace, and the saved artifacts of the recorded model."""
 
     trace: Trace
     artifacts: Artifacts
@@ -235,7 +235,7 @@ class TraceAnalysis:
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
         """Returns the message of the OptionError that `make(name)` raises, without the last full stop. Returns "" if
-        `make` raises none."""
+        `make` does not raise one."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

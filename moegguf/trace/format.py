@@ -82,7 +82,7 @@ class FileHeader(BaseModel, strict=True):
     fingerprint: Text
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
-    weights: bool  # True: the file has the router's weights, by which the experts' outputs are multiplied
+    weights: bool  # True: the file has the router weights that multiply the experts' outputs
     inputs: bool  # True: the routers' inputs were recorded, at least in some blocks
     n_pass: Count
     n_tokens: Count
@@ -184,7 +184,7 @@ def _computes_last_tokens(trace: Trace) -> bool:
     n_others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
     computed = trace.expert_ids[:, :, 0] >= 0
     ends = computed[:, :-1] & ~computed[:, 1:] & np.repeat(n_others == 0, lengths)[:-1]
-    ends[:, trace.pass_start[1:-1] - 1] = False  # not a fault: after a pass's last token another pass begins
+    ends[:, trace.pass_start[1:-1] - 1] = False  # not a fault: the next token belongs to another pass
     return not bool(ends.any())
 
 

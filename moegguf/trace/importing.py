@@ -58,8 +58,8 @@ def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Tr
     """Combines the routing in these files into one trace, writes the trace to `out`, and returns it.
 
     Raises TraceError for a file that breaks a rule, and for files or options that contradict each other about the
-    model. Also raises TraceError if a necessary fact is missing everywhere, and the errors of `read_layout`. After an
-    error, `out` is unchanged.
+    model. Also raises TraceError if a necessary fact is missing everywhere, and the same errors as `read_layout`. After
+    an error, `out` is unchanged.
     """
     facts = _Facts()
     header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
@@ -87,7 +87,7 @@ class _Facts:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError if one of them has a different value from an earlier fact of this name."""
+        """Adds facts. Raises TraceError if one of them contradicts an earlier fact of the same name."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:

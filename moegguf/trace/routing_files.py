@@ -55,7 +55,7 @@ class Routing:
 
     @property
     def has_logits(self) -> bool:
-        """True if `chosen` has logits, so that the experts must still be chosen."""
+        """True if `chosen` has logits, so the experts must still be chosen."""
         return self.chosen.dtype.kind == "f"
 
 
@@ -69,7 +69,7 @@ class RoutingFile:
 
 
 def read_routing(path: Path) -> RoutingFile:
-    """Reads a file in the format that belongs to its suffix. Raises TraceError for a file that is missing, damaged, too
+    """Reads a file in the format that its suffix indicates. Raises TraceError for a file that is missing, damaged, too
     large or in another format."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
@@ -85,8 +85,7 @@ def read_routing(path: Path) -> RoutingFile:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Converts errors of reading, such as OSError and errors for invalid data, into a TraceError with the file's
-    name."""
+    """Converts read errors, such as OSError and errors for invalid data, into a TraceError with the file's name."""
     try:
         yield
     except TraceError as error:
@@ -244,7 +243,7 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
     """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears twice,
     or if a row of the prompt comes after a row of the answer."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # one more than the table has, so that the error can name a row missing at the end
+    row = np.arange(n_rows + 1)  # one more than the table has, so the error can name a row missing at the end
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):

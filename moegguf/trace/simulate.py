@@ -43,8 +43,8 @@ class SimOptions:
     prefetch: PrefetchOptions | None = None  # None: no prefetching
     link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
-    layer_compute_us: float = 0.0  # computing time of a layer for each token
-    layer_pass_us: float = 0.0  # additional computing time of a layer for each pass
+    layer_compute_us: float = 0.0  # compute time of a layer for each token
+    layer_pass_us: float = 0.0  # additional compute time of a layer for each pass
     store: StoreOptions = field(default_factory=StoreOptions)
     n_ram_slots: int = 0  # slots in RAM below the slots of devices
     ram_policy: str = LRU.name  # name of the native policy for the slots in RAM
@@ -109,7 +109,7 @@ class TierSpan(_Sums):
     evictions: int = 0
     bytes_in: int = 0  # bytes that were read or copied into the tier's slots
     copy_ns: int = 0  # time of copies into the tier's slots
-    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time spent waiting for reads from the file
+    stall_ns: int = 0  # time that layers spent waiting for this tier; for RAM, waiting for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
@@ -279,8 +279,8 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """Returns the controller that a live run would have; None if the policy and predictor need none. An exception
-        in the policy or predictor ends the simulation."""
+        """Returns the controller that a live run would have; None if the policy and predictor do not need one. An
+        exception in the policy or predictor ends the simulation."""
         acting = ActingOptions(
             self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
@@ -299,7 +299,7 @@ class Simulation:
         return self._result(meter)
 
     def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
-        """Replays the passes without announcements, and each pass's routing events in one call."""
+        """Replays the passes without announcements. Each pass's routing events are replayed in one call."""
         trace = self.trace
         layers = np.array(self.trace.shape.layers, np.int32)
         used = np.array(trace.used(), np.int32)
@@ -393,7 +393,8 @@ class _Meter:
         self._n_read += n_read
 
     def end(self) -> None:
-        """Adds the growth of the counters since the last call to the current phase and request, if there are any."""
+        """Attributes the counters' growth since the previous call to the current phase and request. Attributes nothing
+        before the first pass."""
         before = self.counters
         self.counters = self._store.counters()
         earlier = self.tiers

@@ -53,7 +53,7 @@ class Trace:
     pass_start: npt.NDArray[np.int64]  # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]]
     tokens: Int32s  # (n_tokens,) -1: unknown
     expert_ids: npt.NDArray[np.int16]  # (n_moe_layer, n_tokens, n_expert_used); -1: no expert
-    # Router weights by which the experts' outputs are multiplied, in the shape of expert_ids
+    # Router weights that multiply the experts' outputs, in the shape of expert_ids
     weights: npt.NDArray[np.float16] | None = None
     inputs: npt.NDArray[np.float16] | None = None  # (n_moe_layer, n_tokens, n_embd) inputs of routers; 0: not recorded
     token_sequence: Int32s | None = None  # (n_tokens,) request of each token

@@ -40,7 +40,7 @@ class Policy(Protocol):
         """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. A result of None keeps
         the previous scores.
 
-        Called after each routing event. NaN and infinite scores count as 0. Scores are not used while a prompt is
+        Called after each routing event. NaN and infinite scores are treated as 0. Scores are not used while a prompt is
         computed.
         """
 
@@ -69,13 +69,13 @@ class Static:
         self._scores[list(shape.layers)] = popularity
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Returns the same table (n_layer, n_expert) at every call."""
+        """Returns the same table (n_layer, n_expert) on every call."""
         return self._scores
 
 
 class Sparsity(NativePolicy):
-    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use, which is
-    `predictor` unless another predictor is chosen."""
+    """MoE-Infinity's algorithm 1, which the store computes. It evicts according to the forecast of the predictor in
+    use, which is `predictor` unless another predictor is chosen."""
 
     predictor: EamcPredictor  # forecasts from past requests
 
@@ -161,8 +161,8 @@ def device_policy(text: str, tier: str) -> str:
 
 
 def ram_policy(text: str) -> str:
-    """Returns the name of the policy for slots in RAM when a device also has slots. Returns "lru" if `text` names no
-    policy for "ram", or names "auto".
+    """Returns the name of the policy for slots in RAM when a device also has slots. Returns "lru" if `text` does not
+    name a policy for "ram", or names "auto".
 
     Raises OptionError for a policy that needs forecasts or scores from Python, because the store does not apply these
     to slots in RAM below a device.

@@ -1,4 +1,4 @@
-"""Makes predictors that multiply by matrices: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
+"""Makes matrix-based predictors: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
 
 The store computes them with weights in signed bytes (`native/predictor.py`).
 """
@@ -92,10 +92,10 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
 
     The paper leaves some points open, which are decided here as follows. One network serves all layers: its input is
     padded to one length. The network recognizes the target layer by the length of the unpadded part and the layer's
-    popularity. Expert numbers count from 1 and are divided by n_expert, so that 0 occurs only as padding. The vector
-    a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole matrix would
-    be the same for every token. (Section 5: "the inter-layer affinity vector from the previous layer's expert
-    selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
+    popularity. Experts are numbered from 1, and their numbers are divided by n_expert, so 0 occurs only as padding. The
+    vector a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole
+    matrix would be the same for every token. (Section 5: "the inter-layer affinity vector from the previous layer's
+    expert selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):
