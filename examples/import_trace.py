@@ -1,8 +1,8 @@
 """Imports routing recorded by another program as a trace, then summarizes and replays the trace.
 
-Prints the counts of the trace, and the hit rates of two policies when a quarter of the experts have slots. The routing
-in this example is made up. The example saves one file of arrays per request, as the hooks for transformers and vLLM in
-docs/testbed.md do.
+Prints the trace's numbers of requests and tokens, and the hit rates of two policies when a quarter of the experts have
+slots. The routing in this example is made up. The example saves one file of arrays per request, as the hooks for
+transformers and vLLM in docs/testbed.md do.
 """
 
 from pathlib import Path

@@ -14,7 +14,7 @@ from moegguf.native.events import Float32s, RoutingEvent
 
 
 class Followers(Predictor):
-    """Predicts for the next layer the experts that have followed this layer's experts so far."""
+    """Predicts that the next layer will use the experts that have followed this layer's experts most often so far."""
 
     def __init__(self, shape: MoeShape) -> None:
         super().__init__(shape, reach=1)  # layers ahead
