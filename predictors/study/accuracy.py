@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # stand in for an expert id: no prediction was made; no prediction was due
+NO_PREDICTION, NOT_DUE = -1, -2  # used instead of an expert id: no prediction was made; no prediction was due
 PADDING = 2  # number of extra items at the end of an array indexed by expert id, for NO_PREDICTION and NOT_DUE
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 

@@ -1,4 +1,4 @@
-"""The claims of four papers, and the verdicts on them here: the first table of docs/evidence.md.
+"""The claims of four papers, and this project's verdicts on them: the first table of docs/evidence.md.
 
 A verdict follows from recorded figures (`predictors/study/figures.py`), by one rule for every row: a claim holds if at
 least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A figure
@@ -50,7 +50,7 @@ class Claim:
         return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
 
     def resolved(self, model: str) -> str:
-        """Returns the text of the figures on one model, with all questions answered.
+        """Returns the text that states the figures for one model, with each question replaced by its answer.
 
         If no figure is recorded, returns a note that names the missing step.
         """

@@ -31,7 +31,7 @@ class Study(TraceAnalysis):
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """Calls `open` with the file of the model named `model`; None: without a model.
+        """Calls `open` with the file of the model named `model`, or without a model if `model` is None or "".
 
         Raises the errors of `open` and `find_model`.
         """

@@ -32,7 +32,7 @@ WITHIN, RUN = 1.02, 3  # a system has recovered if the mean slowdown of RUN requ
 
 
 class NotCountedError(KeyError):
-    """Raised if a figure cannot be computed, in most cases because no result of its step is recorded."""
+    """Raised if a figure cannot be computed, usually because no result of its step is recorded."""
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
@@ -281,7 +281,7 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Returns the number of requests from a change of the kind of text until recovery; None if there was no recovery.
+    """Returns the number of requests between a change in the kind of text and recovery; None if there was no recovery.
 
     A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
     of RUN successive requests for which the mean of this ratio is at most WITHIN.

@@ -4,7 +4,7 @@
 
 Layers are computed on one processor. The link, the readers, the predictors and the controller use the others. A layer's
 compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
-transfer time to a layer's compute time is as in the named paper.
+transfer time to a layer's compute time matches the named paper.
 
 The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
 reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its
@@ -93,9 +93,8 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Moves the process's main thread, which computes, to the first processor.
-
-    All other threads move to the other processors, if there are any.
+    """Binds the process's main thread, which computes, to the first processor. Binds all other threads to the other
+    processors, if there are any.
     """
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
@@ -109,7 +108,7 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. At the end of the `with` block, closes its input and waits until it has ended."""
+    """Starts the worker's process. At the end of the `with` block, closes its input and waits for it to end."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -184,7 +183,7 @@ def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """Returns the path of a hard link to the laboratory model, which is created if it does not exist.
+    """Returns the path of a hard link to the laboratory model. Creates the link if it does not exist.
 
     If `trained` is True and the link is new, also copies the trained predictors into the folder beside it.
     """

@@ -47,7 +47,7 @@ class Link:
     def expert_us_of(self, shape: MoeShape) -> float:
         """Returns the transfer time of one expert of this shape, in microseconds.
 
-        All experts that a token uses in a layer together take as long as in the paper.
+        Transferring all experts that a token uses in one layer takes as long as in the paper.
         """
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
@@ -185,15 +185,16 @@ class Workload:
     """A trace with its model's artifacts. The trace's first requests only warm a cache; later ones are counted."""
 
     study: Study
-    # Numbers of the counted requests. A group of requests that decode together has the number of its first request.
+    # Numbers of the counted requests. The number of a group of requests that decode together is its first request's
+    # number.
     counted: Sequence[int]
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
         """Returns a workload: the requests of `warm`, which are not counted, and then the requests of the study.
 
-        n_counted: the approximate number of the study's requests to use: the first ones of each kind, in equal numbers
-        if there are enough; None: all.
+        n_counted: approximately how many of the study's requests to use: the first of each kind, in equal numbers if
+        there are enough; None: all.
         """
         sequences = study.trace.sequences()
         labels = study.trace.header.labels

@@ -52,7 +52,7 @@ def pages() -> list[Path]:
 
 
 def rendered(text: str) -> str:
-    """Returns the text of a page with every table replaced by a new one from the recorded results."""
+    """Returns the text of a page with every table regenerated from the recorded results."""
     return TABLE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", text)
 
 
@@ -241,7 +241,7 @@ def costs_table(model: str) -> str:
 
 
 def plot(name: str) -> str:
-    """Returns the Markdown that shows the plot with this name."""
+    """Returns the Markdown that embeds the plot with this name."""
     return f"![{PLOTS[name]}]({name}.svg)"
 
 
@@ -295,8 +295,8 @@ def claims_table(paper: str | None = None) -> str:
 
 
 def _judged(claim: Claim, model: str) -> str:
-    """Returns the verdict on a claim for a model, with the claim's figures. Adds a mark if an earlier version recorded
-    one of the figures. `claim.only_on`, if set, replaces the laboratory model."""
+    """Returns the verdict on a claim for a model, with the claim's figures. Marks the verdict if an earlier version
+    recorded one of the figures. `claim.only_on`, if set, replaces the laboratory model."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
@@ -320,8 +320,8 @@ def changes_table() -> str:
 
 
 def _counted_now(claim: Claim, model: str) -> str | None:
-    """Returns the verdict on a claim for a model. Returns None if the claim is not judged, or if this version of the
-    code has not computed all of its figures."""
+    """Returns the verdict on a claim for a model. Returns None if the claim is not judged, or if not all of its figures
+    were computed with this version of the code."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None

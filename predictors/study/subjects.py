@@ -26,7 +26,7 @@ LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
 @dataclass(frozen=True)
 class Subject:
     """A model whose figures are reported. title: its name in tables. recipe: options for recipes.make_lab_model; None:
-    the model is bundled. training: {predictor: options of its training}."""
+    the model is bundled. training: {predictor: its training options}."""
 
     title: str
     recipe: tuple[str, ...] | None
@@ -101,7 +101,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns a workload with about `n_counted` counted requests, the same number for each kind of text."""
+        """Returns a workload with about `n_counted` counted requests, in equal numbers for each kind of text."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -112,8 +112,8 @@ class Bench:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Writes MoE-Infinity's collection with `n_entries` entries from the last requests for learning. 0: only
-        removes the collection's file."""
+        """Writes MoE-Infinity's collection with `n_entries` entries from the last requests for learning. If `n_entries`
+        is 0, only removes the collection's file."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:

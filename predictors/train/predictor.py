@@ -40,7 +40,7 @@ Figure = dict[str, dict[int, float | None]]
 
 
 class Trained(Artifacts):
-    """Artifacts that are read from only one given folder."""
+    """Artifacts read from a single folder."""
 
     def folders(self) -> Iterator[Path]:
         """Yields only the folder `folder`."""
@@ -63,8 +63,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
-    """Returns the predictor's `Options` with these settings, each converted to the type of its default. Returns None if
-    the predictor has no options. Raises SystemExit for an unknown option."""
+    """Returns the predictor's `Options` with these settings. Each value is converted to the type of the option's
+    default. Returns None if the predictor has no options. Raises SystemExit for an unknown option."""
     kind = None if predictor in COUNTED else TRAINERS[predictor].Options
     defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
@@ -74,7 +74,7 @@ def options(predictor: str, settings: Sequence[str]) -> Any:
 
 
 def parse_setting(default: Any, text: str) -> Any:
-    """Returns the text as a value of the default's type. Commas separate the items of a tuple."""
+    """Returns the text as a value of the default's type. The items of a tuple are separated by commas."""
     if isinstance(default, tuple):
         return tuple(type(default[0])(part) for part in text.split(","))
     return type(default)(text)

@@ -16,12 +16,12 @@ DOCUMENTED = re.compile(r'run demo "([^"]+)"|demo", .{0,40}"role": "user", "cont
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file that has one object on each line."""
+    """Returns the objects in a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
-    """Returns the conversations of a file. A line with `messages` is one conversation.
+    """Returns the conversations in a file. A line with `messages` is one conversation.
 
     Any other line has an `answer` and a list `ask`, and stands for one conversation per question in `ask`.
     """
