@@ -89,13 +89,13 @@ def stage_rows(figures: Figures) -> list[str]:
 
 
 def score_rows(figures: Figures) -> list[str]:
-    """Returns one table row with the number of right answers for each situation of the quiz."""
+    """Returns one table row for each situation of the quiz, with the number of right answers."""
     return [f"| {where} | {right} of {n} | {right / n:.0%} |" for where, (right, n) in figures.scores.items()]
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
-    """Returns one table row about the experts' loads for each layer. load: (n_layer, n_expert), the share of choices of
-    each expert; each row sums to 1."""
+    """Returns one table row for each layer, with its experts' loads. load: (n_layer, n_expert), each expert's share of
+    the choices; each row sums to 1."""
     rows = []
     for il, shares in enumerate(load):
         uneven = float(shares.std(correction=0) / shares.mean())

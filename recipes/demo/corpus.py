@@ -63,8 +63,8 @@ KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, decompressed if its name ends with .gz. Returns "" if the file cannot be opened or is
-    not UTF-8."""
+    """Returns the text of a file, decompressed if the file's name ends with .gz. Returns "" if the file cannot be
+    opened or is not UTF-8."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode("utf-8")
@@ -150,7 +150,7 @@ def gather() -> Iterator[Document]:
 
 def usable(text: str) -> bool:
     """Returns True if a text is long enough and consists almost only of ASCII characters. The vocabulary is too small
-    for other scripts."""
+    for other writing systems."""
     ascii_chars = sum(c < "\x80" for c in text)
     return len(text) >= MIN_DOCUMENT_CHARS and ascii_chars >= 0.99 * len(text)
 

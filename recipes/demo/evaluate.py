@@ -87,8 +87,8 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, 
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Returns {question: llama.cpp's greedy answer of at most 120 tokens}. Uses the file's chat template. " [cut]"
-    follows an answer that was cut off."""
+    """Returns {question: llama.cpp's greedy answer of at most 120 tokens}. Uses the file's chat template. Marks an
+    answer that was cut off with " [cut]" at its end."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:
