@@ -36,9 +36,9 @@ QUESTIONS = (
     "What does moegguf do?", "Who are you?", "How do I set the memory budget?", "What is an expert?",
     "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
 )  # fmt: skip
-TIMEOUT_S = 600.0  # HTTP timeout, which must cover the time in the server's queue
+TIMEOUT_S = 600.0  # HTTP timeout, which must be long enough to cover the time in the server's queue
 MEMORY_SAMPLES = 20  # memory readings during a run without --requests; fewer if the run takes less than 10 s
-WORKER_ENDED = "worker process has ended"  # part of the server's error text if a worker dies during an answer
+WORKER_ENDED = "worker process has ended"  # part of the error that the server sends if a worker dies mid-answer
 MOST_GROWTH_MB = 16  # default limit of memory growth in the second half of a run
 
 
@@ -198,7 +198,7 @@ def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
 
 
 class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
-    """The server replied with status 429 or 503, with or without a Retry-After header."""
+    """Raised if the server replies with status 429 or 503, with or without a Retry-After header."""
 
     def __init__(self, has_retry_after: bool) -> None:
         super().__init__()
@@ -210,8 +210,9 @@ async def request_answer(
 ) -> Answer:
     """Requests one streamed answer and returns it.
 
-    `most_parts`: disconnects after `most_parts` + 1 parts with text, and returns the answer so far; None: reads the
-    whole answer. Raises BusyServer, RuntimeError for any other error that the server reports, and httpx's errors.
+    `most_parts`: the client disconnects after `most_parts` + 1 parts with text, and the answer so far is returned.
+    None: the whole answer is read. Raises BusyServer, RuntimeError for any other error that the server reports, and
+    httpx's errors.
     """
     answer = Answer()
     start = time.perf_counter()
@@ -339,7 +340,7 @@ def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
 
 async def watch_memory(run: Run, port: int, every_s: float) -> None:
     """Records the memory of the server and its workers every `every_s` seconds, until the task is cancelled or no
-    process listens on `port`."""
+    process is listening on `port`."""
     while processes := processes_of(port):
         run.outcome.memory_bytes.append(memory_of(processes))
         await asyncio.sleep(every_s)

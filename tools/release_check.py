@@ -67,7 +67,7 @@ PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 
 class ReleaseError(Exception):
-    """A file is not fit to be released. The error's message is the reason."""
+    """A file is not fit for release. The error's message is the reason."""
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
@@ -172,7 +172,7 @@ def build_source(path: Path) -> None:
 
 
 def sums_of(paths: Iterable[Path]) -> str:
-    """Returns lines with the SHA-256 and the name of each file, as `sha256sum --check` reads them."""
+    """Returns lines with the SHA-256 and the name of each file, in the format that `sha256sum --check` reads."""
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
 
 

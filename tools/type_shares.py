@@ -34,7 +34,7 @@ class Shape:
     arch: str
     n_embd: int
     n_layer: int
-    n_dense: int  # number of leading layers, which have no experts
+    n_dense: int  # number of leading layers without experts
     n_head: int
     n_head_kv: int
     d_head: int

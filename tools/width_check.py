@@ -3,8 +3,8 @@
 ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
 quantisation that ggml can make, as plain weights and, where the processor has a layout for them, as interleaved
-weights. Attention reads a cache of several sequences. The cells of other sequences must not change a bit either: this
-is a property of a whole graph, which tests/live/test_width.py checks.
+weights. Attention reads a cache of several sequences. The cells of other sequences must not change a single bit,
+either. This is a property of a whole graph, so tests/live/test_width.py checks it instead.
 
 Operations with a recurrent state are computed for several sequences together, in passes of each width. The program
 compares every token's output, and every returned state, with the results for the sequence alone, token by token.
@@ -12,7 +12,8 @@ compares every token's output, and every returned state, with the results for th
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
 The program lists each operation with a changed row: the widths, and the number of changed rows at each width. `--all`
 lists the other operations too. The exit status is 1 if a row changes. With a model, the program lists the operations of
-the model's graph, and the checked operation that covers each. The exit status is then 1 if one is not checked.
+the model's graph, and the checked operation that covers each. The exit status is then 1 if any listed
+operation is not checked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
-The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. Every matrix would then have one common
-direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
-therefore drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL
-and IQ4_XS have scales with random signs.
+The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. With such bytes, every matrix would have one
+common direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16
+are therefore drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K,
+IQ4_NL and IQ4_XS have scales with random signs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
 
 
 def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
-    """Returns random values that suit the kind of an F32 tensor, such as norms near one and small biases."""
+    """Returns random values that suit the role of an F32 tensor, such as norms near one and small biases."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
     if "norm" in tensor.name or tensor.name.endswith("ssm_d"):

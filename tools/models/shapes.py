@@ -585,7 +585,7 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=128,  # differs from indexer_head_size, or llama.cpp would divide by zero in a cache without layers
+        n_embd_head=128,  # if equal to indexer_head_size, llama.cpp divides by zero in a cache without layers
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
@@ -622,7 +622,7 @@ PRESETS: dict[str, Shape] = {
 }
 
 # The published locality that a preset imitates by default. A preset that is not listed, such as a tiny one, has none:
-# its routing follows from random weights.
+# its routing depends only on random weights.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

@@ -1,8 +1,8 @@
 """Makes weights for random models that reuse experts from token to token like a real model (`tools.models.locality`).
 
-The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is equal for all
-tokens and `token` differs: both come from the token's embedding. The first layer's attention or delta net writes
-`slow`. Later layers leave all three unchanged.
+The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is the same for
+all tokens, and `token` is different for each token. Both come from the token's embedding. The first layer's attention
+or delta net writes `slow`. Later layers leave all three unchanged.
 
 The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
 every token, and only RoPE distinguishes positions. A pair of dimensions rotates by `angle` per token. The score at
@@ -50,7 +50,7 @@ OWN_GAIN = 1.08
 # Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
 # of later layers are scaled up.
 GROWTH_PER_LAYER = 0.37
-# Factor on a delta net's values before SiLU, and the input of a gate for which SiLU is 1.
+# Factor on a delta net's values before SiLU, and the gate input at which SiLU is 1.
 VALUE_REACH = 8.0
 OPEN_GATE = 1.2784645
 
