@@ -60,8 +60,8 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Redirects the data and cache folders to temporary folders, for subprocesses too. This keeps what tests learn
-    about models out of the user's folders."""
+    """Redirects the data and cache folders to temporary folders, for subprocesses too. Tests therefore save nothing
+    about models in the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
@@ -130,7 +130,7 @@ def load() -> Iterator[Load]:
     and has a context of 512 tokens.
 
     The fixture closes these models after the test. By default a model has one compute thread, because more OpenMP
-    threads would spin while other processes use the cores. The number of threads changes no result.
+    threads would spin while other processes use the cores. The number of threads does not change any result.
     """
     from moegguf.engine.llama import Llama
 

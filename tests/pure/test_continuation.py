@@ -137,7 +137,7 @@ def test_kept_begins_at_a_question_or_a_later_tool_call() -> None:
 
 
 def test_steady_begin_stays_equal_for_several_turns() -> None:
-    """A prompt that began differently in every turn could reuse nothing of the context."""
+    """A prompt that began differently in every turn could not reuse any of the context."""
     turns = messages("ua" * 40 + "u")
     begins = []
     for n in range(1, len(turns) + 1, 2):

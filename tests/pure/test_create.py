@@ -246,7 +246,7 @@ def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, f
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the Modelfile names the file of the base, because the base has lost its name
+    if kind == "hub":  # the Modelfile names the base's file, because the base has lost its name
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files

@@ -40,7 +40,7 @@ def plan(
     return make_plan(layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, **budgets, placement="slots", store=store))
 
 
-budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a number counts slots
+budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a plain number: slots
 
 
 @settings(max_examples=150, deadline=None)
@@ -94,7 +94,7 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
     size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
     n_staged = math.ceil(tensor_bytes / size)
     cycle, above = 24 + n_staged, plan(layout, (24 + n_staged) * size, "auto")
-    assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may take
+    assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may occupy
     assert (above.n_slots, above.n_staging, above.n_ubatch, above.slot_tokens) == (24, 1, 512, 1)
     below = plan(layout, (cycle - 1) * size, "auto")
     assert (below.n_slots, below.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)

@@ -66,7 +66,7 @@ def pin(index: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets an empty cache, and removes all variables that name package indexes."""
+    """Uses an empty cache, and removes all variables that name package indexes."""
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "MOEGGUF_LLAMA_SDIST"):
         monkeypatch.delenv(name, raising=False)
     for others in vendor.UV_VARIABLES.values():
