@@ -21,7 +21,7 @@ def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Returns each item as one line of JSON. An item of bytes is copied unchanged."""
+    """Returns each item as one line of JSON. A bytes item is copied unchanged."""
     return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
 
 

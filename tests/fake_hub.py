@@ -1,9 +1,9 @@
 """A Hugging Face hub on loopback: repositories in memory, the endpoints that huggingface_hub calls, and faults on
 request.
 
-Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a repository's files has their
-sizes and digests. The reply to HEAD has the file's commit and linked ETag. GET redirects to a storage address that
-supports ranges. Most errors about repositories and files have an X-Error-Code.
+Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a repository's files includes their
+sizes and digests. The reply to HEAD includes the file's commit and linked ETag. GET redirects to a storage address that
+supports ranges. Most errors about repositories and files include an X-Error-Code.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class FakeRepo:
 
 
 class FakeHub:
-    """A hub with repositories."""
+    """A fake hub with its repositories."""
 
     TOKEN = "hf_" + "s" * 20
 
@@ -100,7 +100,7 @@ class FakeHub:
 
     @property
     def storage_url(self) -> str:
-        """The hub's URL with another host name, since the real hub's storage is on another host. Clients do not send
+        """The hub's URL with another host name, because the real hub's storage is on another host. Clients do not send
         tokens there."""
         return f"http://localhost:{self.server.server_address[1]}"
 
@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        """Replies with an access token that may read, as if in exchange for the refresh token in the request."""
+        """Replies with a read-only access token, as if in exchange for the refresh token in the request."""
         self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
         self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
@@ -169,8 +169,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Returns True if the caller may not see the repository or its token is wrong. Then the error response has
-        already been sent."""
+        """Returns True after sending an error response, if the caller may not see the repository or the caller's token
+        is wrong."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:

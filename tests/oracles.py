@@ -102,7 +102,7 @@ def counted(name: str, trace: Trace) -> Predictor:
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
-    """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers before.
+    """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers earlier.
 
     Counts only layers with a prediction. Returns 0 if no layer has one.
     """

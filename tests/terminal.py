@@ -24,12 +24,12 @@ PROMPT = ">>> Send a message"
 
 
 def control(letter: str) -> str:
-    """Returns the character of the key Ctrl and `letter`."""
+    """Returns the character that pressing Ctrl and `letter` sends."""
     return chr(ord(letter.upper()) - ord("@"))
 
 
 class Terminal:
-    """Runs `command` on a pseudo-terminal. The end of the `with` block ends the command."""
+    """Runs `command` on a pseudo-terminal. Ends the command at the end of the `with` block."""
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"

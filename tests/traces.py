@@ -2,7 +2,8 @@
 
 Equal arguments give equal traces. The state has a part for the topic (label and sequence), a part for the token, and a
 part that drifts slowly from token to token. It changes a little from layer to layer. Therefore popularity is uneven,
-labels prefer experts, neighbouring tokens share experts, layers predict each other, and token ids decide some experts.
+labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids decide some
+experts.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ def random_trace(
 
     Each has a prefill pass and then n_decode passes of one token. The last layer of a prefill pass has only the last
     token. With n_prefill=0 there is no prefill pass. With a `structure` of 0 the states are only noise, and with 1 they
-    have no noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the trace leaves out the
+    contain no noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the trace leaves out the
     inputs. Sequence i has label "kind<i % n_labels>".
     """
     shape = shape or SMALL

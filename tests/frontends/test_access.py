@@ -215,9 +215,8 @@ def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
 def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """Requests reuse contexts of their own key from memory and disk, in the APIs of OpenAI and Anthropic.
-
-    They reuse contexts of other keys only with --share-contexts.
+    """Requests in OpenAI's and Anthropic's APIs reuse contexts of their own key from memory and disk. They reuse
+    contexts of other keys only with --share-contexts.
     """
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}

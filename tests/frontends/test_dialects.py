@@ -4,9 +4,9 @@ Each answer must equal a file in `recorded/` byte for byte, after ids and times 
 official clients. Each request body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the
 recorded error.
 
-A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the list item
-before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
-files are rewritten with the outcome of each line.
+A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the preceding
+list item, or the text that precedes it in the same string. "every field" stands for all fields of a chat body. With
+MOEGGUF_RECORD=1, the files are rewritten with the outcome of each line.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
     """Runs a load test in which all clients send the same three questions to the demo model.
 
-    First a single client sends the questions, and its answers become the expected answers.
+    First, a single client sends the questions. Its answers are the expected answers.
     """
 
     async def run() -> Outcome:

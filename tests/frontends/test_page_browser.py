@@ -1,7 +1,8 @@
 """Tests the page in a browser.
 
-The first tests use a real server with the demo model: streaming, the map of experts, the panel, and a phone's screen.
-The later tests use a fake manager: rendering Markdown and formulas, hostile text, and text that is still growing.
+The first tests use a real server with the demo model: streaming, the map of experts, the panel, and a phone-sized
+screen. The later tests use a fake manager: rendering Markdown and formulas, hostile text, and text that is still
+growing.
 """
 
 import json
@@ -192,7 +193,7 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
 
 
 # A JavaScript function that renders `text` as Markdown while it grows by n characters at a time, or all at once if n is
-# 0. Returns the final HTML, and the HTML of elements that were removed from the page on the way.
+# 0. Returns the final HTML, and the HTML of elements that were removed from the page while the text grew.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
   const { load: loadKatex } = await import("/page/math.js");

@@ -33,7 +33,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """A model whose weights are not repacked for the CPU, like slots in a pool that is not repacked."""
+    """A model whose weights are not repacked for the CPU, just as slots in an unrepacked pool are not."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -112,8 +112,8 @@ def controller_of(llm: Llama) -> Controller:
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Returns a list to which each later call of store.set_scores() appends True for a table of scores, or False for
-    None."""
+    """Returns a list to which, from now on, each call to store.set_scores() appends True for a table of scores, or
+    False for None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -126,7 +126,8 @@ def count_scores(llm: Llama) -> list[bool]:
 
 
 class Meddler:
-    """Disturbs a store with random scores and prefetches: at each call of `meddle`, and from a thread inside `with`."""
+    """Disturbs a store with random scores and prefetches: at each call to `meddle`, and from a thread during the `with`
+    block."""
 
     def __init__(self, store: Store, seed: int = 0) -> None:
         self._store = store

@@ -58,7 +58,7 @@ def answer(model: str, folder: str, store: str, order: list[int], out: Connectio
 
 
 def received(reads: Connection) -> Iterator[tuple[int, str]]:
-    """Yields the objects that a process sends, until the connection ends."""
+    """Yields the objects that a process sends, until the connection closes."""
     try:
         while True:
             yield reads.recv()
@@ -101,7 +101,7 @@ def killed(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: py
 
 
 def kill(each: Killed, seeds: range) -> None:
-    """Starts and kills a process for each seed. Checks all answers, and the blocks that are stored at the end."""
+    """Starts and kills a process for each seed. Checks all answers, and the blocks stored at the end."""
     n_answers = 0
     for seed in seeds:
         order = np.random.default_rng(seed).integers(0, N_PROMPTS, 10_000).tolist()

@@ -1,4 +1,4 @@
-"""Tests slots on a GPU, filled from slots in RAM: same logits, bit for bit, as llama.cpp with all layers on this GPU.
+"""Tests slots on a GPU, filled from slots in RAM: logits are bit-identical to llama.cpp's with all layers on this GPU.
 
 The tests run on any GPU that ggml sees: a real one (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`).
 Without a GPU they are skipped.

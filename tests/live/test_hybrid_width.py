@@ -1,4 +1,4 @@
-"""Tests on the CPU that the bits that hybrid models compute depend neither on the width of passes nor on other
+"""Tests on the CPU that the bits of hybrid models' logits depend neither on the width of passes nor on other
 sequences."""
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Tests contexts that are stored on disk.
 
-An answer from a restored context has the logprobs of an answer without stored contexts. Damaged blocks are computed
-again.
+An answer from a restored context has the same logprobs as an answer without stored contexts. Damaged blocks are
+computed again.
 """
 
 import os
@@ -216,7 +216,7 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """Replaces a stored block with one that has a wrong value and a right checksum.
+    """Replaces a stored block with one that has a wrong value but a correct checksum.
 
     `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 a position.
     """

@@ -1,7 +1,8 @@
 """Tests stored contexts of models whose memory cannot be truncated at every token.
 
 Recurrent states and sliding windows are stored beside the blocks of KV cells. For some models the whole memory is
-stored instead. A prompt continues from the nearest stored state and changes no bit. Damaged states are computed again.
+stored instead. A prompt continues from the nearest stored state, and its results do not change by a single bit. Damaged
+states are computed again.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tests that a recorded trace has the requests of the run, and that its simulation has equal counters."""
+"""Tests that a recorded trace contains the run's requests, and that its simulation yields equal counters."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

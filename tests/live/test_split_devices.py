@@ -296,7 +296,7 @@ PLAIN = StoreOptions(repack=False)
 
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps measured speeds and hit rates of these tests out of the user's cache folder."""
+    """Keeps the speeds and hit rates measured in these tests out of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

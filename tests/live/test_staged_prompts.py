@@ -1,4 +1,4 @@
-"""Tests prompts that are staged on a device: logits equal plain llama.cpp's for several sizes of prompts and pools."""
+"""Tests prompts that are staged on a device: logits equal plain llama.cpp's for several prompt and pool sizes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +62,7 @@ def compare(
 ) -> tuple[Logits, list[Outcome]]:
     """Returns the logits of plain llama.cpp on the device, and the outcomes with slots and staging tensors.
 
-    `sizes` has pairs of numbers of slots, on the device and in RAM. For each pair, an outcome has the logits and the
+    `sizes` lists pairs: the number of slots on the device, and in RAM. For each pair, an outcome has the logits and the
     figures.
     """
     options, outcomes, device = all_options(), [], gpus()[0].name

@@ -62,7 +62,7 @@ class FakeModel:
         return self.layout.layers[0].expert_bytes
 
     def matrix_bytes(self, index: int, expert: int) -> bytes:
-        """Returns the bytes of one matrix of one expert, as the file has them."""
+        """Returns the bytes of one matrix of one expert, as they are in the file."""
         m = self.layout.matrices[index]
         at = m.offset + expert * m.expert_bytes
         return self.contents[m.shard][at : at + m.expert_bytes]

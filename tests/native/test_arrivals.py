@@ -1,4 +1,4 @@
-"""Tests products that ggml's own MUL_MAT_ID computes while experts arrive.
+"""Tests products that ggml's own MUL_MAT_ID computes while experts are arriving.
 
 The matrices of the pool are still being read, or a prompt's layer has more experts than there are slots.
 """

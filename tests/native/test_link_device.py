@@ -1,7 +1,7 @@
 """Tests a simulated device behind a link in real time: its memory, the order of its work, and the minimum time of
 copies.
 
-Times are only bounded from below: a copy may be late on a busy machine, and is never early.
+Times are only bounded from below: a copy may be late on a busy machine, but is never early.
 """
 
 import ctypes as c

@@ -1,6 +1,6 @@
 """Tests operations of the store that fail, once or permanently (TYPED), and files that change while a store is open.
 
-In each case, a routing event has the file's bytes or raises a typed error.
+In each case, a routing event finds the file's bytes in its slots, or raises a typed error.
 """
 
 import errno
@@ -206,7 +206,7 @@ def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) ->
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # the store compares only samples of the file's bytes, and no sample has this byte
+        file.write(b"x")  # the store compares only samples of the file's bytes, and no sample contains this byte
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

@@ -416,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
     def check_all_that_is_there(self) -> None:
         """Asserts that no expert is still being read and no slot is pinned.
 
-        Also asserts that every resident expert is a hit. With files, its slot must have the file's bytes.
+        Also asserts that every resident expert is a hit. With files, its slot must hold the file's bytes.
         """
         self.end_pass()
         # A pool whose shrinking was postponed has shrunk after this event.

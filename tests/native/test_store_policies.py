@@ -133,7 +133,7 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    # Learning has changed some weight by more than its first value.
+    # Learning has changed some weight by more than its initial value.
     assert (np.abs(rates_of.weights - first_weights) > first_weights).any()
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 

@@ -1,5 +1,6 @@
 """Two minutes of load on a server: many clients of every API, workers that are killed, and budgets that change. Some
-clients leave before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the seconds.
+clients disconnect before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the
+seconds.
 
 The test checks that
 
@@ -43,7 +44,7 @@ MEMORY = 512 << 20  # bytes of memory for all models together
 PROCESS_BYTES = 200 << 20
 REFUSED = (404, 503)  # statuses of a budget change while the model is being reloaded
 
-# Answers are computed one at a time if the processor lacks the kernels whose bits do not depend on the pass.
+# Answers are computed one at a time if the processor lacks batch-invariant kernels.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
