@@ -24,7 +24,7 @@ import platformdirs
 from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
-N_REQUESTS, N_HELDOUT = 50, 10  # numbers of texts of each kind for requests and for held-out text
+N_REQUESTS, N_HELDOUT = 50, 10  # number of texts of each kind used as requests, and as held-out text
 # pip options that make every machine download the same wheel
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 

@@ -33,7 +33,7 @@ from recipes.demo import evaluate
 from recipes.moefication import card, convert, distil, export, source, text
 from recipes.moefication.network import Mixture, Network
 
-CONVERSION_ROWS = 30  # number of rows of text for clustering and fitting; training uses all rows
+CONVERSION_ROWS = 30  # number of text rows used for clustering and fitting; training uses all rows
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

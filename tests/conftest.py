@@ -126,8 +126,8 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, prints no log,
-    and has a context of 512 tokens.
+    """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, does not print a
+    log, and has a context of 512 tokens.
 
     The fixture closes these models after the test. By default a model has one compute thread, because more OpenMP
     threads would spin while other processes use the cores. The number of threads does not change any result.

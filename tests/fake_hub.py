@@ -308,8 +308,8 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """Yields a hub that this process uses. The process keeps its models, caches and tokens below `home` and finds no
-    others."""
+    """Yields a hub that this process uses. The process keeps its models, caches and tokens below `home` and does not
+    find any others."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)

@@ -97,7 +97,7 @@ def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
 
 
 def counted(name: str, trace: Trace) -> Predictor:
-    """Returns the predictor of this name, with arrays that `moegguf.learning` has counted from the trace."""
+    """Returns the predictor of this name, with arrays that `moegguf.learning` has computed from the trace."""
     return LEARNED[name](trace.shape, COUNTED[name](trace))
 
 

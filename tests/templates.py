@@ -1,4 +1,4 @@
-"""Chat templates for tests. Each has the marks that a well-known family of models writes.
+"""Chat templates for tests. Each uses the marks that a well-known family of models writes.
 
 The files are in `chat_templates/`:
 

@@ -5,9 +5,9 @@
 
 Every mutant is loaded, tokenizes, reads a prompt and generates some tokens. The trial load (a first load in a child
 process) is off, so that only the checks of the header protect the program. A mutant of a projector reads images
-together with the good --text-model. A mutant that ends badly is run again with the trial load on, as users run it.
-The exit status is 1 if a mutant ends badly again: by a signal, after --limit seconds, or with an error that is not
-moegguf's own.
+together with the good --text-model. A mutant that ends badly is rerun with the trial load on, as users run it. The exit
+status is 1 if a mutant ends badly again: by a signal, after --limit seconds, or with an error that is not moegguf's
+own.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
 
 
 def package_of(path: str) -> str:
-    """Returns the folder that a file is counted in: its folder within moegguf/, else its top-level folder."""
+    """Returns the folder under which a file is counted: its folder within moegguf/, else its top-level folder."""
     folders = path.split("/")[:-1]
     return "/".join(folders[: 2 if folders[:1] == ["moegguf"] else 1])
 

@@ -87,7 +87,7 @@ def check_size(path: Path, kind: str) -> None:
 
 
 def check_version(path: Path, version: str) -> None:
-    """Raises ReleaseError unless the file name follows the pattern of release files and has this version."""
+    """Raises ReleaseError unless the file name follows the pattern of release files and contains this version."""
     if re.match(rf"moegguf(?:_[a-z0-9]+)?-{re.escape(version)}(?:-py3-|\.tar\.gz$)", path.name) is None:
         raise ReleaseError(f"its version must be {version}")
 

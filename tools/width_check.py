@@ -87,7 +87,7 @@ class Case:
     compute: Compute
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """Returns {width: rows whose bits differ from the row computed alone}. Omits the widths that change no row."""
+        """Returns {width: rows whose bits differ from the row computed alone}. Omits widths at which no row changes."""
         alone = [self.compute([row]).tobytes() for row in range(max(widths))]
         found = {}
         for width in widths:
@@ -113,7 +113,7 @@ class StateCase:
     first: Array  # the states [N_STATES, ...] before the first token
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """Returns {width: tokens whose output or state changes}. Omits the widths that change no token.
+        """Returns {width: tokens whose output or state changes}. Omits widths at which no token changes.
 
         A token changes if its bits in passes of this width, with all sequences together, differ from the bits when each
         sequence is computed alone, token by token.

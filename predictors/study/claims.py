@@ -1,10 +1,11 @@
 """The claims of four papers, and this project's verdicts on them: the first table of docs/evidence.md.
 
-A verdict follows from recorded figures (`predictors/study/figures.py`), by one rule for every row: a claim holds if at
-least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A figure
-that is measured on several requests has an interval. A claim holds if the whole interval is at or above the bound, and
-fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or other programs
-cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low otherwise.
+A verdict is derived from recorded figures (`predictors/study/figures.py`), by the same rule for every row: a claim
+holds if at least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is
+enough. A figure that is measured on several requests has an interval. A claim holds if the whole interval is at or
+above the bound, and fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or
+other programs cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low
+otherwise.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """Returns the claims of one paper. Each tuple has the fields of a `Claim` after `paper`."""
+    """Returns the claims of one paper. Each tuple contains the fields of a `Claim` that follow `paper`."""
     return (Claim(paper, *claim) for claim in claims)
 
 

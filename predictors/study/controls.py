@@ -32,7 +32,7 @@ class Oracle(Predictor):
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
         self._first = 0  # index, in the trace, of the first token of the pass in progress
-        self._n_tokens = 0  # number of tokens of the pass in progress that have been routed
+        self._n_tokens = 0  # number of tokens routed so far in the pass in progress
         self._pass = -1
 
     def announce(self, announcement: Announcement) -> None:

@@ -1,4 +1,4 @@
-"""Counts FETCHRATE of a predictor at a distance (ProMoE, section 4.1): the share of prefetches that arrives in time.
+"""Computes a predictor's FETCHRATE at a distance (ProMoE, section 4.1): the share of prefetches that arrive in time.
 
 A predicted expert counts only if an LRU cache lacks it when the prediction is made, because predicting a cached expert
 gains nothing. The rate counts bytes, not whole experts. If half of an expert has arrived when its layer is routed, this

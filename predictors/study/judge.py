@@ -40,7 +40,7 @@ class Judge:
     events do not belong to the model. Without a control, a predictor with a reach of 0 is its own control.
 
     lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of each layer's experts. link: the
-    link for FETCHRATE; None: FETCHRATE is not counted.
+    link for FETCHRATE; None: FETCHRATE is not computed.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
     python -m predictors.study.live --paper promoe
 
-Layers are computed on one processor. The link, the readers, the predictors and the controller use the others. A layer's
-compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
-transfer time to a layer's compute time matches the named paper.
+Layers are computed on one processor. The link, the readers, the predictors and the controller use the other processors.
+A layer's compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an
+expert's transfer time to a layer's compute time matches the named paper.
 
 The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
 reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its

@@ -209,9 +209,9 @@ class Workload:
         """Returns a workload with groups of `n_together` requests that decode together.
 
         The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Then each pass
-        has one token of each request, until the shortest answer ends. Groups take the requests in order of arrival.
-        When all requests have been used, they are used again in a random order. A request that is used again counts as
-        a new request.
+        has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
+        arrival. When all requests have been used, they are reused in a random order. A reused request counts as a new
+        request.
         """
         trace = study.trace
         random = np.random.default_rng(0)

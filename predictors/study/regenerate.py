@@ -6,7 +6,7 @@
 Makes the model, records the requests and trains the predictors, unless their files exist. Then runs the steps one after
 another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
 key identifies the version of the code, the recording of the reporting requests, and the settings. A result whose key
-has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. Pages mark a
+has not changed is not recomputed (unless --again is given), so a new run continues an interrupted one. Pages mark a
 result with a different key as recorded by an earlier version.
 """
 
@@ -330,8 +330,8 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity's strategy on requests of each kind of text. The first replay begins with a collection of
-    only the other kinds. In the second replay, the collection also contains requests of this kind."""
+    """Replays MoE-Infinity's strategy on requests of each kind of text. The first replay begins with a collection that
+    contains only the other kinds. In the second replay, the collection also contains requests of this kind."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels

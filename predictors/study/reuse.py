@@ -132,7 +132,7 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
-    """Returns `Reuse.reuse_distances`: the histogram of the number of tokens from one use of an expert to its next use
+    """Returns `Reuse.reuse_distances`: the histogram of distances, in tokens, from one use of an expert to its next use
     within a request."""
     bounds = np.array(DISTANCES)
     bins = np.zeros(len(DISTANCES) + 2)  # first use, then one bin for each bound, then uses above all bounds

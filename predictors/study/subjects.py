@@ -35,7 +35,7 @@ class Subject:
 
 COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
 # ProMoE's networks have the paper's size, 2 million weights each: (n_embd + n_expert) x n_hidden. ExpertMLP has the
-# sizes of its paper.
+# sizes given in its paper.
 SUBJECTS = {
     DEMO: Subject(
         "demo", None,

@@ -202,7 +202,7 @@ class Chat:
         return row
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of a step. The same step number always gives the same batch.
+        """Returns the batch of a step. The same step number always yields the same batch.
 
         In a row of several conversations, tokens attend only to their own conversation. A row of the corpus, or of one
         long conversation, is not divided.

@@ -26,7 +26,7 @@ class Schedule:
     """The duration and learning rate of a training run. The rate first rises, then falls to zero."""
 
     minutes: float
-    n_rows: int = 2  # number of rows of text in a step
+    n_rows: int = 2  # number of text rows in a step
     peak_lr: float = 3e-4
     save_every_steps: int = 8
 

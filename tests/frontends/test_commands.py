@@ -473,8 +473,8 @@ def test_the_shell_completes_commands_options_and_names(mine: Mine, words: str, 
     assert expected in done.stdout.split()
 
 
-# Each entry of ERRORS: a command, its exit code, and words of the one sentence on stderr. The folder TMP contains the
-# files `empty` and `one.jsonl`.
+# Each entry of ERRORS: a command, its exit code, and words from the single sentence on stderr. The folder TMP contains
+# the files `empty` and `one.jsonl`.
 STRATEGIC = ("serve", "batch TMP/one.jsonl", "bench -m demo", "trace simulate TRACE")
 ERRORS = [
     ("run demo hi --strategy nine", 2, "no strategy 'nine'; known strategies: none"),

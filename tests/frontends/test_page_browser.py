@@ -94,7 +94,7 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    # The heading is visible only once, in the panel. The table of tiers has this heading, too, and is hidden.
+    # The heading is visible only once, in the panel. The table of tiers, which is hidden, has the same heading.
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")

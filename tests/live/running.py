@@ -76,7 +76,8 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes the file of `writer`, which already has all its keys and tensors, and closes the file. Returns `path`."""
+    """Writes the file of `writer`, to which all keys and tensors have been added, and closes the file. Returns
+    `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -102,7 +102,7 @@ def slots_of(path: Path, size: str) -> tuple[int, int]:
 def check_identity(
     path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
 ) -> None:
-    """Asserts that slots in VRAM and RAM give the logits of `plain`, and that both tiers evict experts.
+    """Asserts that slots in VRAM and RAM yield the logits of `plain`, and that both tiers evict experts.
 
     While the model computes, another thread requests prefetches and changes scores.
     """
@@ -117,7 +117,7 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots of the VRAM budget that the staging tensors take up.
+        # Number of slots of the VRAM budget that the staging tensors occupy.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A model with a pool smaller than a layer may compute a prompt in smaller passes, in which kernels sum in another
     # order. The reference therefore uses the same n_ubatch.

@@ -84,7 +84,7 @@ class Sequences:
         self._batch = PassBatch(settings.n_batch)
 
     def compute(self, *chunks: SequenceTokens) -> list[bytes]:
-        """Calls llama_decode once. Returns the bytes of the logits of each token for which a chunk requests logits."""
+        """Calls llama_decode once. Returns the logits' bytes for each token whose logits a chunk requests."""
         self._batch.fill(chunks)
         status = self._llama.llama_decode(self._context, self._batch.batch)
         assert status == 0, f"llama_decode: status {status}"

@@ -1,7 +1,7 @@
 """Tests contexts that are stored on disk.
 
 An answer from a restored context has the same logprobs as an answer without stored contexts. Damaged blocks are
-computed again.
+recomputed.
 """
 
 import os
@@ -252,7 +252,7 @@ def test_damaged_blocks_are_computed_again_and_replaced(
         found = answer(later, prompt)
         assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
         assert found.summary.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
-    with engine(DEMO) as again:  # the blocks that were computed again have replaced the damaged ones
+    with engine(DEMO) as again:  # the recomputed blocks have replaced the damaged ones
         found = answer(again, prompt)
         assert found.logprobs == expected.logprobs
         assert computed(found) == (1, N_PROMPT - 1)

@@ -78,7 +78,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 
 
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
-    """Asserts that slots give the logits of plain llama.cpp, with the layers on the devices of `split`.
+    """Asserts that slots yield the logits of plain llama.cpp, with the layers on the devices of `split`.
 
     Both use the same n_ubatch, because the CPU's kernels round differently in passes of another size. Returns the
     figures by device, the figures by tier, and the layers by device.

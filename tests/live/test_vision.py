@@ -218,7 +218,8 @@ def test_cutting_a_conversation_counts_its_images(tiny: TinyModel, projector: Pr
 def test_threads_share_one_projector(
     tiny: TinyModel, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that counts a prompt with images may open the projector during an answer of another thread."""
+    """A thread that counts the tokens of a prompt with images may open the projector while another thread computes an
+    answer."""
     begun, n_made = threading.Barrier(2), list[int]()
 
     class Slow(engine.Projector):

@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
     def end_pass(self) -> None:
         """Ends the pass and takes its failure, as an engine does.
 
-        Asserts that the store has a failure exactly if a call of the pass has raised an error.
+        Asserts that the store has a failure if and only if a call of the pass has raised an error.
         """
         failed, self.held, self.failed = self.failed, None, None
         assert (self.context.take_failure() is None) == (failed is None)

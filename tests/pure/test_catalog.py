@@ -173,7 +173,7 @@ def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-# Tests of the removal of models from the Hugging Face cache
+# Tests of removing models from the Hugging Face cache
 
 
 def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> None:

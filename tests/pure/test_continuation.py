@@ -122,7 +122,7 @@ def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(n_keep: int, left: in
     kept = cut_middle(range(2000), 512, n_keep)
     n_first = min(max(n_keep, 0), 511)
     assert kept == [*range(n_first), *range(2000 - left + n_first, 2000)]
-    for n in (3, 400, 501):  # a short context loses no token
+    for n in (3, 400, 501):  # no token is removed from a short context
         assert cut_middle(range(n), 1000, 4) == [*range(n)]
 
 

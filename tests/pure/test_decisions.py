@@ -64,7 +64,7 @@ def test_log_decision_with_debug_writes_a_line_on_stderr_and_json_fields(
 ) -> None:
     monkeypatch.setenv("MOEGGUF_LOG", "debug")
     start_log()
-    start_log()  # a second call changes nothing
+    start_log()  # a second call has no effect
     log_decision("model_unloaded", name="a", for_model="b", short_bytes={"RAM": 5})
     assert capsys.readouterr().err == "model_unloaded name=a for_model=b short_bytes={'RAM': 5}\n"
     records: list[logging.LogRecord] = []

@@ -45,7 +45,7 @@ FILES = {
 
 @pytest.fixture
 def index(tmp_path: Path) -> str:
-    """The URL of an index that has a small distribution with the pinned name and version."""
+    """The URL of an index that offers a small distribution with the pinned name and version."""
     folder = tmp_path / "simple" / "llama-cpp-python"
     folder.mkdir(parents=True)
     with tarfile.open(folder / f"{NAME}.tar.gz", "w:gz") as archive:

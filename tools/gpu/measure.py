@@ -135,7 +135,7 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 
 
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
-    """Decodes greedily. Returns the tokens, and the seconds for all of them together."""
+    """Decodes greedily. Returns the tokens, and the total time in seconds."""
     settle(llm)
     tokens = []
     start = time.perf_counter()

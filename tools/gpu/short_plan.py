@@ -45,7 +45,7 @@ class Part:
     predicted: Predicted = field(default_factory=dict)
     switches: str = ""  # letters of the remedies that are on; "-": all are off; "": MOEGGUF_SWITCHES is not set
     needs_card: bool = False  # the part is skipped on a simulated device
-    counts_calls: bool = False  # calls to CUDA's runtime are counted, which takes a little time
+    counts_calls: bool = False  # CUDA runtime calls are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
     n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
     limit_s: float = 40.0

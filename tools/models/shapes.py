@@ -31,7 +31,7 @@ ROPE_FREQ_BASE = 1_000_000.0
 class Shape:
     """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the part.
 
-    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` takes its place.
+    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` is used instead.
 
     `mixers` has one letter for each layer and is repeated if there are more layers. The letters are `a` for attention,
     `r` for a recurrent state, and `e` for a layer that has only experts.

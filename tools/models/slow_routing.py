@@ -80,7 +80,7 @@ class SlowRouting:
 
     @property
     def width(self) -> int:
-        """Returns the number of dimensions of each of the three parts, a multiple of the block size of `qtype`."""
+        """Returns the width of each of the three parts in dimensions, a multiple of `qtype`'s block size."""
         block = GGML_QUANT_SIZES[self.qtype][0]
         return max(self.shape.n_embd // 8 // block, 1) * block
 
