@@ -18,7 +18,7 @@ N_TOKENS, N_LAYERS, N_EXPERTS = 80, 4, 16
 
 
 def save_routing(path: Path, seed: int) -> None:
-    """Saves the router's logits for a request of 80 tokens, in which the first 16 are the prompt."""
+    """Saves the router's logits for a request of 80 tokens, the first 16 of them from the prompt."""
     rng = np.random.default_rng(seed)
     # Neighbouring tokens use similar experts
     drift = np.cumsum(rng.standard_normal((N_TOKENS, N_LAYERS, N_EXPERTS)), axis=0)

@@ -1,6 +1,6 @@
 """A custom predictor. The store prefetches the experts that the predictor expects.
 
-Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching that
+Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching if it
 saves no time, is off here, so that experts are always prefetched. `moegguf trace simulate` accepts the class, too.
 """
 

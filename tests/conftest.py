@@ -1,7 +1,7 @@
 """Fixtures for all test folders: tiny models, written once per session, and `load`, which closes the models that it
 loaded.
 
-This module imports the native library only for tests with the fixture `load`.
+This module imports the native library only for tests that use the fixture `load`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_TEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine, in its own event loop."""
+    """Runs a coroutine test in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))

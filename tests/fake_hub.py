@@ -86,7 +86,7 @@ class FakeHub:
         self.tokens: list[str] = []
         # {path: answers to the next GETs of the file's bytes, one for each GET}.
         self.faults: dict[str, list[Fault]] = defaultdict(list)
-        # (status, headers) of the replies to the next requests for the list of any repository.
+        # (status, headers) of the replies to the next requests for any repository's list of files.
         self.listing_faults: list[tuple[int, dict[str, str]]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -263,7 +263,7 @@ def without_ranges(handler: Handler, data: bytes) -> None:
 
 
 def endless(handler: Handler, data: bytes) -> None:
-    """Sends more bytes than the file has, in chunks, without a length."""
+    """Sends more bytes than the file contains, in chunks, without a length."""
     handler.send_response(200)
     handler.send_header("Transfer-Encoding", "chunked")
     handler.end_headers()

@@ -48,7 +48,7 @@ SNAPSHOT = {
     "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
 NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
-LOADED: dict[str, Any] = {}  # the fields of the JSON object in the path of the loaded model, which control this worker
+LOADED: dict[str, Any] = {}  # fields of the JSON object in the loaded model's path; they control this worker
 Event = dict[str, Any]
 
 

@@ -124,7 +124,7 @@ class Terminal:
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The condition may be true after the last output, which arrived with the end of the command.
+                # The last output, which arrived as the command ended, may have made the condition true.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:

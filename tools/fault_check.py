@@ -33,7 +33,7 @@ LONGEST_RUN_S = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old` with `new` in `file`. `tests` are arguments of pytest; at least one of these tests
+    """A fault that replaces `old` with `new` in `file`. `tests` are arguments for pytest; at least one of these tests
     must fail."""
 
     name: str

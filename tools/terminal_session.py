@@ -38,7 +38,7 @@ STEPS = (
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # links to fonts on a server, which are removed
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # links to fonts on a server; they are removed
 
 
 def record() -> pyte.Screen:

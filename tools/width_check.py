@@ -356,7 +356,7 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
 
 
 def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
-    """Yields cases of MUL_MAT and MUL_MAT_ID with plain and interleaved weights of each type.
+    """Yields cases for MUL_MAT and MUL_MAT_ID with plain and interleaved weights of each type.
 
     Omits the types in `left_out`, and types and layouts that the CPU does not support.
     """
@@ -449,7 +449,7 @@ def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_
 
 
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases of attention, norms, rope, softmax, top-k, gates, weighted sums and element-wise operations."""
+    """Yields cases for attention, norms, rope, softmax, top-k, gates, weighted sums and element-wise operations."""
     for is_flash in (True, False):
         yield Case(f"{'flash' if is_flash else 'plain'} attention", attention(ggml, is_flash, n_rows))
     rng = np.random.default_rng(4)
@@ -489,7 +489,7 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
 
 
 def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases of operations that mix residual streams, and a case of the scores of sparse attention."""
+    """Yields cases for operations that mix residual streams, and a case for the scores of sparse attention."""
     rng = np.random.default_rng(5)
     n_streams = 4
     n_mixed = (2 + n_streams) * n_streams
@@ -536,7 +536,7 @@ def outputs_and_states(
 
 
 def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of the gated delta net, with a gate for each head or, as in Kimi's delta attention, each channel.
+    """Yields cases for the gated delta net, with a gate for each head or, as in Kimi's delta attention, each channel.
 
     Both kinds have a case that returns only the last state, and a case that also returns earlier states.
     """
@@ -569,7 +569,7 @@ def advance_delta_net(
 
 
 def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of two scans: Mamba 2's with a decay for each head, and Mamba 1's with one for each state value."""
+    """Yields cases for two scans: Mamba 2's with a decay for each head, and Mamba 1's with one for each state value."""
     rng = np.random.default_rng(7)
 
     def tokens(*shape: int) -> Array:
@@ -603,7 +603,7 @@ def advance_scan(
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of the convolution before recurrent states, over four tokens, and of LFM2's, over three tokens."""
+    """Yields cases for the convolution before recurrent states, over four tokens, and of LFM2's, over three tokens."""
     rng = np.random.default_rng(8)
     n = 192
     x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)
@@ -630,7 +630,7 @@ def advance_convolution(
 
 
 def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the case of gated linear attention."""
+    """Yields the case for gated linear attention."""
     rng = np.random.default_rng(9)
     n_head, d = 4, 64
     k, v, q = rng.standard_normal((3, N_STATES, n_tokens, n_head, d)).astype(np.float32)
@@ -651,7 +651,7 @@ def advance_linear_attention(
 
 
 def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the cases of the checked operations that have a recurrent state."""
+    """Yields the cases for the checked operations that have a recurrent state."""
     yield from states_of_delta_nets(ggml, n_tokens)
     yield from states_of_scans(ggml, n_tokens)
     yield from states_of_convolutions(ggml, n_tokens)
@@ -700,7 +700,7 @@ def print_operations(model: Path) -> int:
 def cases(
     n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
 ) -> Iterator[Case | StateCase]:
-    """Yields the cases of all operations, with n_rows rows or tokens. Weights of products are [n_out, n_in].
+    """Yields the cases for all operations, with n_rows rows or tokens. Weights of products are [n_out, n_in].
 
     left_out: types of weights to leave out.
     """

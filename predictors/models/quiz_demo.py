@@ -31,7 +31,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer the user's question. Y
 class Case:
     """A conversation that ends with a question, and its right answers."""
 
-    where: str  # group in which the case is counted: what comes before the question, or the kind of question
+    where: str  # group to which the case belongs: what comes before the question, or the kind of question
     messages: Sequence[Message]
     right: frozenset[str]
     tools: Sequence[Tool] = ()
@@ -58,7 +58,7 @@ def starter_cases() -> Iterator[Case]:
     """Yields each starter in each situation, such as after a greeting. No starter directly follows itself."""
     known = questions.answers()
     starters = questions.starters()
-    pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # other pages of the documentation change more often
+    pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # other pages of the documentation change too often
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     befores: list[tuple[str, list[Message]]] = [
         ("alone", []),

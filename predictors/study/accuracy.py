@@ -63,7 +63,7 @@ class PredictorScore:
     fetch_rates: dict[int, float | None] = field(default_factory=dict)
 
     def good_pred(self, distance: int) -> float | None:
-        """Returns GOODPRED (FETCHRATE x ACCURACY) at a distance; None if a factor is unknown."""
+        """Returns GOODPRED (FETCHRATE x ACCURACY) at a distance; None if either factor is unknown."""
         rate = self.fetch_rates.get(distance)
         accuracy = self.means[distance].accuracy
         return None if rate is None or accuracy is None else rate * accuracy

@@ -18,7 +18,7 @@ from predictors.study.figures import NotCountedError, estimate_of, steps_of, tex
 
 HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
-ANY = 1.0  # the bound of a claim for which any gain is enough: the speed of the base
+ANY = 1.0  # bound of a claim for which any gain is enough: the base's speed
 Condition = tuple[str, float | str]
 
 
@@ -36,7 +36,7 @@ class Claim:
     judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
     figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
-    only_on: str | None = None  # model to judge the claim on, because it resembles the paper's; None: every model
+    only_on: str | None = None  # model on which to judge the claim, because it resembles the paper's; None: every model
 
     def verdict(self, model: str) -> str:
         """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""

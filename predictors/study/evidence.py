@@ -96,7 +96,8 @@ class Batch:
 
 
 def _asked() -> list[str]:
-    """Returns a prompt for each answer that the demo learns: the last of its taught questions in the chat format."""
+    """Returns a prompt for each answer that the demo learns: the last question taught for this answer, in the chat
+    format."""
     entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
     return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
 

@@ -22,7 +22,7 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 
 
 def draw(folder: Path) -> None:
-    """Writes each plot whose results are recorded. Equal results produce identical files."""
+    """Writes each plot whose results are recorded. Identical results produce identical files."""
     with pyplot.rc_context(STYLE):
         if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")

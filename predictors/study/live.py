@@ -125,7 +125,8 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Returns the warm-up requests, then the counted requests, which are among those that the simulation counts.
+    """Returns the warm-up requests, then the counted requests, which are a subset of the requests that the simulation
+    counts.
 
     Answers are cut to N_TOKENS tokens.
     """
@@ -139,7 +140,7 @@ def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
 
 
 def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
-    """Returns the time of all layers per token in microseconds, with every expert resident.
+    """Returns the compute time of all layers per token, in microseconds, with every expert resident.
 
     The result is the median over the first four requests.
     """
@@ -214,7 +215,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.worker:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # libraries write to stderr, so that stdout carries only figures
+        os.dup2(2, 1)  # libraries write to stderr, so that stdout contains only figures
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(LABORATORY, args.work)

@@ -88,14 +88,15 @@ class System(NamedTuple):
     next_layer: bool = False  # True: prefetches all experts of the next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
-        """Returns the parts that identify the system, by name. Options are reduced to fields that are not defaults."""
+        """Returns the parts that identify the system, by name. Options are reduced to the fields that differ from their
+        defaults."""
         prefetch = None if self.prefetch is None else changed(self.prefetch)
         parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
         return parts
 
 
 def changed(options: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass object that differ from their defaults, {name: value}."""
+    """Returns {name: value} for the fields of a dataclass object that differ from their defaults."""
     defaults = vars(type(options)())
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
@@ -182,7 +183,8 @@ def beside(system: System, other: System) -> System:
 
 @dataclass(frozen=True)
 class Workload:
-    """A trace with its model's artifacts. The trace's first requests only warm a cache; later ones are counted."""
+    """A trace with its model's artifacts. The trace's first requests only warm the cache; only the later ones are
+    counted."""
 
     study: Study
     # Numbers of the counted requests. The number of a group of requests that decode together is its first request's
@@ -359,7 +361,7 @@ def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | No
 def routing_digest(trace: Trace) -> str:
     """Returns the sha256 of the data that is replayed: tokens, requests, phases, and the chosen experts.
 
-    Times and inputs are left out, since they differ between two recordings of the same requests.
+    Times and inputs are left out, because they differ between two recordings of the same requests.
     """
     parts = trace.tokens, trace.sequence_of, trace.phase_of, trace.expert_ids
     return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()

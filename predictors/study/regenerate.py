@@ -85,8 +85,8 @@ class Step(NamedTuple):
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """Measures the reuse of experts: how evenly requests use the experts, and how many of a token's experts the tokens
-    before it used."""
+    """Measures the reuse of experts: how evenly requests use the experts, and how many of a token's experts were used
+    by the tokens before it."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -140,15 +140,15 @@ def accuracies(bench: Bench) -> dict[str, Any]:
 
 
 def scored(name: str) -> list[str]:
-    """Returns the names of the predictors to score for a subject: SCORED without the networks that are not trained for
-    the subject."""
+    """Returns the names of the predictors to score for a subject: SCORED, except networks that are not trained for the
+    subject."""
     untrained = {"mlp", "routing-path", "expert-mlp"} - SUBJECTS[name].training.keys()
     return [predictor for predictor in SCORED if predictor not in untrained]
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """Returns two figures of ProMoE's networks: the validation accuracy after each epoch, averaged over the networks,
-    and the number of weights in one network's matrices."""
+    """Returns two figures about ProMoE's networks: the validation accuracy after each epoch, averaged over the
+    networks, and the number of weights in one network's matrices."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
@@ -367,7 +367,7 @@ def ablation_systems(name: str) -> dict[str, System]:
 
 
 def _same(*settings: Any) -> Callable[[str], Any]:
-    """Returns a function that returns these settings for every subject."""
+    """Returns a function that returns these settings, whatever the subject."""
     return lambda name: settings
 
 

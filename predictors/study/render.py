@@ -57,7 +57,7 @@ def rendered(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Returns the Markdown for a table name.
+    """Returns the Markdown of the table with this name.
 
     A table of one model begins with a note if an earlier version recorded one of its results. If a figure of the table
     is not recorded, the function returns a message instead.
@@ -92,7 +92,7 @@ def systems_table(name: str) -> str:
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # results measured in real time have no figure `ahead`
+        if "ahead" not in of:  # results measured in real time do not include `ahead`
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 

@@ -56,7 +56,7 @@ class Replay(Simulation):
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
     def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
-        """Returns (n_pass,): True for each pass of this phase whose first request is `sequence`."""
+        """Returns a mask (n_pass,): True for each pass of this phase whose first request is `sequence`."""
         return np.asarray((self.trace.pass_sequence == sequence) & (self.trace.pass_phase == phase))
 
     def _controller(self, store: Store) -> Controller | None:

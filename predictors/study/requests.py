@@ -52,7 +52,7 @@ class Request:
 
 
 def load(folder: Path) -> list[Request]:
-    """Returns the requests in order of arrival, which a hash of each text determines. Raises ValueError if a text
+    """Returns the requests in order of arrival, which is determined by a hash of each text. Raises ValueError if a text
     cannot be fetched."""
     found = [(kind, text) for kind, of in texts.load(folder).items() for text in of.requests]
     roles = [role for role, n in ROLES.items() for _ in range(n)]

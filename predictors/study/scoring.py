@@ -29,10 +29,10 @@ def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]
 
     The formula is missing from the available text, so this is an interpretation. The paper's table 1 rules out
     element-wise agreement: with 8 tokens on 128 experts, an empty prediction would reach 93 %, but the table reports 3
-    to 6 % for the baselines. The share of used experts that were predicted is an unlikely meaning. A prediction of all
-    experts would reach 100 %, and the paper's previous-token baseline would do worse than chance in 8 of its 9 settings
-    with WMT16. Intersection over union counts both errors that the paper names (section 3.2.2): mis-prefetched and
-    missed experts.
+    to 6 % for the baselines. The share of used experts that were predicted is an unlikely interpretation. A prediction
+    of all experts would reach 100 %, and the paper's previous-token baseline would do worse than chance in 8 of its 9
+    settings with WMT16. Intersection over union counts both errors that the paper names (section 3.2.2): mis-prefetched
+    and missed experts.
     """
     either = np.count_nonzero(true | predicted, axis=(-2, -1))
     both = np.count_nonzero(true & predicted, axis=(-2, -1))

@@ -85,7 +85,7 @@ class SequenceGroups(RoutingListener):
             self._session.store.prefetch(np.full(len(experts), event.il, np.int32), experts)
 
     def close(self) -> None:
-        """Stops listening to the store. A second call does nothing."""
+        """Stops listening to the store. A second call has no effect."""
         if self._listening:
             self._listening = False
             self._session.listeners.remove(self)

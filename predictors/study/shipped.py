@@ -53,7 +53,7 @@ def replayed() -> dict[str, float]:
     """Returns the three figures. The first request only warms the cache.
 
     - LRU, ready: the share of look-ups that find the expert in memory.
-    - algorithm 1: the number of experts that are read per token with MoE-Infinity's eviction.
+    - algorithm 1: the number of experts read per token with MoE-Infinity's eviction.
     - token table: the speed of ProMoE's prefetching with the predictor `token-id`, relative to no prefetching.
     """
     trace = read(TRACE)

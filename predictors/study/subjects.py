@@ -162,7 +162,7 @@ def note_recording(name: str, digest: str) -> None:
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this subject; None if there is no
-    result of this step."""
+    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this subject; None if this step has
+    no result."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

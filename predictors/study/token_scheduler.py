@@ -105,14 +105,14 @@ class PredictedPaths(RoutingPaths):
         self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
 
     def forget(self, sequence: int) -> None:
-        """Discards the data about a sequence that has ended."""
+        """Discards what is stored about a sequence that has ended."""
         super().forget(sequence)
         self._followers.pop(sequence, None)
 
 
 def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths:
-    """Returns new paths of the kind `name`, one of PATHS. Raises OptionError if the name is unknown or the predictor's
-    file is missing."""
+    """Returns a new `RoutingPaths` of the kind `name`, one of PATHS. Raises OptionError if the name is unknown or the
+    predictor's file is missing."""
     if name == RecentPaths.name:
         return RecentPaths(shape)
     if name not in PATHS:
@@ -120,7 +120,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # maximum number of K-means rounds of a split, which starts from the medoids of the previous split
+ROUNDS = 2  # maximum number of K-means rounds of a split that starts from the medoids of the previous split
 MAX_ROUNDS = 10
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(

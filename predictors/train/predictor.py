@@ -2,9 +2,9 @@
 
     python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
-`moegguf learn` runs the same trainings. Here they use the papers' sizes, unless `--set` changes one of the predictor's
-`Options`, as in `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with the figures of the
-card and a manifest: the data, options, seeds and software of the training run.
+`moegguf learn` runs the same training. Here, the training uses the papers' sizes, unless `--set` changes one of the
+predictor's `Options`, as in `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with the
+figures of the card and a manifest: the data, options, seeds and software of the training run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
 
 
 def train(args: argparse.Namespace, training: Trace) -> Weights:
-    """Trains the predictor; returns its arrays, and facts about the training."""
+    """Trains the predictor. Returns its arrays, and facts about the training."""
     chosen = options(args.predictor, args.set)
     count = COUNTED.get(args.predictor)
     start = time.monotonic()
@@ -112,8 +112,8 @@ def report_step(step: str, share: float) -> None:
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """Returns facts for repeating a training run: options, digests of the data, seeds, software. The facts contain no
-    times or paths."""
+    """Returns the facts needed to repeat a training run: options, digests of the data, seeds, software. The facts
+    contain no times or paths."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {

@@ -27,7 +27,7 @@ SETTLING_STEPS = ((512, 2, 2), (1024, 1, 1), (512, 2, 2), (2048, 0, 1), (512, 1,
 the model forget some of the corpus, and these steps bring it back."""
 # Probabilities of variations of a conversation
 WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4
-# STARTERS: share of starters among drawn questions. LONG_TEXT: share of long conversations that begin with a long
+# STARTERS: share of starters among the drawn questions. LONG_TEXT: share of long conversations that begin with a long
 # excerpt of the corpus.
 STARTERS, LONG_TEXT = 0.12, 0.4
 SYSTEM_PROMPTS = (

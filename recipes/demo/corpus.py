@@ -1,8 +1,8 @@
 """Collects freely licensed text from a Linux machine with Python. Selection and split are the same in every run.
 
-A source that is missing on the machine contributes no documents. The order of selection, and the split into training
-and held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on the same
-text.
+A source that is missing on the machine does not contribute any documents. The order of selection, and the split into
+training and held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on
+the same text.
 """
 
 import gzip
@@ -173,7 +173,7 @@ def select(documents: Iterable[Document]) -> list[Document]:
 
 
 def write_heldout(documents: Iterable[Document], folder: Path) -> None:
-    """Writes the held-out texts as FOLDER/KIND.txt, for evaluations elsewhere."""
+    """Writes the held-out texts to FOLDER/KIND.txt, for evaluation elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         texts = [d.text for d in documents if d.kind == kind and d.heldout]

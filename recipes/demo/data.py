@@ -85,7 +85,7 @@ class Windows:
         self.epoch, self.order = -1, np.arange(0)
 
     def window(self, index: int) -> Tokens:
-        """Returns the window at `index` in an endless sequence of epochs: n_ctx + 1 tokens."""
+        """Returns the window (n_ctx + 1 tokens) at `index` in an endless sequence of epochs."""
         epoch, position = divmod(index, self.n_windows)
         if epoch != self.epoch:
             self.epoch = epoch

@@ -32,7 +32,7 @@ class KindLoss:
 
 def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
     """Returns rows of n_ctx + 1 tokens, spread over the whole text. Tokens at the end that do not fill a row are left
-    out. Raises ValueError if the text does not fill one row."""
+    out. Raises ValueError if the text does not even fill one row."""
     n_rows = (len(tokens) - 1) // n_ctx
     if n_rows == 0:
         raise ValueError(f"{len(tokens)} held-out tokens do not fill one window of {n_ctx}")

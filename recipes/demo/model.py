@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x (..., size) divided by its root mean square, times the gain."""
+        """Returns x (..., size) divided by its root mean square, and multiplied by the gain."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -121,7 +121,7 @@ def mixture(
 
 
 def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
-    """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the wanted logits. Its logits
+    """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the target logits. Its logits
     are scaled to the standard deviation `std`.
 
     MoEfication fits a small network to the clusters' activation (section 3.3), but llama.cpp needs a linear router.
@@ -137,7 +137,7 @@ def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
 
 def smoothed(contributions: Tensor) -> Tensor:
     """Subtracts the mean over experts from each token's contributions, then mixes each token with a running mean of the
-    tokens up to it.
+    tokens up to and including it.
 
     contributions: (B, T, n_expert). Returns (B * T, n_expert).
     """

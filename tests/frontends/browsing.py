@@ -1,4 +1,4 @@
-"""Opens the server's web page in a browser and acts on it, for tests."""
+"""Opens the server's web page in a browser and operates the page, for tests."""
 
 import re
 import time

@@ -42,7 +42,7 @@ def manager() -> FakeManager:
     """A scripted manager of four models: `demo`, `able`, `mine`, and a model that is named like one on the Hugging Face
     hub.
 
-    `able` has tools and thinking. `mine` has default options and its own system message.
+    `able` supports tools and thinking. `mine` has default options and its own system message.
     """
     path = demo_path()
     assert path is not None
@@ -76,7 +76,7 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Command:
-    """Returns a function like the fixture `moegguf` that runs the command in this process, which is faster.
+    """Returns a function like the fixture `moegguf` that runs the command in this process, to save time.
 
     Tests of a process, or of how it ends, use the fixture `moegguf`.
     """

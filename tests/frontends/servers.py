@@ -170,7 +170,7 @@ def serving(
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Returns the URL that the server prints once it listens."""
+    """Returns the URL that the server prints once it is listening."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:

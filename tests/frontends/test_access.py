@@ -23,7 +23,7 @@ EVIL = "https://evil.example"
 
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
-    """A server with a key, whose settings name the public host 0.0.0.0. Its socket listens on loopback."""
+    """A server with an API key. Its settings name the public host 0.0.0.0, but its socket listens on loopback."""
     host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
     with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found

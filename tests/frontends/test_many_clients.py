@@ -1,7 +1,7 @@
 """Tests many concurrent clients: each answer equals a single client's answer, and a full queue refuses requests.
 
 `python -m tools.load_test` makes similar checks for a minute or for thousands of requests. The variable
-MOEGGUF_REQUESTS sets the number of requests in the test of memory growth (default: 48).
+MOEGGUF_REQUESTS sets the number of requests in the memory growth test (default: 48).
 """
 
 import asyncio

@@ -108,7 +108,7 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
-    # The count of resident experts follows the budget without another answer.
+    # The count of resident experts changes with the budget, without another answer.
     page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")
     assert server.call("/budget?model=demo").json["n_slots"] == 24
     page.keyboard.press("Home")

@@ -1,6 +1,6 @@
-"""Writes random models in F32, of hybrid architectures for which tools/make_model.py has no preset.
+"""Writes random F32 models of hybrid architectures for which tools/make_model.py has no preset.
 
-Names and dimensions of tensors are those that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in numpy's
+Tensor names and dimensions are the ones that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in numpy's
 order.
 """
 

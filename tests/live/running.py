@@ -86,7 +86,8 @@ def written(writer: GGUFWriter, path: Path) -> Path:
 
 
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
-    """Writes a LoRA adapter of rank 8 with random values for one matrix, whose `shape` is in numpy order."""
+    """Writes a LoRA adapter of rank 8 with random values for one matrix. `shape` is the matrix's shape in numpy
+    order."""
     writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -158,7 +159,7 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each device's slots, keyed by ggml's name of the device, in the order of the store's
+    """Returns the figures of each device's slots, keyed by ggml's name for the device, in the order of the store's
     devices."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))

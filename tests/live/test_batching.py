@@ -149,7 +149,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            arm_fault("read", 1)  # The next read fails once, and the store repeats it.
+            arm_fault("read", 1)  # The next read fails once, and the store retries it.
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:

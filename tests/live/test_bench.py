@@ -193,8 +193,8 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 def test_gpu_measurements_of_llama_cpp_and_moegguf_have_the_same_tokens(path: Path) -> None:
     """Compares the tokens of four loads: three of llama.cpp and one of moegguf.
 
-    llama.cpp has all experts on the device, some of them, or none. The last two and moegguf have equal limits of device
-    memory. moegguf also has slots in RAM for 30 % of the experts.
+    llama.cpp has all experts on the device, some of them, or none. The last two and moegguf have equal device memory
+    limits. moegguf also has slots in RAM for 30 % of the experts.
     """
     from tools.gpu import measure
 

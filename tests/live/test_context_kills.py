@@ -36,7 +36,8 @@ LONGEST_S = 0.5  # the longest time in seconds between a process's first answer 
 def prompts(n_vocab: int) -> list[list[int]]:
     """Returns N_PROMPTS random prompts in groups of three.
 
-    The second and the third prompt of a group begin with the first 100 and 200 tokens of the group's first prompt.
+    The second and third prompts of a group begin with the first 100 and 200 tokens, respectively, of the group's first
+    prompt.
     """
     texts = [np.random.default_rng(i).integers(5, n_vocab - 5, 300 + 40 * i).tolist() for i in range(N_PROMPTS)]
     return [texts[i // 3 * 3][: 100 * (i % 3)] + texts[i] for i in range(N_PROMPTS)]
@@ -78,7 +79,7 @@ def started(
 
 @dataclass(frozen=True)
 class Killed:
-    """A model whose processes are killed, and `folder`, their MOEGGUF_HOME.
+    """A model whose processes are killed. `folder` is their MOEGGUF_HOME.
 
     `store` is the size limit of stored contexts. `expected` maps the index of a prompt to its answer by a process that
     stores no contexts.

@@ -1,8 +1,8 @@
 """Tests experts in slots on a device: logits, changed budgets, refused memory, and strict devices.
 
-A device is ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated link. A
-strict simulated device reveals errors that could occur on CUDA. Its rows need padding, unwritten memory holds poison,
-and copies complete late (moegguf/testing/link_device.cpp).
+A device is either ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated
+link. A strict simulated device reveals errors that could occur on CUDA. Its rows need padding, unwritten memory holds
+poison, and copies complete late (moegguf/testing/link_device.cpp).
 """
 
 import warnings
@@ -226,7 +226,7 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 @on_servers()
 def test_a_context_that_does_not_fit_reduces_the_slots(path: Path) -> None:
-    """A load uses fewer slots if its context does not fit beside 60 slots. It fails on a much smaller device."""
+    """A load uses fewer slots if its context does not fit together with 60 slots. It fails on a much smaller device."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
         # Bytes in use without staging tensors, which the smaller devices below do not have.

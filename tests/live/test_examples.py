@@ -1,4 +1,5 @@
-"""Tests that each program in examples/ runs and prints the patterns of PRINTED. Also runs the program of README.md."""
+"""Tests that each program in examples/ runs and prints output that matches the patterns in PRINTED. Also runs the
+program of README.md."""
 
 import ast
 import os

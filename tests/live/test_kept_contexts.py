@@ -322,6 +322,6 @@ def test_images_are_restored_by_the_hash_of_their_content(
         found = turn(later, 1)
         assert found.logprobs == expected[1]
         assert computed(found) == (1, n_all - 1)
-        found = turn(later, 2)  # another picture of the same size shares no stored block
+        found = turn(later, 2)  # another picture of the same size does not share any stored block
         assert found.logprobs == expected[2]
         assert computed(found)[1] == 0

@@ -84,7 +84,7 @@ def compare(
 
 
 def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
-    """Calls `compare` on a device. Returns the figures for each pair of numbers of slots.
+    """Calls `compare` on a device. Returns the figures for each pair of slot counts.
 
     Asserts that logits are equal, that prompts were staged, and that the device evicted experts.
     """

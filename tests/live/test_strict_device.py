@@ -104,7 +104,7 @@ def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0
 
 
 class Joining:
-    """A schedule that admits one more request in every second step. Ended sequences leave."""
+    """A schedule that admits one more request in every second step. Sequences leave when they have ended."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests

@@ -195,7 +195,7 @@ class ReferenceStore:
         return min(ranks)[2] if ranks else -1
 
     def _floors(self) -> dict[int, int]:
-        """Returns for each layer the number of slots that no other layer may take.
+        """Returns, for each layer, the number of slots that no other layer may take.
 
         The numbers are 0 if there are enough slots for the experts that a token uses in all layers.
         """

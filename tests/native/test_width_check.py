@@ -1,4 +1,4 @@
-"""Tests tools/width_check.py, and with it that CPU results do not depend on the number of rows computed together.
+"""Tests tools/width_check.py, and thereby that CPU results do not depend on the number of rows computed together.
 
 Other tests compare the kernels' products with products in float64.
 """

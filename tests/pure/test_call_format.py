@@ -113,7 +113,7 @@ def mark_end(text: str, at: int) -> int:
 
 
 def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the prompt up to the answer, and the rendered answer up to where the model would stop."""
+    """Returns the prompt up to the answer, and the rendered answer up to the point where the model would stop."""
     prompt, whole = rendered(name), rendered(name, message)
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))

@@ -1,6 +1,6 @@
 """Tests answers that continue a message: the end of their prompt, their parser and their constraint.
 
-Other tests check which messages and tokens stay in a prompt that is too long.
+Other tests check which messages and tokens are kept when a prompt is too long.
 """
 
 import itertools

@@ -27,7 +27,7 @@ def _log_as_before() -> Iterator[None]:
 
 
 def logged_in_code() -> dict[str, set[str]]:
-    """Returns {event: names of its fields} for all calls of `log_decision` in the package that name an event."""
+    """Returns {event: names of its fields} for all calls to `log_decision` in the package that name an event."""
     found = {}
     for path in (ROOT / "moegguf").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

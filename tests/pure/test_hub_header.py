@@ -1,4 +1,4 @@
-"""Tests descriptions and plans of models that are on the Hugging Face hub, not on the disk.
+"""Tests descriptions and plans of models that are on the Hugging Face hub, not on disk.
 
 Only the beginning of each model file is fetched.
 """

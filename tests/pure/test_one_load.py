@@ -276,7 +276,7 @@ def plan_of(call: Callable[[], Any]) -> Plan:
 
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
-    """Returns the plan that was last sent to a worker. Asserts that the worker's `Llama` would have an equal plan."""
+    """Returns the plan most recently sent to a worker. Asserts that the worker's `Llama` would have an equal plan."""
     config = configs[-1]
     has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"

@@ -99,7 +99,7 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
     below = plan(layout, (cycle - 1) * size, "auto")
     assert (below.n_slots, below.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)
     assert any("read 1 token at a time instead of 512: experts in slots" in reason for reason in below.reasons)
-    for n_slots in (2, 5, n_staged + 1):  # no staging tensor fits beside slots for the experts of one token
+    for n_slots in (2, 5, n_staged + 1):  # no staging tensor fits alongside slots for the experts of one token
         assert plan(layout, n_slots * size, "auto").n_ubatch == 1
     tiny = plan(layout, (n_staged + 2) * size, "auto")
     assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)

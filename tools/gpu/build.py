@@ -132,7 +132,7 @@ def of_processes(library: Path, home: Path) -> dict[str, str]:
 
 
 def runtime_folders() -> list[Path]:
-    """Returns the folders with CUDA's runtime or cublas on this machine: toolkits first, then wheels from PyPI."""
+    """Returns the folders with the CUDA runtime or cublas on this machine: toolkits first, then wheels from PyPI."""
     toolkits = [Path("/usr/local/cuda/lib64"), *sorted(Path("/usr/local").glob("cuda-*/lib64"))]
     wheels = [folder for entry in sys.path for folder in sorted(Path(entry).glob("nvidia/*/lib"))]
     names = ("libcudart.so.*", "libcublas.so.*")

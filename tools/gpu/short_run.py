@@ -92,7 +92,7 @@ class Runner:
         self._log = log
         self._setting = setting
         self._writers = dict[str, subprocess.Popen[bytes]]()
-        self.switches = 0  # bits of the remedies in the library, which `learn` sets
+        self.switches = 0  # bits of the remedies in the library; `learn` sets them
         folders = [*map(str, runtime_folders()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._environment = os.environ | of_processes(library, work / "home")
         self._environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)

@@ -36,11 +36,10 @@ ROUTER_SKEW = 0.15
 
 
 class BlockPools:
-    """Pools of random blocks, one for each (type, standard deviation). A pool is made at its first use.
-
-    A pool occupies at most about POOL_BYTES. A chunk is one matrix: it starts at its own block of the pool and wraps
-    around. The number of blocks is prime, so no two chunks start at the same block while a model has fewer chunks than
-    a pool has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
+    """Pools of random blocks, one for each (type, standard deviation). Each pool is created on first use, and occupies
+    at most about POOL_BYTES. A chunk is one matrix: it starts at its own block of the pool and wraps around. The number
+    of blocks is prime, so no two chunks start at the same block while a model has fewer chunks than a pool has blocks.
+    The rows of a chunk that is larger than its pool begin at different blocks, too.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:

@@ -37,7 +37,7 @@ def delta_net(shape: Shape) -> Named:
 
 
 def gated_attention(shape: Shape) -> Named:
-    """Yields the tensors of the attention of Qwen3.5 and later, whose query matrix also computes a gate."""
+    """Yields the attention tensors of Qwen3.5 and later. Their query matrix also computes a gate."""
     n_q = shape.n_head * shape.n_embd_head
     n_kv = shape.n_head_kv * shape.n_embd_head
     yield "attn_q.weight", (2 * n_q, shape.n_embd)

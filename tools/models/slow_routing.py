@@ -264,7 +264,7 @@ class SlowRouting:
 
     @property
     def _length(self) -> float:
-        """Returns the length of query and key for which q * k / sqrt(n_embd_head) is 1 / (angle * memory_tokens)."""
+        """Returns the length of query and key at which q * k / sqrt(n_embd_head) is 1 / (angle * memory_tokens)."""
         score = 1 / (self._angle(self._pair_index) * self.locality.memory_tokens)
         return sqrt(score * sqrt(self.shape.n_embd_head))
 

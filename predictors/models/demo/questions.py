@@ -45,8 +45,7 @@ def answers() -> dict[str, str]:
 
 
 def starters() -> list[str]:
-    """Returns the questions that the web page offers, and the questions that README.md and docs/*.md put to the
-    demo."""
+    """Returns the questions that the web page offers, and the questions that README.md and docs/*.md ask the demo."""
     page = PAGE.read_text(encoding="utf-8")
     offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
@@ -56,7 +55,7 @@ def starters() -> list[str]:
 
 @dataclass(frozen=True)
 class Heldout:
-    """A question in a wording that the model is not trained on, and its right answers."""
+    """A question in a wording that is not in the training data, and its right answers."""
 
     question: str
     right: frozenset[str]
