@@ -175,7 +175,7 @@ class Trial:
 def backend_named(name: str) -> Backend:
     """Returns the backend to build: Vulkan with a software driver if `name` is "software", else CUDA for this card.
 
-    Raises SystemExit if the driver, the card or CUDA's compiler is missing.
+    Raises SystemExit if the driver, the card or the CUDA compiler is missing.
     """
     if name == "software":
         driver = next(software_drivers(), None)

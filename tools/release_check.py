@@ -122,7 +122,7 @@ def is_for_this_machine(path: Path) -> bool:
 
 
 def environment_in(folder: Path) -> Path:
-    """Makes a new virtual environment in a folder. Returns the path of the environment's pip."""
+    """Creates a new virtual environment in a folder. Returns the path of the environment's pip."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     return folder / "venv/bin/pip"
 

@@ -82,7 +82,7 @@ class Size:
 
 
 def _free_lines(source: str) -> set[int]:
-    """Returns the numbers of the lines that docstrings, other string statements and imports occupy."""
+    """Returns the line numbers of docstrings, other string statements and imports."""
     free = set[int]()
     for node in ast.walk(ast.parse(source)):
         match node:

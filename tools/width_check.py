@@ -603,7 +603,7 @@ def advance_scan(
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases for the convolution before recurrent states, over four tokens, and of LFM2's, over three tokens."""
+    """Yields cases for the convolution before recurrent states, over four tokens, and for LFM2's, over three tokens."""
     rng = np.random.default_rng(8)
     n = 192
     x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)

@@ -47,7 +47,8 @@ async def ended(found: Batches, batch: Batch) -> Batch:
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns the answers in the database, and the ids of files in the folder that the database does not list.
+    """Returns a list with the answers in the database, and the ids of files in the folder that the database does not
+    list.
 
     The list is empty when all batches have ended.
     """

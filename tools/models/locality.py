@@ -61,7 +61,7 @@ LOCALITIES = {
     "olmoe": Locality(
         "OLMoE", "JustVugg/colibri#1092", 64, 8, {0.25: 0.51}, constant=0.25, slow=0.25, memory_tokens=10,
     ),
-    # A second-hand report: 40 to 60 % hits with half of the experts in memory, "residency plus a few points".
+    # A second-hand report: a hit rate of 40 to 60 % with half of the experts in memory, "residency plus a few points".
     "mixtral": Locality(
         "Mixtral-8x7B", "second-hand", 8, 2, {0.50: 0.54}, constant=0.05, slow=0.15, memory_tokens=10,
     ),

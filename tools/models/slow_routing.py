@@ -40,8 +40,8 @@ LEAST_REST = 32  # minimum number of dimensions outside the three parts; all lay
 # score rises again. Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16
 # bits.
 LONGEST_CONTEXT = 8192
-# Factor on queries in the attention of all layers but the first. Each head then attends to few tokens, which change at
-# every step, so that greedy decoding does not loop.
+# Factor on queries in the attention of all layers but the first. Each head then attends to only a few tokens, which
+# change at every step, so that greedy decoding does not loop.
 SHARPNESS = 4.0
 # Factor on the variance of the part that is drawn anew for each token. Without this factor, the hit rate of LRU
 # eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. There are two reasons: with
@@ -86,7 +86,7 @@ class SlowRouting:
 
     @property
     def n_left_alone(self) -> int:
-        """Returns the number of dimensions of the three parts together. Layers after the first do not write them."""
+        """Returns the total width of the three parts in dimensions. Layers after the first do not write them."""
         return 3 * self.width
 
     @cached_property

@@ -158,7 +158,7 @@ def _names_and_dims(shape: Shape) -> Named:
 
 
 def is_tied(shape: Shape) -> bool:
-    """Returns True if the token embeddings are also the output matrix."""
+    """Returns True if the token embeddings also serve as the output matrix."""
     return shape.arch in ("lfm2moe", "granitehybrid")
 
 
