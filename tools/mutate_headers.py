@@ -50,7 +50,8 @@ def use(path: Path, text_model: Path | None) -> None:
 
 
 def use_projector(path: Path, text_model: Path) -> None:
-    """Loads the projector and generates a short answer about an image of each size. Raises the error of an answer."""
+    """Loads the projector and generates a short answer about an image of each size. Raises an answer's error, if there
+    is one."""
     with Engine(text_model, parallel=1, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%") as engine:
         for width, height in IMAGE_SIZES:
             message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}

@@ -210,8 +210,8 @@ class Workload:
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
         """Returns a workload with groups of `n_together` requests that decode together.
 
-        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Then each pass
-        has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
+        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Each later
+        pass has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
         arrival. When all requests have been used, they are reused in a random order. A reused request counts as a new
         request.
         """

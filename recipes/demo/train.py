@@ -32,8 +32,7 @@ class Stage:
 
 @dataclass
 class Progress:
-    """The progress of a stage. The progress is saved in the stage's checkpoint, and the final progress is reported in
-    the model card."""
+    """A stage's progress, which is saved in the stage's checkpoint and finally reported in the model card."""
 
     steps: int = 0
     tokens: int = 0
