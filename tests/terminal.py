@@ -24,12 +24,12 @@ PROMPT = ">>> Send a message"
 
 
 def control(letter: str) -> str:
-    """Returns the character of the key Ctrl and `letter`."""
+    """Returns the character that pressing Ctrl and `letter` sends."""
     return chr(ord(letter.upper()) - ord("@"))
 
 
 class Terminal:
-    """Runs `command` on a pseudo-terminal. The end of the `with` block ends the command."""
+    """Runs `command` on a pseudo-terminal. Ends the command at the end of the `with` block."""
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
@@ -124,7 +124,7 @@ class Terminal:
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The condition may be true after the last output, which arrived with the end of the command.
+                # The last output, which arrived as the command ended, may have made the condition true.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:

@@ -121,7 +121,7 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
     names = environment(MOEGGUF_HOME=str(tmp_path))
     with Terminal(["/bin/sh", "-c", words], names) as chat:
         chat.prompt()
-        # The shell is in this group, too, and survives the signal because of its trap
+        # The shell is in this group, too, but survives the signal because of its trap
         os.killpg(chat.child.pid, number)
         chat.expect(f"code {128 + number}")
         chat.exit_code()
@@ -269,7 +269,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(home: Path) -> Iterator[Terminal]:
-    """One chat, 160 columns wide, for all tests with this fixture; each test undoes what it sets."""
+    """One chat, 160 columns wide, for all tests with this fixture; each test undoes its changes to the settings."""
     with echo_chat(home, size=(160, 60)) as terminal:
         terminal.prompt()
         yield terminal

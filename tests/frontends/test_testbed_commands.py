@@ -1,6 +1,6 @@
 """Tests the commands of the predictor testbed.
 
-These are `moegguf trace import`, `show` and `simulate`, options that name a user's own policy or predictor class, and
+These are `moegguf trace import`, `show` and `simulate`, the options for user-defined policy and predictor classes, and
 `predictors.study.quick`.
 """
 

@@ -1,4 +1,4 @@
-"""Tests the presets of `moegguf bench`: their figures, and errors of wrong settings, which list the known ones."""
+"""Tests the presets of `moegguf bench`: their figures, and the errors for wrong settings, which list the known ones."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_read_settings_keeps_defaults_of_unchanged_settings() -> None:
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="no nm, which lists the symbols of a library")
 def test_libmoegguf_needs_no_function_that_a_patch_adds_to_llama_cpp() -> None:
-    """`--against stock` loads libmoegguf with the libraries of a llama.cpp without patches."""
+    """`--against stock` loads libmoegguf with the libraries of an unpatched llama.cpp."""
     listed = subprocess.run(
         ["nm", "-D", "--undefined-only", library.find_library() / "libmoegguf.so"],
         capture_output=True, text=True, check=True,

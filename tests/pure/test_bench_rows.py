@@ -266,7 +266,7 @@ def v2(root: Path, *, leaf_has_processes: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the removal of a group's folder delete the files in it, too, as the kernel does for cgroups."""
+    """Makes removing a group's folder also delete the files in it, as the kernel does for cgroups."""
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 

@@ -1,7 +1,7 @@
 """Tests trace files and files of prompts.
 
 A written trace is read back unchanged. Files of other kinds raise a TraceError. A damaged file raises a TraceError or
-still gives the written trace. Prompts are read from both documented formats, and an error names the line of a mistake.
+still yields the written trace. Prompts are read from both documented formats, and errors name the faulty line.
 """
 
 from __future__ import annotations

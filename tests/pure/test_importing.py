@@ -1,7 +1,7 @@
 """Tests the import of routing that other programs recorded.
 
-Arrays and tables are imported. The model's shape comes from files, options or a GGUF. The error for a wrong file names
-the file and the broken rule.
+Arrays and tables are imported. The model's shape comes from files, options or a GGUF file. The error for a wrong file
+names the file and the broken rule.
 """
 
 from __future__ import annotations
