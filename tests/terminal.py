@@ -153,7 +153,10 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.child.close(force=True)
+        try:
+            self.child.close(force=True)
+        except pexpect.ExceptionPexpect:  # raised 0.1 seconds after SIGKILL, but a busy machine may need longer
+            os.waitpid(self.child.pid, 0)
 
 
 def moegguf_command(*arguments: object) -> list[str]:

@@ -31,7 +31,7 @@ def mib(name):
 
 digest = hashlib.sha256()
 random = np.random.default_rng(0)
-with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", verbose=False) as llm:
+with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", strategy="none", verbose=False) as llm:
     before, most = mib("RssFile"), 0.0
     for _ in range(4):
         llm.reset()
