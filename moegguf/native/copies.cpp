@@ -73,7 +73,7 @@ void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    end(job, why); // end() comes first, so that every thread sees a copied matrix as ready or as submitted
+    end(job, why); // end() is called first, so that every thread sees a copied matrix as ready or as submitted
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.settle(s);
     shared_.done.notify_all();

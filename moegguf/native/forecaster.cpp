@@ -205,7 +205,7 @@ void Forecaster::run() {
     }
 }
 
-// Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
+// Updates the predictors with a record. If `newest` is true and the pass is predicted, also predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
 // In lockstep, `newest` is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {

@@ -66,7 +66,7 @@ class Calibration {
 };
 
 // Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
-// serves them better. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
+// works better for them. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
 // chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences, only most_selected
 // evenly spaced ones are predicted, and each other sequence is treated as an average predicted one. Passes of more than
 // most_sequences sequences are not predicted, because they use most experts.
@@ -100,7 +100,7 @@ class Forecaster {
   private:
     static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
-    // A predictor receives at most this number of its sequence's last tokens in each pass.
+    // A predictor receives at most this many of its sequence's last tokens per pass.
     static constexpr int most_known = 512;
 
     struct LastToken { // the last token of one sequence in a pass

@@ -76,8 +76,8 @@ class Link {
     // Starts the threads that carry out transfers. Callers do not hold the store's lock. Throws Error.
     virtual void start_threads() = 0;
 
-    // Writes to `job` the next transfer that is still needed, and records that the transfer begins. Returns false if
-    // there is none.
+    // Writes to `job` the next transfer that is still needed, and records that the transfer has begun. Returns false if
+    // no transfer is needed.
     virtual bool begin_next(Job & job) = 0;
     // Records the end of a transfer. `why`: the reason for a failure; empty: the transfer succeeded.
     virtual void finish(const Job & job, const std::string & why) = 0;

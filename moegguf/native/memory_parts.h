@@ -3,7 +3,7 @@
 //
 // Cells of full attention can be cut after any token. Cells of a sliding window are reused for later tokens. A
 // recurrent state cannot be cut. memory_parts.cpp is compiled into libllama, because it uses libllama's internal
-// classes. The argument `parts` has bits of memory_part; 0: the whole memory.
+// classes. The argument `parts` is a set of memory_part bits; 0: the whole memory.
 #pragma once
 
 #include "llama.h"

@@ -160,7 +160,7 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
         for (size_t i = 0; i < n_matrices; i++) {
             ggml_tensor * product = ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back());
-            if (!ggml_backend_supports_op(backend, product)) { // ggml ends the process at a node that it cannot compute
+            if (!ggml_backend_supports_op(backend, product)) { // ggml would abort at a node that it cannot compute
                 throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend)) + " cannot multiply with " +
                                                  ggml_type_name(layout.matrices[i].type) + " experts");
             }
@@ -205,7 +205,7 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 
 // Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
 // reads a layer's ids and writes them back. Sets cpu_layer_ns: the time in ns of the transfers for a layer whose
-// experts the CPU computes. The estimated time of the graph's own nodes is subtracted from both.
+// experts run on the CPU. The estimated time of the graph's own nodes is subtracted from both.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

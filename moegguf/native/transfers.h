@@ -1,5 +1,5 @@
 // transfers.h: the queue of transfers, and the link from the model's files. The queue decides which bytes move next:
-// reads that layers wait for (demands), and prefetches. Copies from RAM to a device are another link (copies.h).
+// reads that layers wait for (demands), and prefetches. Copies from RAM to a device belong to another link (copies.h).
 //
 // A reader thread takes the next job under the store's lock. Streamed reads come first, then demands and prefetches. A
 // prefetch gets its slot only when a reader takes it, and may evict another expert. A forecast that is too late by then
@@ -39,7 +39,8 @@ struct Want {
 class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
-    virtual bool next_read(Job & job) = 0;     // writes to `job` the next read for which a slot is free; false: none
+    // Writes to `job` the next read for which a slot is free. Returns false if there is none.
+    virtual bool next_read(Job & job) = 0;
     virtual void arrived(const Job & job) = 0; // called when a streamed matrix has been read into its slot
 };
 
@@ -49,7 +50,7 @@ class Transfers final : public Link {
     // max_readers (transfers.cpp).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
-    // Must be called before anything is computed. `streamed` may be destroyed only after stop().
+    // Must be called before the first pass. `streamed` may be destroyed only after stop().
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
     void stop(); // sets the stop flag of the whole store, and joins the reader threads
 
@@ -81,7 +82,7 @@ class Transfers final : public Link {
     // routed. Returns 1 until the time of a transfer and the time of a layer have been measured.
     float share_in_time(int distance) const;
 
-    // Overridden functions of Link.
+    // Overrides of Link's functions.
     void start_threads() override;
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;

@@ -180,7 +180,7 @@ struct Columns8 : Avx2 {
     static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
     static I multiply_add(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
     template <bool is_signed>
-    static I fours(I w, I x) { // signed codes use AVX2: memory limits the speed, not computation
+    static I fours(I w, I x) { // signed codes use AVX2: memory, not computation, limits the speed
         return is_signed ? Avx2::fours<true>(w, x) : add_fours(I{}, w, x);
     }
     static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
