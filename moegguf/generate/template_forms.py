@@ -155,8 +155,8 @@ class _Probe:
 
     def n_lost(self, template: str, forms: Forms) -> int:
         """Returns the number of markers that are missing from the prompt. If the template rejects the conversation or
-        fails, all markers count as missing. Merging system messages counts as one more, so that other forms that lose
-        no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
+        fails, all markers are treated as missing. Merging system messages counts as one more, so that other forms that
+        lose no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
         marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
         try:
             prompt = rendered(template, forms, self.messages, self.tools, default_variables())

@@ -331,7 +331,7 @@ class Workers:
         return await WorkerProcess.start(**self._options)
 
     async def close(self) -> None:
-        """Ends the spare process, if there is one."""
+        """Stops the spare process, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(WorkerError, OptionError):

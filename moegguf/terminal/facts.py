@@ -176,7 +176,7 @@ def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None
 def _cpu_placements(
     layout: ExpertLayout, hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float
 ) -> Facts | None:
-    """Returns the predicted speeds of prompts and answers if the CPU computes every layer.
+    """Returns the predicted speeds of prompts and answers if the CPU runs every layer.
 
     There is one prediction with the plan's slots (only if the disk's speed is known), and one with a slot for every
     expert. Returns None for a plan with a device and for a model without experts.
@@ -242,7 +242,7 @@ def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
 def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
     """Returns facts about the model's experts, and for some budgets the slots, the bytes and the range of hit rates."""
     sizes, n_total, size = [layer.expert_bytes for layer in layout.layers], layout.n_expert_total, slot_bytes(layout)
-    # Every token uses the shared experts, so elsewhere they count as dense weights.
+    # Every token uses the shared experts, so elsewhere they are treated as dense weights.
     count = layout.metadata.get(f"{layout.arch}.expert_shared_count")
     if not isinstance(count, int) or count <= 0:
         count = int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))

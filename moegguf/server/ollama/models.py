@@ -234,7 +234,7 @@ class _PullRequest(ModelBody):
 
 
 def _progress_response(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
-    """Returns a response with one line of JSON for each status, or with the last status alone if `stream` is false."""
+    """Returns a response with one line of JSON for each status, or with only the last status if `stream` is false."""
 
     async def lines() -> Lines:
         async with aclosing(statuses):

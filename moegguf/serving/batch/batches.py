@@ -254,8 +254,8 @@ class Batches:
             self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
-        """Carries out the step that belongs to a batch's status, and sets the next status. `Batches.cancel` interrupts
-        this call."""
+        """Carries out the step for a batch's status, and sets the next status. `Batches.cancel` interrupts this
+        call."""
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":

@@ -141,7 +141,7 @@ class Replica:
         self._pid = loaded.pid
 
     async def __del__(self) -> None:
-        """Ends the worker process. Ray Serve calls this method when it stops the replica."""
+        """Stops the worker process. Ray Serve calls this method when it stops the replica."""
         await self._manager.__aexit__()
 
     async def call(
@@ -151,7 +151,7 @@ class Replica:
         returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
         pass.
 
-        Only the router uses `conversation`. `client` determines the turn of the request in the queue.
+        Only the router uses `conversation`. `client` determines the request's position in the queue.
         """
         current_client.set(client)
         try:

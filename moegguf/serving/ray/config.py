@@ -69,10 +69,10 @@ class ModelConfig(BaseModel):
 
     def ongoing_requests(self, n_parallel: int) -> int:
         """Returns the maximum number of requests that one replica accepts at once. The default is twice the number of
-        requests that a replica computes together, but at least MIN_ONGOING. So the next requests already wait in the
+        requests that a replica processes together, but at least MIN_ONGOING. So the next requests already wait in the
         replica.
 
-        n_parallel: requests that a replica computes together if the config does not set this.
+        n_parallel: requests that a replica processes together if the config does not set this.
         """
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
