@@ -76,7 +76,7 @@ _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
 @dataclass(frozen=True)
 class Written:
-    """The exact text of one call, from which the grammar of forced calls is made: the texts `before` the name,
+    """The exact text of one call, from which the grammar of forced calls is built: the texts `before` the name,
     `between` name and arguments, and `after` the arguments.
 
     If arguments have their own delimiters, `key_open` and `key_close` are the texts before and after an argument's

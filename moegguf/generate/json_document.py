@@ -150,7 +150,7 @@ class Facts:
 
 class Document:
     """The schemas of one root document, each with a number. `count_steps` is called with the number of steps of work,
-    and may raise an error to end the work."""
+    and may raise an error to stop the work."""
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
         self.ignored: set[str] = set()  # keywords that the grammar does not enforce, some with their location

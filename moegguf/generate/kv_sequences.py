@@ -158,8 +158,7 @@ class KvSequences:
     def shift(self, sequence: Sequence) -> None:
         """Drops the older half of a sequence's tokens after the first `num_keep`, if its context is almost full and the
         sequence may shift. If no other sequences are being processed, the cells of the later tokens are moved.
-        Otherwise these tokens are evaluated again, because other sequences may share their cells at the old
-        positions."""
+        Otherwise these tokens are re-evaluated, because other sequences may share their cells at the old positions."""
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return

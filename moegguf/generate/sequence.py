@@ -43,7 +43,7 @@ def owner_part(owner: str) -> tuple[str, str]:
 
 
 class AnswerEvents(Protocol):
-    """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback ends the whole loop.
+    """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback stops the whole loop.
     After the loop has been closed, another thread may call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
@@ -181,8 +181,8 @@ class Sequence:
     def alone(self) -> bool:
         """True if the sequence must be processed alone: if it has images, or if it has `exact` and other sequences
         could change bits of the answer. This is possible if the model is not batch-invariant or if the context may
-        shift. If other sequences are being processed, a shift evaluates tokens again instead of moving their cells,
-        which rounds differently."""
+        shift. If other sequences are being processed, a shift re-evaluates tokens instead of moving their cells, which
+        rounds differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx

@@ -226,7 +226,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (factory_->type->sees_next_pass && row_ == last) { // predicts the next pass, too, for eviction policies only
+        if (factory_->type->sees_next_pass && row_ == last) { // eviction policies also use predictions of the next pass
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {

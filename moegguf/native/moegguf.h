@@ -34,8 +34,9 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
-//                      They take the store's lock at a routing event, and to wait for absent matrices. A layer takes
-//                      no lock if every expert of its tier is present in its own slot, and nothing observes its events.
+//                      They take the store's lock at a routing event, and to wait for absent matrices. No lock is taken
+//                      for a layer if every expert of its tier is present in its own slot, and nothing observes its
+//                      events.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
@@ -297,7 +298,7 @@ struct moegguf_routing {
 // three are NULL.
 struct moegguf_tokens_event {
     int32_t sequence; // number of the request; in a batch: the request of the first token
-    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if any of the tokens decodes
+    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if any of the tokens is being decoded
     int32_t n_tokens;
     const int32_t * tokens;    // [n_tokens]
     const int32_t * sequences; // NULL: all tokens have `sequence`

@@ -141,8 +141,8 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
 }
 
-// Returns how many bytes of expert weights the backend multiplies per ns, one token at a time. No two tokens of the
-// graph use the same slot, so no token finds its weights in a cache because of the previous token.
+// Returns the number of bytes of expert weights that the backend multiplies per ns, one token at a time. No two tokens
+// of the graph use the same slot, so no token finds its weights in a cache because of the previous token.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;

@@ -149,7 +149,7 @@ def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
 
 
 class NativePolicy(NamedTuple):
-    """An eviction policy that the store computes itself: its name, and whether it uses forecasts."""
+    """An eviction policy that the store itself runs: its name, and whether it uses forecasts."""
 
     name: str
     takes_forecast: bool = False  # True: the policy uses forecasts (`Store.set_forecast`)
@@ -453,7 +453,7 @@ class Store:
         """Calls on_routing for each routing event, and on_tokens for each announcement, on the store's event thread.
 
         Without arguments, stops the calls, and returns after the last one. The functions may keep an event's arrays. An
-        exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
+        exception in a function stops the calls. The next `raise_callback_error` then raises CallbackError.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None

@@ -17,9 +17,9 @@ namespace {
 // multiply by others.
 constexpr int most_streaming_slots = 8;
 
-// Streams one layer at a time. All compute threads take the streamed experts in the same order. Expert experts_[i] uses
-// slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied by that
-// matrix.
+// Streams one layer at a time. All compute threads process the streamed experts in the same order. Expert experts_[i]
+// uses slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied by
+// that matrix.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
     StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
@@ -215,7 +215,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
     void give_free(Kind & kind) {
-        kind.n_free += 1; // a counter is enough, because all threads take the experts in the same order
+        kind.n_free += 1; // a counter is enough, because all threads process the experts in the same order
         shared_.work.notify_one();
         bool all = true;
         for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {

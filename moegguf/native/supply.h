@@ -229,7 +229,7 @@ class Supply {
 };
 
 // The wait ends when take() returns a slot, when no transfer is under way, or when the store is cancelled. During the
-// wait, slots become free only at the end of transfers. Prefetches are paused, so that they do not take these slots.
+// wait, slots become free only at the end of transfers. Prefetches are paused, so that they do not occupy these slots.
 template <typename Take>
 int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     int s = -1;

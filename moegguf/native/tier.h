@@ -126,9 +126,8 @@ class Tier {
     // otherwise.
     void check_sources() const;
 
-    // Sets the number of usable slots, and evicts the experts from slot n_slots and all later slots. Nothing may be
-    // read, copied or computed meanwhile. If the memory of these slots can be returned page by page, it goes back to
-    // the system.
+    // Sets the number of usable slots, and evicts the experts from slot n_slots and all later slots. No read, copy or
+    // pass may be under way. If the memory of these slots can be returned page by page, it goes back to the system.
     void resize(int n_slots);
     // Allocates new memory for n_slots slots. Does nothing if memory can be returned page by page, or in a simulation.
     // Returns the number of slots for which there is memory. If a smaller size is refused, this may be fewer than

@@ -23,7 +23,7 @@ namespace moegguf {
 enum class Cause : uint8_t { request, forecast, warm_start };
 
 // An expert to prefetch. A forecast evicts only an expert whose chance of use is below `value`. If the policy's scores
-// decide, a request evicts only an expert with a lower score. A warm start takes only free slots.
+// decide, a request evicts only an expert with a lower score. A warm start uses only free slots.
 struct Want {
     int il;
     int expert;
@@ -73,7 +73,7 @@ class Transfers final : public Link {
     void pause_fill(bool on); // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // true: nothing is queued or under way, and no slot is left to fill
-    // Number of waiting requests and forecasts; any thread may call this.
+    // number of waiting requests and forecasts; any thread may call this
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); }
 
     void set_step(const LayerStep & now);

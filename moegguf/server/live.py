@@ -40,7 +40,7 @@ from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
-HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is sent again even without a change
+HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is resent even if nothing has changed
 MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # longest pause in seconds between two checks of the loaded models
 

@@ -40,9 +40,11 @@ class ExpertUses:
 
     def maps(self, client_key: str | None) -> Maps:
         """Returns the current state of each expert, and its uses and loads since the model was loaded. With
-        `client_key` None, all requests are counted. For one client, only the client's own passes are counted, and loads
-        only of experts that these passes used. The state is from the client's last passes, and is 0 for experts that
-        these passes did not use, since later states would depend on other clients' prompts.
+        `client_key` None, all requests are counted.
+
+        For one client, only the client's own passes are counted, and loads only of experts that these passes used. The
+        state is from the client's last passes, and is 0 for experts that these passes did not use, since later states
+        would depend on other clients' prompts.
         """
         with self._lock:
             if client_key is None:

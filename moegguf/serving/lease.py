@@ -89,7 +89,7 @@ class LeaseRequest:
 
 
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
-    """Returns the requests in the order in which they would be served now.
+    """Returns the requests in their current serving order.
 
     Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
     or ended. `served` maps each waiting client to this second time, given as a ticket. Background requests come last
@@ -156,7 +156,7 @@ class ManagedModel:
 
     @property
     def queue(self) -> list[LeaseRequest]:
-        """Returns the waiting requests in the order in which they would be served now."""
+        """Returns the waiting requests in their current serving order."""
         return in_turn(self.waiting, self._served)
 
     def grant(self, request: LeaseRequest) -> None:
@@ -262,8 +262,8 @@ class ManagedModel:
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Sets `files_changed` to True if a file was written or replaced since the model was measured, else to False.
-        Deleted files are ignored."""
+        """Sets `files_changed` to True if a file was written or replaced since the model was measured, otherwise to
+        False. Deleted files are ignored."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:

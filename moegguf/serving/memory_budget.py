@@ -143,8 +143,8 @@ class _Owner:
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for the memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
-        `least`."""
+        """Returns the plan for the memory `room`: `wanted` if it fits, otherwise a plan with fewer slots if one fits,
+        otherwise `least`."""
         if _fits(wanted, room):
             return wanted
         one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total

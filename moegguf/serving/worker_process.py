@@ -62,7 +62,7 @@ class SentRequest:
         while True:
             kind, value = await self._events.get()
             if kind != "event":
-                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and reads again
+                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and then resumes
             if kind == "error":
                 raise value
             yield value

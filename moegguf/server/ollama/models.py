@@ -266,7 +266,7 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
     def work() -> None:
         try:
             fetch(name, catalog, put, cancelled)
-        except BaseException as error:  # the loop below raises the error again
+        except BaseException as error:  # the loop below re-raises the error
             put(error)
         else:
             put(None)

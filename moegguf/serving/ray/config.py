@@ -7,9 +7,9 @@ models:
     expert_cache: 50%
     context_length: 8192
     threads: 8
-    parallel: 4                  # requests that a replica computes together; default: MOEGGUF_NUM_PARALLEL, or 1
+    parallel: 4                  # requests that a replica processes together; default: MOEGGUF_NUM_PARALLEL, or 1
     max_ongoing_requests: 16     # requests that one replica accepts at once; others wait until a replica has room;
-                                 # default: twice the requests that it computes together, but at least 8
+                                 # default: twice the requests that it processes together, but at least 8
     max_queued_requests: 512     # requests that wait; further requests are refused
     autoscaling_config: {...}    # passed to Ray Serve unchanged; default: one replica
     ray_actor_options: {...}     # passed to Ray; may replace num_cpus and memory, which this program sets
