@@ -149,7 +149,7 @@ class BatchLoop:
                 return
         work.fail(ClosedError(CLOSED))
 
-    # Methods that only the thread of the loop calls
+    # Methods that only the loop's thread calls
 
     def run(self) -> None:
         """Processes requests and tasks until `close` is called. Unfinished answers then end as cancelled, or with the
@@ -344,8 +344,8 @@ class BatchLoop:
         return evaluated
 
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Evaluates a step. Returns the sequences that were evaluated, and the index of each sequence's row of logits.
-        If the KV cache was full, some sequences may have gone back to the queue; they are left out. After an exception,
+        """Evaluates a step. Returns the sequences that were evaluated, and each sequence's row index in the logits. If
+        the KV cache was full, some sequences may have gone back to the queue; they are left out. After an exception,
         the KV cache contains each sequence's tokens from before the pass, or fewer of them. Raises ContextError if the
         KV cache has no room for one sequence."""
         remaining = step

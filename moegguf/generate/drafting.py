@@ -193,7 +193,7 @@ class DraftGate:
 
 @dataclass
 class _Text:
-    """The state of drafting for one sequence: the tokens known so far, and the acceptance of its drafts."""
+    """The drafting state of one sequence: the tokens known so far, and the acceptance of its drafts."""
 
     sequence: Sequence
     acceptance: list[Acceptance]

@@ -50,7 +50,7 @@ class Schedule(Protocol):
 class KvSequences:
     """The places of a model's KV cache, and the choice of tokens for each step. `step_tokens`: token limit of a step
     in which some sequences decode. None: MIXED_STEP_TOKENS if all experts are in memory, otherwise
-    DEFAULT_UBATCH_TOKENS, but never more than the size of a pass."""
+    DEFAULT_UBATCH_TOKENS, but never more than fit into one pass."""
 
     def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
         self._llm = llm

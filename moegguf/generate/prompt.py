@@ -136,8 +136,8 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
     """Returns the tokens of `request.context`, which may contain strings. If the first element is a string, BOS comes
-    first. Raises OptionError for a number that is not a token of the model, and ContextError for a string that is far
-    too long."""
+    first. Raises OptionError for a number that is not a valid token id, and ContextError for a string that is far too
+    long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens

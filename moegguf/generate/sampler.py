@@ -2,7 +2,7 @@
 
 llguidance computes which tokens the constraint's grammar allows. First, only the sampled token is checked. If the
 constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
-`common_sampler_sample` (common/sampling.cpp). The first answer with a constraint imports llguidance.
+`common_sampler_sample` (common/sampling.cpp). llguidance is imported for the first answer with a constraint.
 """
 
 from __future__ import annotations

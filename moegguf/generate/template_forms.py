@@ -125,7 +125,7 @@ def rendered(
 
 
 def _shorten_ids(messages: Iterable[Message]) -> None:
-    """Replaces the ids of calls with ids that Mistral's templates accept: nine letters and digits."""
+    """Replaces call ids with ids that Mistral's templates accept: nine letters and digits."""
 
     def shortened(text: Any) -> str:
         return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")

@@ -89,7 +89,7 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-// The next functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
+// The following functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
 
 void Copies::submit_own(Lock & lock) {
     if (!own_.jobs.empty()) { // the copy thread has not yet recorded the completion of this thread's previous batch

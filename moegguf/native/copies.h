@@ -18,7 +18,7 @@ class Copies final : public Link {
     Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier & to);
     ~Copies() override { stop(); }
 
-    // Callers of the next functions must hold the store's lock.
+    // Callers of the following functions must hold the store's lock.
     void queue(int s, uint8_t kinds, bool demand); // queues copies from the source of slot s; wake() starts them
     void wake() { work_.notify_one(); }
     // Submits all queued demand copies on the calling compute thread. The copy thread records their completion. If it

@@ -79,15 +79,15 @@ class Forecaster {
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
 
-    // Any thread may call the next three functions. set() replaces the predictor; nullptr: no predictor. When set()
-    // returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
+    // Any thread may call the following three functions. set() replaces the predictor; nullptr: no predictor. When
+    // set() returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
     // another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
     void prefetch(bool on) { prefetching_ = on; } // switches prefetches on or off
     // Writes the forecasts of layers that have not been routed yet.
     void read(float * probabilities, uint8_t * known) const;
 
-    // Compute threads call the next functions without the store's lock.
+    // Compute threads call the following functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     void announce(const PassTokens & of, uint64_t pass);
@@ -181,8 +181,8 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // The predictor thread uses the next fields. set() changes them while this thread is not running, and read() reads
-    // layers_.
+    // The predictor thread uses the following fields. set() changes them while this thread is not running, and read()
+    // reads layers_.
     std::optional<PredictorFactory> factory_;   // kept while prediction is off, because calibration_ belongs to it
     std::vector<SequencePredictor> predictors_; // one per sequence, at most most_sequences
     std::vector<size_t> selected_; // indices in predictors_ of this pass's sequences, in the order of Record::last

@@ -22,7 +22,7 @@ extern "C" {
 // Returns the parts that a memory has, as bits of memory_part; 0: the memory cannot be divided.
 LLAMA_API uint32_t moegguf_memory_parts(llama_memory_t memory);
 
-// The next two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts in `parts`.
+// The following two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts in `parts`.
 LLAMA_API bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama_seq_id seq, llama_pos p0,
                                     llama_pos p1);
 LLAMA_API void moegguf_parts_seq_cp(llama_memory_t memory, uint32_t parts, llama_seq_id from, llama_seq_id to,

@@ -184,7 +184,7 @@ struct moegguf_counters {
     uint64_t forecast_picks;
     uint64_t forecast_right; // number of forecast_picks that the router chose
     uint64_t forecast_ns;    // time spent predicting
-    // The next fields are gauges: current values, not sums.
+    // The following fields are gauges: current values, not sums.
     uint64_t chunks_reading;
     uint64_t queue_needed;
     uint64_t queue_wanted;
@@ -242,9 +242,9 @@ struct moegguf_drive_info {
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
-// The next types describe a predictor that the store itself runs: its name and its trained arrays. The class of each
-// predictor in moegguf/native/predictors reads its arrays by name. The error for an unknown predictor lists the names
-// of all predictors.
+// The following types describe a predictor that the store itself runs: its name and its trained arrays. The class of
+// each predictor in moegguf/native/predictors reads its arrays by name. The error for an unknown predictor lists the
+// names of all predictors.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
 
 struct moegguf_array {

@@ -75,7 +75,7 @@ class StoreOptions:
     """
 
     readers: int = 4  # number of threads that read each copy of the model's files
-    repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, where these support the type
+    repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, if these support the type
     direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops queued prefetches of its layer, except for chosen experts
@@ -254,7 +254,7 @@ class Store:
 
     @property
     def handle(self) -> int:
-        """The address of the moegguf_store. Raises ClosedError."""
+        """The address of the moegguf_store. Raises ClosedError after close()."""
         if self._handle is None:
             raise ClosedError("the expert store is closed; load the model again.")
         return self._handle
@@ -330,7 +330,8 @@ class Store:
         return figures if figures["n_slots"] else {}
 
     def residency(self, tier: Tier = Tier.COMPUTE) -> npt.NDArray[np.uint8]:
-        """Returns the state of each expert in a tier, (n_layer, n_expert): 0 absent, 1 incomplete, 2 complete.
+        """Returns the state of each expert in a tier, as an array (n_layer, n_expert): 0 absent, 1 incomplete, 2
+        complete.
 
         Raises OptionError if there is no such tier.
         """

@@ -195,7 +195,7 @@ class Supply {
     // have arrived.
     virtual bool computes_on_arrival(int /*il*/) const { return false; }
 
-    // Callers of the next functions hold the store's lock.
+    // Callers of the following functions hold the store's lock.
     virtual bool can_stream(const Context &) const { return false; } // true: this supply can stream the event's experts
     virtual void observe(Context &, Lock &) {}                       // called at each event before place()
     virtual void drop_ahead() {} // drops transfers that were queued ahead for later layers
@@ -206,7 +206,7 @@ class Supply {
     // Unpins the slots of a layer that has been computed, or that will not be computed.
     virtual void release(Context & context);
 
-    // The compute thread calls the next functions without the lock.
+    // The compute thread calls the following functions without the lock.
     // Waits until each slot has these matrices or has failed, or until the store is cancelled. Does not wait for
     // streamed experts, nor for submitted copies if the context has a stream: the stream then waits for them.
     virtual void wait(Context & context, uint8_t kinds);
@@ -245,8 +245,8 @@ int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     return s;
 }
 
-// The next two functions create the streamed and the staged supply. tier: the tier of the layers that the CPU runs;
-// nullptr: none.
+// The following two functions create the streamed and the staged supply. tier: the tier of the layers that the CPU
+// runs; nullptr: none.
 std::unique_ptr<Supply> make_streamed_supply(const Layout & layout, Shared & shared, Transfers & transfers,
                                              Tier * tier);
 std::unique_ptr<Supply> make_staged_supply(const Layout & layout, Shared & shared, Transfers & transfers,

@@ -54,7 +54,7 @@ class Transfers final : public Link {
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
     void stop(); // sets the stop flag of the whole store, and joins the reader threads
 
-    // Callers of the next functions hold the store's lock. Queues demands for every matrix of these slots that is
+    // Callers of the following functions hold the store's lock. Queues demands for every matrix of these slots that is
     // neither present nor under way. Slots of a stream are left out. `submits`: the caller itself will call
     // submit_own() of the tier's copies, so the copy thread is not woken.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
@@ -87,8 +87,8 @@ class Transfers final : public Link {
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
 
-    // Any thread may call the next functions. direct() returns true if all copies in use are read with O_DIRECT; false
-    // in a simulation, which reads no files.
+    // Any thread may call the following functions. direct() returns true if all copies in use are read with O_DIRECT;
+    // false in a simulation, which reads no files.
     bool direct() const { return drives_ && drives_->direct(); }
     // Throws Error(INVALID) if there is no such copy of the files.
     void drive_info(int index, moegguf_drive_info & info) const;

@@ -1,4 +1,4 @@
-"""Endpoints about the experts of loaded models: their use (`/live`), and their memory (`/budget`).
+"""Endpoints for the experts of loaded models: their use (`/live`) and their memory (`/budget`).
 
 `/live` sends one JSON object per line; with `?once=1` it sends one object for all models. It never loads a model.
 - One kind of line is a snapshot: a `moegguf.serving.events.Snapshot` with bytes in base64, and the state of its model

@@ -70,8 +70,8 @@ def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
-    """Returns the facts of `moegguf show` about a model (a path or a name). `verbose` adds the metadata of the first
-    file, without long texts and arrays, and the tensors of all files."""
+    """Returns the facts that `moegguf show` prints about a model (a path or a name). `verbose` adds the metadata of the
+    first file, without long texts and arrays, and the tensors of all files."""
     with described(model) as (entry, is_here):
         facts = facts_of(entry, is_here)
         if verbose:
@@ -83,7 +83,7 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
 
 
 def list_facts(entry: ModelEntry) -> Facts:
-    """Returns the facts of `moegguf list` about one model of the catalog."""
+    """Returns the facts that `moegguf list` prints about one model of the catalog."""
     names = ("name", "source", "size_bytes", "digest", "files", "missing", "mmproj", "adapter", "draft", "parent")
     return {name: getattr(entry, name) for name in names} | {"modified": entry.modified.isoformat()}
 
@@ -115,8 +115,8 @@ class SupposedDevice:
 
 
 def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
-    """Returns the facts of `moegguf estimate`: the plan for this machine now, with the measured memory speed. The
-    disk's speed is also measured if the model is here and the plan reads experts from disk.
+    """Returns the facts that `moegguf estimate` prints: the plan for this machine now, with the measured memory speed.
+    The disk's speed is also measured if the model is here and the plan reads experts from disk.
 
     given: {load option: value}; an option replaces the same parameter in the model's entry. device: a GPU for which a
     prediction is added.

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-// The next functions replace common/log.cpp, which would start a thread and need a JSON library. Messages from
+// The following functions replace common/log.cpp, which would start a thread and need a JSON library. Messages from
 // llama.cpp's `common` library are dropped. Messages from libllama still go to its own log.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }

@@ -325,7 +325,7 @@ struct Tile {
         const float * p = scores + (first * n_heads - row) * row_stride;
         if (common == together || are_finite(of, together & ~common)) {
             mix(of, together, first, last, p, key_stride, row_stride);
-        } else { // a value that some token does not see is not finite, and 0 * value would be NaN
+        } else { // a value that is hidden from some token is not finite, and 0 * value would be NaN
             for (int t = first; t < last; t++) {
                 mix(of, seen[t].seen, t, t + 1, p + (t - first) * n_heads * row_stride, key_stride, row_stride);
             }

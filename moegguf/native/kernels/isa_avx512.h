@@ -66,8 +66,8 @@ struct Columns16 {
         return x;
     }
 
-    // The next two functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane, with
-    // zeros above.
+    // The following two functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane,
+    // with zeros above.
     static I scales(const uint8_t * of_columns) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)of_columns));
     }

@@ -127,8 +127,8 @@ class Database:
         self._connection.close()
 
     def remove(self) -> None:
-        """Deletes the database's files, then closes the database. The log is deleted first, so that a new database of
-        another process never finds the old log."""
+        """Deletes the database's files, then closes the database. The log is deleted first, so that another process's
+        new database never picks up the old log."""
         for suffix in ("-wal", ""):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         self.close()
