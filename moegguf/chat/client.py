@@ -83,7 +83,7 @@ class Client:
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
     ) -> Generator[Json]:
         """Sends a POST request with `body`, or a GET request if `body` is None. Yields the JSON of each line of the
-        response as it arrives. Closing the generator ends the request."""
+        response as it arrives. Closing the generator aborts the request."""
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():

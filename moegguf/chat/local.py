@@ -207,7 +207,7 @@ class LocalModel:
         self._run(self._opened.aclose())
 
     def close(self) -> None:
-        """Unloads the model and ends all worker processes."""
+        """Unloads the model and stops all worker processes."""
         self._unload()
         self._run(self._workers.close())
         self._runner.close()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it for
+    """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it loaded for
     `keep_alive` after an answer (None: the server's setting). `entry`: the model's name and the settings of its
     Modelfile. `names`: the object that finds and creates models; here, this object itself."""
 

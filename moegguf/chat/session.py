@@ -48,9 +48,9 @@ class Wrapper:
     """Breaks lines between words while a text is still being generated. `width` returns the terminal's width in
     columns; each call of `feed` calls `width` again.
 
-    A word is printed as it arrives. If it becomes too long for its line, it is erased and printed again on the next
-    line. A word that fills the whole line is broken instead. Lines may break between any two wide (CJK) characters. The
-    text must not contain colour codes, because their characters would be counted as columns.
+    A word is printed as it arrives. If it becomes too long for its line, it is erased and reprinted on the next line. A
+    word that fills the whole line is broken instead. Lines may break between any two wide (CJK) characters. The text
+    must not contain colour codes, because their characters would be counted as columns.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -145,8 +145,8 @@ def print_answer(
     """Prints the answer to the last message, and returns it. Prints `end` after a complete answer, and a note if the
     context was too small. A MoeggufError is not raised, but stored in `Answer.error`.
 
-    Ctrl-C cancels the answer. A second Ctrl-C ends the process. The process also ends if the cancelled answer does not
-    stop within CANCEL_TIMEOUT_S plus `exit_timeout_s` seconds (None: no limit).
+    Ctrl-C cancels the answer. A second Ctrl-C terminates the process. The process also exits if the cancelled answer
+    does not stop within CANCEL_TIMEOUT_S plus `exit_timeout_s` seconds (None: no limit).
     """
     spinner = model.spinner
     spinner.show("")

@@ -202,7 +202,7 @@ def _open_requests(path: str) -> BinaryIO:
 
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
-    """Opens the journal of answers beside the file `target`. Without `target`, the journal is in a temporary folder.
+    """Opens the journal of answers next to the file `target`. Without `target`, the journal is in a temporary folder.
     Raises BatchFileError or StorageError."""
     from moegguf.serving.batch.answers import open_journal
 

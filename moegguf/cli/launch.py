@@ -165,7 +165,7 @@ def _started(client: Client) -> Iterator[None]:
             [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also stops the server
     try:
         _wait(client, server)
         yield

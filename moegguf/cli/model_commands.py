@@ -115,7 +115,7 @@ def remove(models: Annotated[list[str], model_argument("Names from `moegguf list
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        with suppress(MoeggufError):  # no server is running, or it does not know the model
+        with suppress(MoeggufError):  # no server is running, or the server does not have the model
             Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")

@@ -97,7 +97,7 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
     """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. Notes
-    beside the address list the clients that need a key."""
+    next to the address list the clients that need a key."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

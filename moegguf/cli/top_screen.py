@@ -35,7 +35,7 @@ class ModelView:
     """The facts about one loaded model that were received so far.
 
     `stats` are the statistics since the model was loaded. `now` is the growth of `stats` over the last interval between
-    snapshots in which the model computed something.
+    snapshots in which the model was active.
     """
 
     def __init__(self, name: str) -> None:

@@ -131,7 +131,7 @@ def showing_progress() -> Iterator[Progress]:
 
     def show(step: str, share: float) -> None:
         nonlocal last
-        if interrupted:  # raised again, since an exception in a callback from C is lost
+        if interrupted:  # re-raised, since an exception in a callback from C is lost
             raise KeyboardInterrupt
         bar.show(step, share)
         stage, _, detail = step.partition(":")

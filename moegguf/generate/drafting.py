@@ -2,8 +2,8 @@
 
 A decoding pass evaluates the drafted tokens together with the token that was sampled last. The loop then samples the
 next token. If it equals the first drafted token, the loop samples again after that token, and so on. Sampling uses the
-random numbers that it would have used without drafts. The loop drops the drafted tokens that were not accepted from
-the KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
+random numbers that it would have used without drafts. Drafted tokens that were not accepted are then dropped from the
+KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
 
 Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts,
 divided by the number of sequences in the pass. The cost of a drafted token is the time that it adds to the pass,
@@ -169,8 +169,8 @@ class DraftGate:
     ) -> None:
         """Records the time of a pass with `n_sequences` decoding sequences, after `is_due` returned True.
 
-        spent_s: CPU time of the search for drafts, which is included in `seconds`. If nothing was drafted, `spent_s`
-        counts as lost time, not as part of a pass without drafts.
+        spent_s: CPU time of the search for drafts, which is included in `seconds`. If nothing was drafted, `spent_s` is
+        treated as lost time, not as part of a pass without drafts.
         """
         times = self._times[n_sequences]
         base_s, allowed_s = times.base_s, LOSS * seconds * (1 + self._n_rested)
@@ -193,7 +193,7 @@ class DraftGate:
 
 @dataclass
 class _Text:
-    """The state of drafting for one sequence: the tokens known so far, and the acceptance of its drafts."""
+    """The drafting state of one sequence: the tokens known so far, and the acceptance of its drafts."""
 
     sequence: Sequence
     acceptance: list[Acceptance]
@@ -300,7 +300,7 @@ class Drafter:
         self._n_accepted += n_accepted
 
     def note_pass(self, n_sequences: int, seconds: float) -> None:
-        """Records the time of a pass in which `n_sequences` sequences decoded and no prompt was computed. Ignores the
+        """Records the time of a pass in which `n_sequences` sequences decoded and no prompt was evaluated. Ignores the
         time if a text was searched for the first time."""
         if not self._begins:
             self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)

@@ -101,7 +101,7 @@ class _Parser:
 
     def _next(self, *kinds: str) -> str | None:
         """Consumes the next piece of the grammar and returns its text, if `kinds` contains the kind of this piece. A
-        mark such as "|" is its own kind. Otherwise consumes nothing and returns None."""
+        punctuation mark such as "|" is its own kind. Otherwise consumes nothing and returns None."""
         if self._position == len(self.pieces):
             return None
         piece = self.pieces[self._position]

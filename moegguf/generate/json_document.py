@@ -150,7 +150,7 @@ class Facts:
 
 class Document:
     """The schemas of one root document, each with a number. `count_steps` is called with the number of steps of work,
-    and may raise an error to end the work."""
+    and may raise an error to stop the work."""
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
         self.ignored: set[str] = set()  # keywords that the grammar does not enforce, some with their location
@@ -575,8 +575,8 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 def _kept(schema: Any) -> bool | Json:
     """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns a bool unchanged. A keyword
-    that is null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
-    keyword."""
+    that is null is treated as absent (some clients send null), except `const`. Raises SchemaError for an invalid value
+    of a keyword."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):

@@ -7,7 +7,7 @@ Schemas are untrusted. They are read as JSON Schema 2020-12, with these exceptio
 - A schema without `type`, `enum` and `const` has the type to which its other keywords apply. If they apply to several
   types, it is the first of object, array, string and number.
 - `prefixItems` without `items` allows no other items. If `minItems` is also missing, all of its items are required.
-- Numbers have up to 16 digits before and after the point, unless their bounds need more. Blanks are limited.
+- Numbers have up to 16 digits before and after the point, unless their bounds need more. Whitespace is limited.
 - If an object has more than MAX_MATCHES `patternProperties`, a name may match at most one of them.
 - Unknown keywords and formats are ignored. The few keywords that no grammar can enforce are also ignored, unless the
   request is strict.
@@ -35,8 +35,8 @@ MAX_PATTERNS = 100  # maximum number of patternProperties of one object that hav
 MAX_UNIQUE = 63  # maximum number of values for the items of a `uniqueItems` array: one bit each in a grammar parameter
 
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""Regular expression for the white space that may stand once between the parts of JSON. White space is limited, because
-otherwise some models write blanks until the token limit."""
+"""Regular expression for the whitespace that may occur once between the parts of JSON. Whitespace is limited, because
+otherwise some models write whitespace until the token limit."""
 
 SHARED_RULES = (
     rf"J_OPEN: /\{{(?:{WHITESPACE})?/",

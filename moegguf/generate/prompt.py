@@ -1,5 +1,5 @@
-"""Makes the tokens of a request's prompt. The sources are messages that the chat template renders, an earlier context,
-and a text, which may have a gap that the model fills.
+"""Builds the prompt of a request, as tokens. The sources are messages that the chat template renders, an earlier
+context, and a text, which may have a gap that the model fills.
 
 If the request allows it, a prompt that is too long is shortened. In a conversation, whole messages are left out, the
 oldest first; then the longest message is cut at its beginning. Any other prompt keeps its first and its last tokens,
@@ -35,7 +35,7 @@ COPIES = 4  # a rendered prompt may be this many times as long as its messages a
 USUAL_CHARACTERS = 4  # typical number of characters per token, for estimates
 HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may be kept
 ANSWER_DIVISOR = 8  # a shortened conversation leaves 1/8 of the context for the answer, or `max_tokens` if less
-MESSAGE_TOKENS = 8  # estimated number of tokens in the template's marks around a message
+MESSAGE_TOKENS = 8  # estimated number of tokens in the template's delimiters around a message
 
 Token = TypeVar("Token")
 
@@ -136,8 +136,8 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
     """Returns the tokens of `request.context`, which may contain strings. If the first element is a string, BOS comes
-    first. Raises OptionError for a number that is not a token of the model, and ContextError for a string that is far
-    too long."""
+    first. Raises OptionError for a number that is not a valid token id, and ContextError for a string that is far too
+    long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
@@ -232,7 +232,7 @@ def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
 
 
 class _Renderer:
-    """Makes prompts from messages. If the answer continues the last message, the prompt ends with this message's text.
+    """Builds prompts from messages. If the answer continues the last message, the prompt ends with this message's text.
     Raises CapabilityError if the request has tools or thinking but the chat template does not support them."""
 
     def __init__(self, llm: Llama, request: Request) -> None:

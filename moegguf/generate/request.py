@@ -39,9 +39,9 @@ class Sampling:
         num_keep: number of leading tokens, not counting BOS, that are kept when the context shifts; -1: the whole
             prompt.
         seed: None: a random seed.
-        exact: if True, the answer is bit-identical whatever other requests are computed. For a batch-invariant model
-            (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is computed
-            alone. A model that is not batch-invariant computes requests with `exact` or a seed from an empty context.
+        exact: if True, the answer is bit-identical whatever other requests are processed. For a batch-invariant model
+            (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is processed
+            alone. A model that is not batch-invariant evaluates requests with `exact` or a seed from an empty context.
         reasoning_budget_tokens: number of thinking tokens after which `reasoning_budget_message` and the end of the
             thinking are forced; 0: no thinking; None: no limit.
         text_bias: (string, bias) pairs; each token of a string gets the bias, in addition to `logit_bias`.
@@ -128,7 +128,7 @@ class Request:
     prompt_only: bool = False  # if True, evaluates the prompt and samples no token
     return_context: bool = False
     # The text before the thinking, then the texts that may end it; the thinking budget uses them. When the budget is
-    # used up, the first of the ending texts is forced. (): the marks of the model's template.
+    # used up, the first of the ending texts is forced. (): the delimiters of the model's template.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # True if deltas contain their tokens
     # If one token is repeated more often than this, the answer ends. A cycle of a few tokens may be repeated

@@ -2,7 +2,7 @@
 
 llguidance computes which tokens the constraint's grammar allows. First, only the sampled token is checked. If the
 constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
-`common_sampler_sample` (common/sampling.cpp). The first answer with a constraint imports llguidance.
+`common_sampler_sample` (common/sampling.cpp). llguidance is imported for the first answer with a constraint.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionar
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """Returns a model's tokens for its matchers. They are made once per model, which takes 0.5 s and 60 MB for 150,000
-    tokens.
+    """Returns a model's tokens for its matchers. They are created once per model, which takes 0.5 s and 60 MB for
+    150,000 tokens.
 
-    End-of-generation tokens match no text of a grammar. Other control tokens keep their text, because the marks around
-    thinking and calls are control tokens in some models and plain text in others.
+    End-of-generation tokens match no text of a grammar. Other control tokens keep their text, because the delimiters
+    around thinking and calls are control tokens in some models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -207,7 +207,7 @@ def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogpro
 
 class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
-    also count. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
+    also consider. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
     Raises OptionError if logit_bias has a token that the model lacks, or the value NaN, and for invalid DRY sequence
     breakers. Raises SchemaError for a constraint that cannot be followed.

@@ -1,7 +1,7 @@
 """A process that renders chat templates with jinja2, and compiles grammars: `python -m moegguf.generate.sandbox`.
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
-internals. The operating system limits memory, and a timer ends this process when a template takes too long. Apart from
+internals. The operating system limits memory, and a timer kills this process when a template takes too long. Apart from
 the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts match the ones that
 models were trained with.
 

@@ -1,7 +1,8 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
 // functions here record announced tokens, return pass failures, and resize a tier between passes. While every expert of
-// a tier is complete in its own slot and nothing observes its events, the functions here only count them.
+// a tier is complete in its own slot and nothing observes the tier's routing events, the functions here only count
+// these events.
 #include "store.h"
 #include "switches.h"
 
@@ -10,8 +11,8 @@
 namespace moegguf {
 namespace {
 
-// A routing event with at least this many choices per expert counts as using nearly all of the layer's experts. Random
-// choices would include 98 % of them (1 - e^-4).
+// A routing event with at least this many choices per expert is treated as using nearly all of the layer's experts.
+// Random choices would include 98 % of them (1 - e^-4).
 constexpr int64_t sweep_choices_per_expert = 4;
 
 #ifdef MOEGGUF_CHECK
@@ -26,7 +27,7 @@ void end_layer(Context & context) {
     if (context.supply) { context.supply->release(context); }
 }
 
-// Returns the total number of usable slots in the tiers that compute layers.
+// Returns the total number of usable slots in the compute tiers.
 int n_usable(const Store & store) {
     int n = 0;
     for (const auto & tier : store.tiers.compute) { n += tier->residency.n_usable(); }
@@ -142,7 +143,7 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     }
 }
 
-// Returns false if nothing has to change: the tier computes layers, every expert has its own slot, and n_slots is the
+// Returns false if nothing has to change: the tier is a compute tier, every expert has its own slot, and n_slots is the
 // tier's full size. Throws Error(INVALID) for a staging tier, or if the tier cannot have n_slots slots.
 bool changes_size(const Tier & tier, int n_slots) {
     if (tier.id == TierId::staging) {
@@ -238,7 +239,7 @@ bool Store::must_abort() {
     return context.failed() || shared.cancelled;
 }
 
-// Forgets the announced tokens. Returns false if the next tokens need no announcement: no listener is registered, and
+// Discards the announced tokens. Returns false if the next tokens need no announcement: no listener is registered, and
 // every expert is complete in its own slot. Always returns true in a forked child process.
 bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
@@ -268,8 +269,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// The function that resizes a tier.
-
+// Resizes a tier.
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
@@ -284,7 +284,7 @@ void Store::resize(Tier & tier, int n_slots) {
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     n_bindings += 1;
-    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that a smaller pool will not have
+    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots beyond the new size
     tier.resize(tier.reallocate(n_slots));
 }
 

@@ -13,9 +13,9 @@ using namespace moegguf;
 
 namespace {
 
-// If a device fails, its backend calls ggml_abort() on some thread, and the process ends. Before that, the callback
-// report_failure() prints a line about the device to stderr. If the process is a worker, the parent process recognizes
-// this line (moegguf/serving/worker_process.py), and later loads do not use the device.
+// If a device fails, its backend calls ggml_abort() on one of the threads, which terminates the process. Before that,
+// the callback report_failure() prints a line about the device to stderr. If the process is a worker, the parent
+// process recognizes this line (moegguf/serving/worker_process.py), and later loads do not use the device.
 
 ggml_abort_callback_t next_callback = nullptr;
 
@@ -295,7 +295,7 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
         std::vector<std::vector<float>> tables(s.tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < tables.size(); i++) { s.tiers.compute[i]->residency.exchange_scores(tables[i]); }
-        lock.unlock(); // the replaced tables are destroyed without the lock
+        lock.unlock(); // the replaced tables are destroyed without holding the lock
     });
 }
 
@@ -307,7 +307,7 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * n
         for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
-        lock.unlock(); // the replaced policies are destroyed without the lock
+        lock.unlock(); // the replaced policies are destroyed without holding the lock
     });
 }
 

@@ -11,8 +11,8 @@
 namespace moegguf {
 
 // The experts of one layer that are streamed through a few shared slots, because they have no slots of their own
-// (streamed_supply.cpp). Kernels take the experts in order, each from the slot through which it is streamed. Any thread
-// may call these functions.
+// (streamed_supply.cpp). Kernels process the experts in order, and read each from the slot through which it is
+// streamed. Any thread may call these functions.
 class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
@@ -21,8 +21,8 @@ class ExpertStream {
     virtual int own_slot(int expert) const = 0;
     virtual int n_experts() const = 0; // number of streamed experts
     // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.
-    // Returns -1 if there is no such expert or its matrix will not arrive. Every thread of a kernel takes all streamed
-    // experts, in the order of i. A call also means that the thread has finished multiplying by expert i - 1.
+    // Returns -1 if there is no such expert or its matrix will not arrive. Every thread of a kernel processes all
+    // streamed experts, in the order of i. A call also means that the thread has finished multiplying by expert i - 1.
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 

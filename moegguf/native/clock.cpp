@@ -31,7 +31,7 @@ class RealClock final : public Clock {
 };
 
 // A clock for simulations. Each link carries one transfer at a time. A transfer takes the link's latency plus the
-// transfer's bytes divided by the bandwidth. A transfer of 0 bytes, or over a link of bandwidth 0, takes no time.
+// transfer's bytes divided by the bandwidth. A transfer of 0 bytes, or over a link with bandwidth 0, takes no time.
 // wait() starts transfers on idle links. If there is nothing to start, wait() advances the time to the end of the next
 // transfer.
 class VirtualClock final : public Clock {

@@ -73,7 +73,7 @@ void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    end(job, why); // end() comes first, so that every thread sees a copied matrix as ready or as submitted
+    end(job, why); // end() is called first, so that every thread sees a copied matrix as ready or as submitted
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.settle(s);
     shared_.done.notify_all();
@@ -89,7 +89,7 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-// The next functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
+// The following functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
 
 void Copies::submit_own(Lock & lock) {
     if (!own_.jobs.empty()) { // the copy thread has not yet recorded the completion of this thread's previous batch

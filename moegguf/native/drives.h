@@ -32,7 +32,7 @@ class Drives {
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
         uint64_t under_way = 0; // number of bytes that were requested but have not been read yet
-        uint64_t silent_ns = 0; // now_ns() when a read last ended, or when an idle drive got a read
+        uint64_t silent_ns = 0; // time (now_ns()) when the last read ended, or when an idle drive was given a read
         float ns_per_byte = 0;  // moving average of the read time per byte; 0: not measured yet
         std::string dropped;    // reason why this copy is no longer read; empty: it is read
 

@@ -38,7 +38,7 @@ class Events {
 
   private:
     struct Record {
-        bool routed = true; // true: the record has a routing event; false: announced tokens
+        bool routed = true; // true: the record holds a routing event; false: announced tokens
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
         std::vector<int32_t> words; // memory of all arrays of the event; reused for later events if it is small

@@ -32,7 +32,7 @@ uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
 int64_t ns(const timespec & time) { return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec; }
 
 // Returns true if something other than a write can explain a new change time (ctime): another name, owner, mode or
-// number of hard links. A write may have happened, too, so the caller also compares a sample of the bytes.
+// number of hard links. Since there may have been a write as well, the caller also compares a sample of the bytes.
 bool may_be_renamed(const struct stat & before, const struct stat & now, const std::string & path) {
     struct stat named;
     return before.st_nlink != now.st_nlink || before.st_mode != now.st_mode || before.st_uid != now.st_uid ||

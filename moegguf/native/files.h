@@ -75,7 +75,7 @@ class Shard {
   private:
     struct Sample { // result of reading a sampled span
         uint64_t digest;
-        int error; // errno if the span cannot be read; 0: it can
+        int error; // errno if the span could not be read; otherwise 0
         bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
     };
 

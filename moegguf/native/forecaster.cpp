@@ -205,7 +205,7 @@ void Forecaster::run() {
     }
 }
 
-// Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
+// Updates the predictors with a record. If `newest` is true and the pass is predicted, also predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
 // In lockstep, `newest` is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {
@@ -226,7 +226,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (factory_->type->sees_next_pass && row_ == last) { // predicts the next pass, too, for eviction policies only
+        if (factory_->type->sees_next_pass && row_ == last) { // eviction policies also use predictions of the next pass
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {

@@ -66,7 +66,7 @@ class Calibration {
 };
 
 // Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
-// serves them better. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
+// works better for them. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
 // chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences, only most_selected
 // evenly spaced ones are predicted, and each other sequence is treated as an average predicted one. Passes of more than
 // most_sequences sequences are not predicted, because they use most experts.
@@ -79,15 +79,15 @@ class Forecaster {
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
 
-    // Any thread may call the next three functions. set() replaces the predictor; nullptr: no predictor. When set()
-    // returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
+    // Any thread may call the following three functions. set() replaces the predictor; nullptr: no predictor. When
+    // set() returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
     // another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
     void prefetch(bool on) { prefetching_ = on; } // switches prefetches on or off
     // Writes the forecasts of layers that have not been routed yet.
     void read(float * probabilities, uint8_t * known) const;
 
-    // Compute threads call the next functions without the store's lock.
+    // Compute threads call the following functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     void announce(const PassTokens & of, uint64_t pass);
@@ -100,7 +100,7 @@ class Forecaster {
   private:
     static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
-    // A predictor receives at most this number of its sequence's last tokens in each pass.
+    // A predictor receives at most this many of its sequence's last tokens per pass.
     static constexpr int most_known = 512;
 
     struct LastToken { // the last token of one sequence in a pass
@@ -181,8 +181,8 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // The predictor thread uses the next fields. set() changes them while this thread is not running, and read() reads
-    // layers_.
+    // The predictor thread uses the following fields. set() changes them while this thread is not running, and read()
+    // reads layers_.
     std::optional<PredictorFactory> factory_;   // kept while prediction is off, because calibration_ belongs to it
     std::vector<SequencePredictor> predictors_; // one per sequence, at most most_sequences
     std::vector<size_t> selected_; // indices in predictors_ of this pass's sequences, in the order of Record::last

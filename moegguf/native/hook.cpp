@@ -106,8 +106,8 @@ const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, st
 
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// The tensors that a layer's delayed nodes make, write and read. A node is delayed if it must follow the layer's slot
-// ids or another delayed node (must_follow). Delayed nodes are moved to the end of the layer, just before the next
+// The tensors that a layer's delayed nodes produce, write and read. A node is delayed if it must follow the layer's
+// slot ids or another delayed node (must_follow). Delayed nodes are moved to the end of the layer, just before the next
 // layer's slot ids.
 class Delayed {
   public:

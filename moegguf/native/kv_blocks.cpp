@@ -164,7 +164,7 @@ struct moegguf_kv_blocks {
         }
     }
 
-    std::mutex mutex; // guards the next fields and the number of blocks
+    std::mutex mutex; // guards the following fields and the number of blocks
     std::condition_variable changed;
     size_t n_known = 0; // number of blocks whose list of parts is complete
     size_t n_begun = 0; // number of blocks that a thread has begun to fill

@@ -42,7 +42,7 @@ SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
 def library_folders() -> Iterable[Path]:
-    """Returns the folders that may hold libmoegguf: MOEGGUF_LIBRARY alone if set, else `lib` in each package folder."""
+    """Returns the folders that may hold libmoegguf: only MOEGGUF_LIBRARY if set, else every package's `lib`."""
     chosen = read_environment().library
     return [chosen] if chosen else [folder / "lib" for folder in package_folders()]
 
@@ -63,7 +63,7 @@ def find_library() -> Path:
 def check_processor(folder: Path) -> None:
     """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
 
-    Such a library would end the process with SIGILL. Checks nothing if the needed instructions or the processor's
+    Such a library would crash the process with SIGILL. Checks nothing if the needed instructions or the processor's
     instructions are unknown.
     """
     listed = folder / "CPU_FEATURES"
@@ -80,8 +80,8 @@ def check_processor(folder: Path) -> None:
 def _short_spins() -> Iterator[None]:
     """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
 
-    Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the block. With GNU's
-    default, threads spin for longer than a time slice of the scheduler. Threads that share a processor on a busy
+    Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the `with` block. With
+    GNU's default, threads spin for longer than a time slice of the scheduler. Threads that share a processor on a busy
     machine then wait for each other's full time slices at every barrier, hundreds of times per token.
     """
     spinning = {} if any(name in os.environ for name in SPINNING) else SPINNING
@@ -196,7 +196,7 @@ def ggml() -> c.CDLL:
 
 
 def cpu_function(name: str) -> int:
-    """Returns the address of a function in ggml's CPU backend. Raises LibraryError if the backend does not have it.
+    """Returns the address of a function in ggml's CPU backend. Raises LibraryError if the backend has no such function.
 
     ggml looks up the function, because the backend's file has different names in different builds.
     """
@@ -232,7 +232,8 @@ def llama_cpp() -> ModuleType:
 
 
 def find_bindings() -> ModuleSpec | None:
-    """Returns the import spec of this package's bindings, and makes them load our libllama; None: not installed.
+    """Returns the import spec of this package's bindings, and makes them load our libllama; None if they are not
+    installed.
 
     Raises LibraryError when the native library does not load.
     """
@@ -281,7 +282,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
 
 
 def error(status: int, message: str) -> MoeggufError:
-    """Returns an exception with this message, of the type that belongs to a status of the C ABI.
+    """Returns an exception with this message, of the type for a status of the C ABI.
 
     For an unknown status, the type is MoeggufError.
     """

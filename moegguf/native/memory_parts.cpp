@@ -108,7 +108,7 @@ void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, l
     for (llama_memory_i * part : chosen(memory, kinds)) { part->state_read(io, seq, 0); }
 }
 
-// Counts the bytes of a state, and writes nothing.
+// Counts the bytes of a state without writing anything.
 class Counter : public llama_io_write_i {
   public:
     void write(const void *, size_t n) override { n_ += n; }

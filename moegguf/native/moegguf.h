@@ -13,7 +13,7 @@
 //   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
 //   layers share one window of all slots.
 //
-//   Each layer is computed on one device. Each device has its own tier for its layers: arenas, residency and numbering
+//   Each layer runs on one device. Each device has its own tier for its layers: arenas, residency and numbering
 //   (tier.h). A tier may be filled from slots in host memory, and may have staging tensors for prompts
 //   (staged_supply.cpp).
 //
@@ -34,8 +34,9 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
-//                      They take the store's lock at a routing event, and to wait for absent matrices. A layer takes
-//                      no lock if every expert of its tier is present in its own slot, and nothing observes its events.
+//                      They take the store's lock at a routing event, and to wait for absent matrices. No lock is taken
+//                      for a layer if every expert of its tier is present in its own slot, and nothing observes its
+//                      events.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
@@ -88,11 +89,11 @@ enum moegguf_flag {
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
     MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for only one matrix
     MOEGGUF_PREEMPT = 1 << 3, // a routing event drops queued prefetches of its layer, except for chosen experts
-    MOEGGUF_OVERLAP = 1 << 4, // a layer may begin to compute before all of its matrices have arrived
+    MOEGGUF_OVERLAP = 1 << 4, // a layer may start running before all of its matrices have arrived
     // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     // that the layer does not need.
     //
-    // A pass of several tokens also counts as a sweep if the previous pass also had several tokens and used more
+    // A pass of several tokens is also treated as a sweep if the previous pass also had several tokens and used more
     // experts than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the
     // policy's scores decide.
     MOEGGUF_SWEEP = 1 << 5,
@@ -119,7 +120,7 @@ struct moegguf_matrix {
     uint64_t expert_bytes;
 };
 
-// A device that computes layers, and its slots.
+// A device that runs layers, and its slots.
 struct moegguf_device {
     const char * name; // ggml's name of the device; NULL: the CPU
     int32_t n_slots;
@@ -148,12 +149,12 @@ struct moegguf_config {
     const char * const * shard_paths;      // [1 + n_mirrors][n_shards]; first the model's own shards
     const int32_t * n_expert_used;         // [n_layer] number of experts that a token uses; 0: the layer has no experts
     const struct moegguf_device * devices; // [n_devices]
-    const int32_t * device_of_layer;       // [n_layer] index of the device that computes the layer; NULL: 0 for all
+    const int32_t * device_of_layer;       // [n_layer] index of the device that runs the layer; NULL: 0 for all
     double sim_bytes_per_ns;               // simulation: bandwidth of reads from the file; 0: reads take no time
     double sim_latency_ns;                 // simulation: latency of each read
 };
 
-// COMPUTE: the slots from which layers compute, on all devices together unless a function's comment says otherwise.
+// COMPUTE: the slots of the devices that run layers, all devices together unless a function's comment says otherwise.
 // RAM: the slots in host memory from which device slots are filled. STAGING: the staging tensors of all devices, for
 // prompts. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
@@ -183,7 +184,7 @@ struct moegguf_counters {
     uint64_t forecast_picks;
     uint64_t forecast_right; // number of forecast_picks that the router chose
     uint64_t forecast_ns;    // time spent predicting
-    // The next fields are gauges: current values, not sums.
+    // The following fields are gauges: current values, not sums.
     uint64_t chunks_reading;
     uint64_t queue_needed;
     uint64_t queue_wanted;
@@ -203,7 +204,7 @@ struct moegguf_tier_info {
     uint64_t hits_late;  // look-ups of experts that had a slot, but not yet every matrix
     uint64_t misses;
     uint64_t evictions;
-    uint64_t prefetch_wasted; // prefetched experts that lost their slot before any use
+    uint64_t prefetch_wasted; // prefetched experts that lost their slot before they were used
     // Number of bytes transferred into its slots on demand, from the file or from other slots.
     uint64_t bytes_missed;
     uint64_t bytes_prefetched; // number of bytes transferred into its slots for prefetches and for free slots
@@ -226,7 +227,7 @@ struct moegguf_tier_info {
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
     char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
-    char note[192];         // reason why its memory is not pinned for all devices; empty: there is none
+    char note[192];         // reason why its memory is not pinned for all devices; empty: it is pinned, or need not be
 };
 
 // Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
@@ -241,7 +242,7 @@ struct moegguf_drive_info {
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
-// The next types describe a predictor that the store itself computes: its name and its trained arrays. The class of
+// The following types describe a predictor that the store itself runs: its name and its trained arrays. The class of
 // each predictor in moegguf/native/predictors reads its arrays by name. The error for an unknown predictor lists the
 // names of all predictors.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
@@ -254,9 +255,10 @@ struct moegguf_array {
 };
 
 enum moegguf_predict_flag {
-    MOEGGUF_PREDICT_ONCE = 1 << 0,         // each layer is predicted once per pass, as soon as `window` includes it
-    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // routing events wait for all earlier predictions: slow, but reproducible
-    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // order of prefetches: probability times proximity; else nearest layer first
+    MOEGGUF_PREDICT_ONCE = 1 << 0,     // each layer is predicted once per pass, as soon as `window` includes it
+    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1, // routing events wait for all earlier predictions: slow, but reproducible
+    // Prefetches are ordered by probability times proximity; otherwise, the nearest layer comes first.
+    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2,
 };
 
 struct moegguf_predictor {
@@ -296,7 +298,7 @@ struct moegguf_routing {
 // three are NULL.
 struct moegguf_tokens_event {
     int32_t sequence; // number of the request; in a batch: the request of the first token
-    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if any of the tokens decodes
+    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if any of the tokens is being decoded
     int32_t n_tokens;
     const int32_t * tokens;    // [n_tokens]
     const int32_t * sequences; // NULL: all tokens have `sequence`
@@ -402,7 +404,7 @@ MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 // slots hold copies of the first expert of the config's only MoE layer, or zeros if there are no shards. If the
 // device's name is NULL (the CPU), the device's fields are 0.
 //
-// Each measurement normally takes about `seconds` (at most 60) on n_threads threads; nothing else should compute
+// Each measurement normally takes about `seconds` (at most 60) on n_threads threads; nothing else should be running
 // meanwhile. The slots are freed at the end. INVALID: for example, the config has several devices or MoE layers;
 // MEMORY: a device refuses the slots.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
@@ -434,9 +436,9 @@ MOEGGUF_API int moegguf_store_drive(moegguf_store * store, int32_t index, struct
 // Writes a table with the state of each expert in a tier: 0 absent, 1 has a slot but is not complete, 2 complete.
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
 
-// Writes two tables of counts since the store was opened, for the tiers that compute layers: how often each expert was
-// looked up, and how often it got a slot. In a tier whose experts are all complete in their own slots, look-ups are
-// counted only while moegguf_store_watch is on or there is a listener.
+// Writes two tables of counts since the store was opened, for the compute tiers: how often each expert was looked up,
+// and how often it got a slot. In a tier whose experts are all complete in their own slots, look-ups are counted only
+// while moegguf_store_watch is on or there is a listener.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 
 // Switches watching on or off. While watching is on, the store also handles routing events of layers whose experts are
@@ -500,10 +502,10 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
 // Pageable host memory of unused slots is returned to the system. Any other pool is reallocated. If a smaller pool does
-// not fit beside the old pool, the slots are emptied first, and the tier may get fewer than n_slots. COMPUTE divides
-// n_slots among the devices, excluding the CPU if there are other devices. INVALID: the tier cannot have n_slots;
-// MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every pool (no slot is then
-// left); IO: reads did not end within a minute.
+// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots.
+// COMPUTE divides n_slots among the devices, excluding the CPU if there are other devices. INVALID: the tier cannot
+// have n_slots; MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every pool (no
+// slot is then left); IO: reads did not end within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like
@@ -518,8 +520,8 @@ MOEGGUF_API int moegguf_store_check(moegguf_store * store);
 // Advances virtual time by ns nanoseconds of compute time. INVALID: the store is not a simulation.
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
-// Functions of the context. A store serves one llama_context. Only the thread that computes may call the functions of
-// this section.
+// Functions of the context. A store serves one llama_context. Only the thread that runs passes may call the functions
+// of this section.
 
 // Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix has
 // arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. inputs [n_tokens][n_embd]: the router's inputs; NULL:
@@ -532,7 +534,7 @@ MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const
 // including the failed one.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
-// Forgets the last announced tokens. The next tokens belong to this sequence and phase, unless they are announced.
+// Discards the last announced tokens. The next tokens belong to this sequence and phase, unless they are announced.
 // Returns 1 if the next tokens have to be announced, and 0 while every expert is complete in its own slot and there is
 // no listener. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
@@ -560,8 +562,8 @@ MOEGGUF_API bool moegguf_abort(void * store);
 
 // Only the patched llama.cpp calls the functions of this section. They return no status.
 
-// Stores the scheduler that computes for the store's context; does nothing if the callback is not moegguf_eval. On a
-// device with events, the scheduler's streams then wait for copies to the device, instead of the compute thread.
+// Stores the scheduler that runs the graphs of the store's context; does nothing if the callback is not moegguf_eval.
+// On a device with events, the scheduler's streams then wait for copies to the device, instead of the compute thread.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // Returns true if the graph of the last moegguf_set_scheduler call still uses the right ids for each layer's experts.
@@ -573,7 +575,7 @@ MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 
 // Returns the buffer type for the matrices of an adapter (LoRA) on the weight `w`. If a store holds the experts of `w`,
-// this is a buffer type of the device that computes the layer. Otherwise it is the buffer type of `w`.
+// this is a buffer type of the device that runs the layer. Otherwise it is the buffer type of `w`.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
 
 // Returns the tensor that replaces `w` in the multiplication by experts. If a store holds the experts of `w`, this is

@@ -381,7 +381,7 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
     }
 }
 
-// Binds all tensors of a kind to the new memory of the kind's arena. Each layer's tensor then has all n_slots slots.
+// Binds all tensors of a kind to the new memory of the kind's arena. Each layer's tensor then covers all n_slots slots.
 void Pool::rebind(int kind, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }

@@ -1,4 +1,4 @@
-"""A predictor that the store computes by itself: its name, its trained arrays, and the limits of its actions.
+"""A predictor that the store itself runs: its name, its trained arrays, and the limits of its actions.
 
 The weights of networks are signed bytes. A prediction reads them from memory, and float32 weights would have four times
 as many bytes.

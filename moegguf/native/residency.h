@@ -26,8 +26,8 @@ struct Slot {
     int il = -1;     // layer that owns the slot; -1: the slot is free
     int expert = -1; // expert in the slot; -1 with a layer: experts are streamed through the slot (streamed_supply.cpp)
     uint32_t generation = 0; // increases whenever the slot is assigned or vacated
-    // Number of layers that compute with the slot, plus number of slots that are filled from it; 0: may be evicted,
-    // unless a transfer into it is under way.
+    // Number of layers that use the slot, plus number of slots that are filled from it; 0: may be evicted, unless a
+    // transfer into it is under way.
     int pins = 0;
     uint32_t requests = 0;   // number of calls to request() for this slot
     uint8_t queued = 0;      // bits of the slot's matrices whose transfer is queued

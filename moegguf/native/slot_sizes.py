@@ -71,7 +71,8 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 
 
 def slot_tokens(device: str | None) -> int:
-    """Returns the largest number of tokens in a pass for which a device rounds as if all experts were resident.
+    """Returns the largest number of tokens in a pass for which a device rounds exactly as it does with all experts
+    resident.
 
     Up to this number of tokens, results are bit-identical for any number of slots. device: ggml's name; None is the
     CPU, which has no limit.

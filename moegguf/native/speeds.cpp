@@ -141,8 +141,8 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
 }
 
-// Returns how many bytes of expert weights the backend multiplies per ns, one token at a time. No two tokens of the
-// graph use the same slot, so no token finds its weights in a cache because of the previous token.
+// Returns the number of bytes of expert weights that the backend multiplies per ns, one token at a time. No two tokens
+// of the graph use the same slot, so no token finds its weights in a cache because of the previous token.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;
@@ -160,7 +160,7 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
         for (size_t i = 0; i < n_matrices; i++) {
             ggml_tensor * product = ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back());
-            if (!ggml_backend_supports_op(backend, product)) { // ggml ends the process at a node that it cannot compute
+            if (!ggml_backend_supports_op(backend, product)) { // ggml would abort at a node that it cannot compute
                 throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend)) + " cannot multiply with " +
                                                  ggml_type_name(layout.matrices[i].type) + " experts");
             }
@@ -205,7 +205,7 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 
 // Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
 // reads a layer's ids and writes them back. Sets cpu_layer_ns: the time in ns of the transfers for a layer whose
-// experts the CPU computes. The estimated time of the graph's own nodes is subtracted from both.
+// experts run on the CPU. The estimated time of the graph's own nodes is subtracted from both.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

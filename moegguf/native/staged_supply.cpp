@@ -207,8 +207,8 @@ class StagedSupply final : public Supply {
     }
 
     // Copies all experts of a layer ahead, if the pass has enough tokens (choices_per_expert). With fewer tokens, too
-    // many experts would be copied unnecessarily. Does nothing if the layer would use the same tensor as the layer
-    // `computing`.
+    // many experts would be copied unnecessarily. Does nothing if the layer would use the same tensor as the layer that
+    // is being computed (`computing`).
     void copy_layer_ahead(int il, int n_tokens, int computing) {
         Tier & to = tiers_.of(il, n_tokens);
         const Window window = to.numbering.window(il);

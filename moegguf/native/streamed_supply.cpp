@@ -17,9 +17,9 @@ namespace {
 // multiply by others.
 constexpr int most_streaming_slots = 8;
 
-// Streams one layer at a time. All compute threads take the streamed experts in the same order. Expert experts_[i] uses
-// slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied by that
-// matrix.
+// Streams one layer at a time. All compute threads process the streamed experts in the same order. Expert experts_[i]
+// uses slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied by
+// that matrix.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
     StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
@@ -38,9 +38,9 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Returns true if this supply can serve the event. The event must have several tokens and be computed on the CPU,
-    // in a tier that has fewer slots than experts and is filled directly from the file. The event's experts must
-    // outnumber the usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
+    // Returns true if this supply can serve the event. The event must have several tokens and use a tier on the CPU
+    // that has fewer slots than experts and is filled directly from the file. The event's experts must outnumber the
+    // usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
     // (Arrivals::possible).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
@@ -171,7 +171,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (!context_ || job.requests != number_) { return; }
         Kind & kind = of(job.kinds);
         kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
-        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used immediately
+        if (!kernels_take()) { // a simulation has no kernels: the matrix is treated as used immediately
             give_free(kind);
         }
     }
@@ -215,7 +215,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
     void give_free(Kind & kind) {
-        kind.n_free += 1; // a counter is enough, because all threads take the experts in the same order
+        kind.n_free += 1; // a counter is enough, because all threads process the experts in the same order
         shared_.work.notify_one();
         bool all = true;
         for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {
@@ -236,7 +236,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         stop();
     }
 
-    Tier * const tier_; // the tier of the layers that the CPU computes; nullptr: none
+    Tier * const tier_; // the tier of the layers that the CPU runs; nullptr: none
     Arrivals arrivals_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
     bool given_up_ = false;             // true: a thread has stopped waiting, so the other threads stop, too

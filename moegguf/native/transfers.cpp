@@ -338,9 +338,9 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
     return false;
 }
 
-// Takes the next expert for a free slot. Experts of the warm start come first. They get free slots of the tier that
-// computes, or else of RAM. With MOEGGUF_FILL, all experts of each tier that has a slot for every one of its experts
-// come next. Returns false if no expert is left, or while filling is paused.
+// Takes the next expert for a free slot. Experts of the warm start come first. They get free slots of the compute tier,
+// or else of RAM. With MOEGGUF_FILL, all experts of each tier that has a slot for every one of its experts come next.
+// Returns false if no expert is left, or while filling is paused.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {

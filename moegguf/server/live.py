@@ -1,4 +1,4 @@
-"""Endpoints about the experts of loaded models: their use (`/live`), and their memory (`/budget`).
+"""Endpoints for the experts of loaded models: their use (`/live`) and their memory (`/budget`).
 
 `/live` sends one JSON object per line; with `?once=1` it sends one object for all models. It never loads a model.
 - One kind of line is a snapshot: a `moegguf.serving.events.Snapshot` with bytes in base64, and the state of its model
@@ -11,7 +11,7 @@
 same values as `--expert-cache` and `--vram-cache`. A budget larger than the one at the model's load is reduced to that
 one. `vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not
 change. A new budget takes effect between two passes of a running answer and changes no token. It lasts until the model
-is unloaded, and longer if waiting requests load the model again.
+is unloaded, and is kept if waiting requests then reload the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
-HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is sent again without a change
+HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is resent even if nothing has changed
 MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # longest pause in seconds between two checks of the loaded models
 

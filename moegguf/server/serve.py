@@ -154,7 +154,7 @@ class Protocol(H11Protocol):
 
 class QuietServer(Server):
     """A uvicorn server that calls `on_start` when it listens, and `on_end` when its shutdown begins. A signal stops the
-    server but, unlike in uvicorn, is not raised again afterwards."""
+    server but, unlike in uvicorn, is not re-raised afterwards."""
 
     def __init__(
         self, config: Config, listener: socket.socket, on_start: Callable[[], None], on_end: Callable[[], None]

@@ -1,7 +1,7 @@
 """Counts which experts each client's requests use, so that one client's snapshots do not show the experts of others.
 
-The store counts the uses of all passes together. Consecutive passes that compute only for one client are counted for
-this client. A pass that computes for several clients is not counted for any client.
+The store counts the uses of all passes together. Consecutive passes that serve only one client are counted for this
+client. A pass that serves several clients is not counted for any client.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ExpertUses:
 
     def maps(self, client_key: str | None) -> Maps:
         """Returns the current state of each expert, and its uses and loads since the model was loaded. With
-        `client_key` None, all requests count.
+        `client_key` None, all requests are counted.
 
-        For one client, only the client's own passes count. Loads count only for experts that these passes used. The
+        For one client, only the client's own passes are counted, and loads only of experts that these passes used. The
         state is from the client's last passes, and is 0 for experts that these passes did not use, since later states
         would depend on other clients' prompts.
         """

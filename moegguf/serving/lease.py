@@ -1,7 +1,7 @@
 """The state of a model in the manager (`ManagedModel`), and the use of a model by one request (`Lease`).
 
 A `ManagedModel` has the files, the names that use them, waiting and current requests, expiry, memory and the worker
-process. model_manager.py starts and ends the processes, and decides when a request is granted.
+process. model_manager.py starts and stops the processes, and decides when a request is granted.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LeaseRequest:
 
 
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
-    """Returns the requests in the order in which they would be served now.
+    """Returns the requests in their current serving order.
 
     Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
     or ended. `served` maps each waiting client to this second time, given as a ticket. Background requests come last
@@ -142,7 +142,7 @@ class ManagedModel:
         self.default_n_ctx = 0  # context length of a load whose request does not set one
         # {RAM or device: bytes}, reserved from the decision to load until the process has ended
         self.used: dict[str, int] = {}
-        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count for this budget}
+        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count towards this budget}
         self.changing_budget = asyncio.Lock()
         # {name of a budget: value that a client set while the model was loaded}; a reload keeps these values
         self.asked_budgets: dict[str, ExpertCache] = {}
@@ -156,7 +156,7 @@ class ManagedModel:
 
     @property
     def queue(self) -> list[LeaseRequest]:
-        """Returns the waiting requests in the order in which they would be served now."""
+        """Returns the waiting requests in their current serving order."""
         return in_turn(self.waiting, self._served)
 
     def grant(self, request: LeaseRequest) -> None:
@@ -222,7 +222,7 @@ class ManagedModel:
         self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
 
     def reset(self) -> None:
-        """Clears the state of the load, after the process has ended. The reserved memory counts as free again."""
+        """Clears the state of the load, after the process has ended. The reserved memory is treated as free again."""
         self.process, self.used, self.n_requests = None, {}, 0
         self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
         self.set_timer(math.inf, self.reset)
@@ -262,8 +262,8 @@ class ManagedModel:
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Sets `files_changed` to True if a file was written or replaced since the model was measured, else to False.
-        Deleted files are ignored."""
+        """Sets `files_changed` to True if a file was written or replaced since the model was measured, otherwise to
+        False. Deleted files are ignored."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
@@ -315,7 +315,7 @@ class Calls(ABC):
         WorkerError if the process fails."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Yields the events of a call, then its value. Repeats the call once, as the class describes."""
+        """Yields the events of a call, then its value. Repeats the call once, as described in the class's docstring."""
         has_begun = False
         for is_last in (False, True):
             try:

@@ -2,8 +2,7 @@
 response.
 
 A response is removed when it is older than the age limit, or when newer responses need its space. When a later response
-continues it, its age starts again at 0. Only one process at a time can open the database. Any thread may call any
-method.
+continues it, its age is reset to 0. Only one process at a time can open the database. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -119,8 +118,8 @@ class ResponseStore:
         return [message for messages_of_turn in reversed(turns) for message in messages_of_turn]
 
     def turns(self) -> list[str]:
-        """Returns the text of each stored turn of requests without an API key, in the order of storing. Raises
-        BusyError or StorageError."""
+        """Returns the text of each stored turn of requests without an API key, in the order in which they were stored.
+        Raises BusyError or StorageError."""
         if not self._path.exists():
             return []
         rows = self._open().execute("SELECT messages FROM response WHERE owner = '' ORDER BY rowid")

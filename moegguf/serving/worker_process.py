@@ -62,7 +62,7 @@ class SentRequest:
         while True:
             kind, value = await self._events.get()
             if kind != "event":
-                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and reads again
+                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and then resumes
             if kind == "error":
                 raise value
             yield value
@@ -331,7 +331,7 @@ class Workers:
         return await WorkerProcess.start(**self._options)
 
     async def close(self) -> None:
-        """Ends the spare process, if there is one."""
+        """Stops the spare process, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(WorkerError, OptionError):

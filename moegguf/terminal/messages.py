@@ -74,7 +74,7 @@ def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
 
 
 def run_with_exit_code(call: Callable[[], Any]) -> int:
-    """Runs `call` and returns the exit code. If `call` fails, prints the error, or raises it again with
+    """Runs `call` and returns the exit code. If `call` fails, prints the error, or re-raises it with
     MOEGGUF_DEBUG=1."""
     _replace_closed_streams()
     codecs.register_error(_ASCII_ONLY, _ascii_letters)

@@ -62,7 +62,7 @@ def slow_drive(path: Path, link: Link | None) -> None:
 
 def count_operations(kind: str) -> int:
     """Returns the number of operations of a kind since the kind was armed; 0 if it is not armed. Operations on files
-    that `limit_faults` excludes do not count."""
+    that `limit_faults` excludes are not counted."""
     return int(load().moegguf_fault_count(FAULT[kind]))
 
 

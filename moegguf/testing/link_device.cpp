@@ -126,7 +126,7 @@ struct LinkDevice {
     Ranges allocated, pinned;                 // the device's allocated memory; the pinned host memory
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
-    std::mutex mutex; // guards the next two fields
+    std::mutex mutex; // guards the following two fields
     std::minstd_rand delays;
     std::string fault;
     ggml_backend_device device = {};

@@ -76,7 +76,8 @@ class Launch {
 
 // The launches of one stream. A graph is identified by its first node. When a launch finds the graph unchanged since
 // the last launch, its copy is kept, and later launches repeat it until the graph changes. A graph with the same uid
-// (not 0) as at its last launch counts as unchanged. Any other graph counts as changed if any of its nodes has changed.
+// (not 0) as at its last launch is treated as unchanged. Any other graph is treated as changed if any of its nodes has
+// changed.
 class Launches {
   public:
     // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with a different number

@@ -53,7 +53,7 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_STAT,
     MOEGGUF_FAULT_ALLOC,
     MOEGGUF_FAULT_THREAD,
-    MOEGGUF_FAULT_SHORT_READ, // a read of more than 4096 bytes returns at most 4096; shorter reads do not count
+    MOEGGUF_FAULT_SHORT_READ, // a read of more than 4096 bytes returns at most 4096; shorter reads are not counted
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ, // a read takes 2 seconds longer, and does not fail
     MOEGGUF_FAULT_COPY,      // a copy from host memory to a device fails
@@ -65,7 +65,7 @@ enum moegguf_fault_kind {
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 
 // Returns the number of operations of a kind since the kind was armed; 0 if it is not armed. If moegguf_fault_file has
-// limited faults to one file, reads and fstat of other files do not count.
+// limited faults to one file, reads and fstat of other files are not counted.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
 // Limits read and fstat faults to one file; NULL: faults occur for all files. INVALID: there is no such file.

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
-// The next functions replace common/log.cpp, which would start a thread and need a JSON library. Messages of
-// llama.cpp's `common` library are dropped. Messages of libllama still reach its own log.
+// The following functions replace common/log.cpp, which would start a thread and need a JSON library. Messages from
+// llama.cpp's `common` library are dropped. Messages from libllama still go to its own log.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
@@ -28,7 +28,7 @@ struct Sequence {
     llama_tokens tokens;
     llama_tokens draft;
     size_t n_followed = 0;           // number of leading tokens that the draft context has evaluated
-    int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
+    int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: no draft
     bool by_model = false;           // true: the draft context's last draft was not empty
 };
 
@@ -148,7 +148,7 @@ struct drafts {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
         const size_t n = sequence.tokens.size() - 1,
-                     n_batch = llama_n_batch(config.draft); // n leaves out the last token, from which the draft starts
+                     n_batch = llama_n_batch(config.draft); // n excludes the last token, from which the draft starts
         if (config.heads) { return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n; }
         sequence.n_followed = std::min(sequence.n_followed, n);
         bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);

@@ -34,8 +34,8 @@ struct drafts_config {
 };
 
 // A request for a draft of one sequence. n_max is the largest number of tokens from each source; 0: the source is not
-// tried. The answer is `n` tokens in `tokens`, and the `source` that made them. Without a draft, `n` is 0 and `source`
-// is DRAFTS_SOURCES. `tokens` must have room for the config's n_max.
+// tried. The answer is `n` tokens in `tokens`, and the `source` that produced them. Without a draft, `n` is 0 and
+// `source` is DRAFTS_SOURCES. `tokens` must have room for the config's n_max.
 struct drafts_request {
     int32_t sequence;
     int32_t n_max[DRAFTS_SOURCES];

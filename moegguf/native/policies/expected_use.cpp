@@ -291,8 +291,8 @@ void LearnedRates::learn(int il) {
     }
 }
 
-// Updates the layer's averages, and the inputs that come from them. Each input also counts half an imaginary token that
-// used all experts equally, so that an unused expert keeps a small probability.
+// Updates the layer's averages, and the inputs that come from them. Each input also includes half an imaginary token
+// that used all experts equally, so that an unused expert keeps a small probability.
 void LearnedRates::average(int il, int n_tokens) {
     const Layer & layer = layout_.layers[il];
     const float alike = (float)layer.n_expert_used / layer.n_expert;
@@ -341,8 +341,8 @@ void LearnedRates::count_alike(int il) {
     }
 }
 
-// Computes the input `recalled` of each expert in a layer. Does nothing without earlier tokens. An earlier token has
-// more weight, the more experts it shares with the last token over all layers.
+// Computes the input `recalled` of each expert in a layer. Does nothing without earlier tokens. The more experts an
+// earlier token shares with the last token over all layers, the more weight it has.
 void LearnedRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;

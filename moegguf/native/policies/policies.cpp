@@ -16,8 +16,8 @@ class Lru final : public EvictionPolicy {
 };
 
 // A policy that evicts the expert with the lowest decayed number of uses. A use counts half as much after each
-// half-life (LRFU, Lee et al. 2001). The policy's only value is this half-life in tokens. Passes of more than one token
-// are counted, too, but recency decides in them, as in Lru.
+// half-life (LRFU, Lee et al. 2001). The policy's only value is this half-life in tokens. Uses in passes of more than
+// one token are also counted, but in such passes recency decides, as in Lru.
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}

@@ -65,10 +65,10 @@ class EvictionPolicy {
     // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
-    // The next functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing event
-    // that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event needs,
-    // on_load is called right before on_use. The functions may change only this expert's score. When a policy is set,
-    // its on_load is called for every expert that already has a slot.
+    // The following functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing
+    // event that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event
+    // needs, on_load is called right before on_use. The functions may change only this expert's score. When a policy is
+    // set, its on_load is called for every expert that already has a slot.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}

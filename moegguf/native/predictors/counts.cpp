@@ -8,7 +8,7 @@ namespace moegguf {
 namespace {
 
 // Predicts for each layer the experts that the sequence's last token used there: probability 1 for these experts, and 0
-// for all others. After a pass of many tokens, only the last token counts. Needs no training.
+// for all others. After a pass of many tokens, only the last token matters. Needs no training.
 class PreviousToken final : public Predictor {
   public:
     PreviousToken(const Layout & layout, const Arrays &)
@@ -117,8 +117,8 @@ class Affinity final : public Predictor {
     Observation seen_;
 };
 
-// Two squared cosines count as equal if the smaller one is more than this share of the larger one. Rounding alone can
-// cause such a difference.
+// Two squared cosines are treated as equal if the smaller one is more than this share of the larger one. Rounding alone
+// can cause such a difference.
 constexpr float nearly = 1.0f - 2e-6f;
 // The initial value of a squared norm, which avoids 0 / 0. Also the smallest score with which an entry matches.
 constexpr float least_norm2 = 1e-30f;

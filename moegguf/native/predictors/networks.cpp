@@ -183,7 +183,7 @@ class Mlp final : public InputPredictor {
     std::vector<float> logits_; // scratch
 };
 
-// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its inputs are all choices of the pass so far,
+// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its inputs are all choices so far in the pass,
 // the popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts
 // one layer ahead, if the sequence has one token in this pass and every layer so far has been observed.
 class ExpertMlp final : public Predictor {

@@ -57,8 +57,8 @@ class Arrays {
   public:
     explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
 
-    // The next functions throw Error(INVALID) if there is no such array, or if the array is empty or has a different
-    // type or size. n: number of elements; 0: any number.
+    // The following functions throw Error(INVALID) if there is no such array, or if the array is empty or has a
+    // different type or size. n: number of elements; 0: any number.
     const float * floats(const std::string & name, size_t n) const {
         return (const float *)find(name, MOEGGUF_FLOAT32, n);
     }

@@ -87,7 +87,7 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = dict(reversed(scope["headers"]))  # the first one counts if a header is repeated
+        headers = dict(reversed(scope["headers"]))  # if a header is repeated, the first one is used
         origin = headers.get(b"origin", b"").decode("latin-1")
         key = None  # index of the key that was sent; all keys are compared, so that timing reveals no key
         for number, (*forms, _) in enumerate(self._keys):

@@ -3,7 +3,7 @@ they arrive, and are never collected in memory.
 
 The Content-Type header of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
 large numbers are checked before a JSON body is parsed; pydantic's parser limits the nesting. If a key is repeated, the
-last one counts. A lone surrogate, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
+last value is used. A lone surrogate, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 
 class Bodies:
-    """Middleware that limits the bytes of all request bodies in memory. A body that `read_bytes` reads counts until its
-    request has ended. File uploads are not counted."""
+    """Middleware that limits the bytes of all request bodies in memory. A body that `read_bytes` reads is counted until
+    its request has ended. File uploads are not counted."""
 
     def __init__(self, app: ASGIApp, most_bytes: int = limits.ALL_BODIES_BYTES) -> None:
         self._app = app
@@ -79,7 +79,7 @@ def without_nulls(given: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base class of request bodies and their parts. Types are strict, null counts as absent, and unknown fields are
+    """Base class of request bodies and their parts. Types are strict, null is treated as absent, and unknown fields are
     ignored unless a subclass allows them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)

@@ -226,8 +226,8 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
     """Returns the sampling parameters. `own` values (keyed by Ollama's names) take precedence over `options`, and
-    `options` over the model entry's parameters. A value of None counts as absent. Raises HttpError 400 if a parameter
-    of the entry is invalid."""
+    `options` over the model entry's parameters. A value of None is treated as absent. Raises HttpError 400 if a
+    parameter of the entry is invalid."""
     given = options.model_dump(exclude_none=True) if options else {}
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)

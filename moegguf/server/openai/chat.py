@@ -2,7 +2,7 @@
 of this module.
 
 The API follows OpenAI's reference and llama-server's extensions. Sizes and numbers in a body are limited. Unknown keys
-are ignored, because OpenAI's clients often get new ones, and `null` counts as absent. Sampling parameters become
+are ignored, because OpenAI's clients often get new ones, and `null` is treated as absent. Sampling parameters become
 Ollama's options, so that a model's defaults are applied in one place. Images come as data URLs or base64; audio is
 refused. Replies have additional keys: `timings` and (if requested) `prompt_progress` as in llama-server, and moegguf's
 own, such as `moe`. Thinking is sent twice, as `reasoning` (Ollama's key) and as `reasoning_content` (llama-server's

@@ -63,7 +63,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def n_answers(self) -> int:
-        """Returns the number of answers that are computed for each prompt. Only `n` of them are sent."""
+        """Returns the number of answers that are generated for each prompt. Only `n` of them are sent."""
         return self.best_of or super().n_answers
 
     @property

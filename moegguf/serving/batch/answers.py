@@ -1,7 +1,7 @@
 """Reads files of requests in OpenAI's batch format, sends the requests to an endpoint, and stores the answers.
 
 A request is a line {"custom_id", "method": "POST", "url", "body"}. `Requests` checks the lines and keeps facts about
-them, but no bodies: a body is read again when its request is sent. While a batch is unfinished, its answers are in a
+them, but no bodies: a body is reread when its request is sent. While a batch is unfinished, its answers are in a
 database. Each answer is stored with the requests' fingerprint, so that answers to other requests are recognized.
 """
 
@@ -453,8 +453,8 @@ async def answer_requests(
     calls `on_answer` with its entry.
 
     Invalid lines get their errors first. Requests start group by group (model and load options), to avoid repeated
-    loads. While the reply has a status in BUSY, the request is sent again. If this call is cancelled, unfinished
-    requests stay unanswered.
+    loads. While the reply has a status in BUSY, the request is retried. If this call is cancelled, unfinished requests
+    stay unanswered.
 
     Raises the first error of `requests.read`, `answer`, `answers.append` or `on_answer`; all other requests are then
     cancelled.

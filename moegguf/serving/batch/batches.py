@@ -248,14 +248,14 @@ class Batches:
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
-        with suppress(OSError):  # files and answers that remain are removed when the folder is opened again
+        with suppress(OSError):  # files and answers that remain are removed when the folder is next opened
             self._files.remove_unused(batch.input_file_id)
             await _in_thread(Journal(self._files.database, batch.id).remove)
             self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
-        """Carries out the step that belongs to a batch's status, and sets the next status. `Batches.cancel` interrupts
-        this call."""
+        """Carries out the step for a batch's status, and sets the next status. `Batches.cancel` interrupts this
+        call."""
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":

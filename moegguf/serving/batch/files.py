@@ -101,7 +101,7 @@ class FileStore:
 
     def _remove_expired(self) -> None:
         for (file_id,) in self.database.execute("SELECT id FROM file WHERE expires_at <= ?", self._now()):
-            with suppress(OSError):  # contents that remain are removed when the store is opened again
+            with suppress(OSError):  # contents that remain are removed when the store is next opened
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:

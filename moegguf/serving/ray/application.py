@@ -110,7 +110,7 @@ def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of moegguf, sent instead of a value or as the last item of an answer."""
+    """A moegguf error, sent instead of a value or as the last item of an answer."""
 
     error: Message
 
@@ -141,17 +141,17 @@ class Replica:
         self._pid = loaded.pid
 
     async def __del__(self) -> None:
-        """Ends the worker process. Ray Serve calls this method when it stops the replica."""
+        """Stops the worker process. Ray Serve calls this method when it stops the replica."""
         await self._manager.__aexit__()
 
     async def call(
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
         """Yields the events of an answer if `kind` is "generate", otherwise one item: the value that `Calls.value`
-        returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
+        returns. A moegguf error is yielded as a `Failure`. Closing the generator stops an answer after the current
         pass.
 
-        Only the router uses `conversation`. `client` determines the turn of the request in the queue.
+        Only the router uses `conversation`. `client` determines the request's position in the queue.
         """
         current_client.set(client)
         try:
@@ -300,7 +300,7 @@ def ray_errors() -> Iterator[None]:
         yield
     except BackPressureError:
         raise QueueFullError from None
-    except RayTaskError:  # an exception in the replica that is not an error of moegguf
+    except RayTaskError:  # an exception in the replica that is not a moegguf error
         raise
     except (RayError, RayServeException) as error:
         raise WorkerError(

@@ -48,7 +48,7 @@ def rank(holder: int | None, queues: Sequence[int]) -> list[list[int]]:
     Ray chooses the least loaded replica of the first rank in which not all are full, and the first of equally loaded
     replicas. `holder` is the index of the replica that has the conversation, or None. This replica is the first rank,
     unless it has at least MAX_IMBALANCE more requests than the least loaded replica: then waiting would cost more than
-    computing anew. All other replicas are one rank.
+    recomputing. All other replicas are one rank.
     """
     preferred = [] if holder is None or queues[holder] - min(queues) >= MAX_IMBALANCE else [holder]
     rest = [i for i in range(len(queues)) if i not in preferred]
