@@ -383,7 +383,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
-    library output does not mix with the result. Also makes this process end when its parent ends."""
+    library output does not mix with the result. Also makes this process exit when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

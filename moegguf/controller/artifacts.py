@@ -64,7 +64,7 @@ class Artifacts:
 
     @property
     def user_folder(self) -> Path:
-        """The folder for this model in the user's data folder."""
+        """The model's folder in the user's data folder."""
         return data_folder() / "models" / self.fingerprint
 
     def folders(self) -> Iterator[Path]:

@@ -78,8 +78,8 @@ class Eamc:
         """Adds the rEAM of a request. If the collection is full, the new rEAM replaces the entry most similar to it,
         which keeps the entries diverse (appendix B.1).
 
-        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one
-        without counts, with NaN, infinite or negative counts, or of the wrong shape.
+        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one of
+        the wrong shape, without counts, or with NaN, infinite or negative counts.
         """
         if ream.shape != self._table:
             return False

@@ -365,12 +365,10 @@ class Session:
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Returns {name of a tier: its figures}, with times in ns. The tier from which layers compute comes first.
-
-        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if there are slots
-        below it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM.
-        "VRAM" counts the lookups of the layers that devices compute. "RAM" below it counts the lookups that missed in
-        VRAM.
+        """Returns {name of a tier: its figures}, with times in ns. If no device has slots, "RAM" is the only tier.
+        Otherwise "VRAM" comes first, followed by "RAM" if slots in RAM back those in VRAM. The last entry is "CPU" if
+        some layers run on the CPU, which has separate slots for them in RAM. "VRAM" counts the lookups of layers that
+        run on devices. "RAM" after it counts the lookups that missed in VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}

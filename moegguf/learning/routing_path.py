@@ -48,7 +48,7 @@ from moegguf.trace.trace import Trace
 BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
 MIN_SHARE = 1e-3  # shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is computed
-PRIOR_TOKENS = 1.0  # popularity is weighted like this number of tokens in a token id's statistics
+PRIOR_TOKENS = 1.0  # popularity counts as much as this many tokens in a token id's statistics
 N_POWER = 4  # power iterations for the largest singular values
 MASKED = np.float32(-1e9)  # attention score of positions that a token must not attend to
 VALIDATION_SHARE = 0.1

@@ -65,7 +65,7 @@ class LoadedName:
 class LoadedModel:
     """A model in memory. Sizes in bytes are planned, not measured."""
 
-    name: str  # name of the first of `names`; if `names` is empty, the entry's name
+    name: str  # `names[0].name`, or the entry's name if `names` is empty
     digest: str
     pid: int
     n_ctx: int

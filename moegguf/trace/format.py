@@ -50,7 +50,7 @@ class Block(NamedTuple):
     n_pass: Count
     n_tokens: Count
     inputs: Flag  # 1: the block has the routers' inputs
-    batches: Flag  # 1: the block has the request and phase of each token, because passes have tokens of several
+    batches: Flag  # 1: passes mix requests or phases, so the block stores them for each token
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
