@@ -91,7 +91,7 @@ def prepare(
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
-    # divides: True if the plan, not the caller's options, decides which layers devices compute
+    # divides: True if the plan, not the caller's options, decides which layers run on devices
     divides = received = plan is not None
     if plan is None:
         memory = read_memory()
@@ -103,7 +103,7 @@ def prepare(
     options |= _keywords(layout, spec, plan)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    if not (hooks or received):  # the plan chose passes for its slots, but without hooks there are no slots
+    if not (hooks or received):  # the plan chose the pass length for its slots, but without hooks there are no slots
         options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
@@ -156,8 +156,8 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
-    """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they may be
-    used. Raises the same errors as `read_layout`, and OptionError if the model lacks required heads."""
+    """Reads the layout of the parts of a model that are loaded. Draft heads are included only if they may be used.
+    Raises the same errors as `read_layout`, and OptionError if the model lacks required heads."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 
@@ -168,7 +168,7 @@ def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | No
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
-    """Returns the source of the speeds that are used to compare this load's placements."""
+    """Returns the source of the speeds for comparing this load's placements."""
     return KnownSpeeds(layout, spec.n_threads or count_cpus(), spec.store.repack)
 
 

@@ -213,7 +213,7 @@ def _affinity() -> set[int]:
 
 
 class ProcessorUse:
-    """Measures the processor time that other processes use on the `n_cpu` logical CPUs that this process may use."""
+    """Measures the CPU time that other processes use on the `n_cpu` logical CPUs that this process may use."""
 
     def __init__(self) -> None:
         self._cpus = _affinity()
@@ -229,8 +229,7 @@ class ProcessorUse:
         return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
 
     def _read(self) -> tuple[float, float, float]:
-        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and the processor time of this
-        process."""
+        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and this process's CPU time."""
         times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
         busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
         return time.perf_counter(), busy_s, time.process_time()
@@ -292,8 +291,7 @@ def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
     """Returns the combined speed, in bytes per second, at which `n_threads` threads read main memory, each from its own
     buffer.
 
-    The result is the best of several measurements, because other processes may have used the processors during the
-    others.
+    The result is the best of several measurements, because other processes may slow some of them down.
     """
     import numpy as np
 

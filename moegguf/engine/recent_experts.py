@@ -31,7 +31,7 @@ class RecentExperts(RoutingListener):
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
     def begin(self) -> None:
-        """Starts recording experts before a prompt is computed. A second call does nothing."""
+        """Starts recording experts before a prompt is evaluated. A second call does nothing."""
         self._session.listeners.remove(self)
         self._session.listeners.add(self)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-# maximum memory, in bytes, that a plan allows for pages of row tables; it counts as memory for weights
+# maximum memory, in bytes, that a plan allows for pages of row tables; it is counted as memory for weights
 ROW_PAGES_BYTES = 64 << 20
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
