@@ -41,7 +41,7 @@ def _limit(memory_bytes: int, cpu_s: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its stdin closes."""
+    """Terminates this process when its stdin closes."""
     sys.stdin.buffer.read()
     os._exit(1)
 

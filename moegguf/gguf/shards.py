@@ -32,7 +32,7 @@ class ShardName(NamedTuple):
 
 def parse_shard_name(stem: str) -> ShardName:
     """Splits a shard's path or name, given without ".gguf", into its parts. The word "of" may be in upper or lower
-    case. A name without shard numbers counts as shard 1 of 1."""
+    case. A name without shard numbers is treated as shard 1 of 1."""
     match = _SHARD_STEM.fullmatch(stem)
     return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
@@ -85,7 +85,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     together.
 
     Raises ModelNotFoundError when a file is missing. Raises ModelFormatError when a file is damaged, is not the shard
-    that its name promises, or belongs to another model.
+    that its name indicates, or belongs to another model.
     """
     path = Path(path)
     first = read_gguf(path)

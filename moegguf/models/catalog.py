@@ -43,13 +43,13 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that are currently available. Each call reads the sources, so changes by other processes are seen. Any
-    thread may call any method.
+    """The models that are currently available. Each call rereads the sources, so it sees changes by other processes.
+    Any thread may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file on the machine.
 
-    given: additional models, which are found before the models of all sources except paths.
+    given: additional models, which take precedence over all sources except paths.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:

@@ -89,7 +89,7 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name of a model, made from the name of its first file. Raises ModelNameError if the file's name
+    """Returns the name of a model, derived from the name of its first file. Raises ModelNameError if the file's name
     cannot be a model's name."""
     return parse_name(_plain_name(path.name)).canonical
 
@@ -340,7 +340,7 @@ def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] 
 
 
 def _display_name(name: Name) -> str:
-    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not make a valid name."""
+    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not form a valid name."""
     full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
     if full.host != OLLAMA_HOST:
         return full.canonical
