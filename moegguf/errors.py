@@ -130,8 +130,8 @@ class WorkerError(MoeggufError, RuntimeError):
 
 
 class DeviceLostError(WorkerError):
-    """A GPU failed while it ran a model, and the worker process exited. The next request loads the model again without
-    this GPU."""
+    """A GPU failed while it ran a model, and the worker process exited. The next request reloads the model without this
+    GPU."""
 
 
 class BatchFileError(MoeggufError, ValueError):

@@ -253,8 +253,8 @@ def _choice(option: Option, text: str) -> str:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
-    """Returns a parser that checks an option's text with `parse` and returns the text unchanged. The text is parsed
-    again when the option is used."""
+    """Returns a parser that checks an option's text with `parse` and returns the text unchanged. The text is reparsed
+    when the option is used."""
     return lambda _, text: (parse(text), text)[1]
 
 

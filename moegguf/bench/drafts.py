@@ -53,7 +53,7 @@ def forced(tokens: Sequence[int]) -> Iterator[None]:
 
 def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
     """Makes the engine generate `text`, truncated to LONGEST tokens, as its answer to `prompt`. Returns the seconds
-    from the answer's first token to its end, and the counters for that interval."""
+    from the first token to the end of the answer, and the counters for that interval."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
     with forced(tokens), nullcontext() if with_drafts else undrafted(engine):
         (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))

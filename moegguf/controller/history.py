@@ -26,7 +26,7 @@ MOST_REQUESTS = 256
 
 @dataclass
 class Request:
-    """The token counts of one request that has not ended."""
+    """The token counts of one unfinished request."""
 
     counts: Counts  # the rEAMs, (phase, n_layer, n_expert)
     last_pass: int = 0  # number of the last pass that had tokens of this request
@@ -56,8 +56,8 @@ class History:
         self.sequence = -1  # number of the last event's request, or of the first one if there are several
         self.phase = Phase.PREFILL
         self.new_pass = False  # True: the last event began a pass
-        self.new_request = False  # True: the last event had tokens of a request that was not seen before
-        self.requests: dict[int, Request] = {}  # {sequence: request} of requests that have not ended
+        self.new_request = False  # True: the last event had tokens of a new request
+        self.requests: dict[int, Request] = {}  # {sequence: request} of unfinished requests
         self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
         self._present: frozenset[int] = frozenset()  # sequences of the current pass

@@ -54,8 +54,8 @@ class Watchdog:
     At the end of a trial the medians of the periods decide whether prefetching stays on until the next trial.
 
     If a pass decodes one token for each of several sequences, these count as a single token. A trial compares passes
-    with the same number of sequences. Other passes do not count. After more than `off_tokens` other passes in a row,
-    the trial restarts with the last pass's number of sequences.
+    with the same number of sequences. Other passes are ignored. After more than `off_tokens` other passes in a row, the
+    trial restarts with the last pass's number of sequences.
 
     Prefetching can save at most the time that the link spends copying. `link_ns` returns the link's busy time so far in
     ns. With a `link_ns`, a trial begins only if the link was busy for at least the share `busy` of a token's time

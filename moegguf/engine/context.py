@@ -188,7 +188,7 @@ class Context:
         return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
-        """Raises CallbackError if a policy, predictor or listener of this model is the caller. Such a call would never
+        """Raises CallbackError if the caller is a policy, predictor or listener of this model. Such a call would never
         return, because the model waits until its callback has returned."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(

@@ -183,8 +183,8 @@ class ModelDrafts:
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
         """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
-        if `draft` is "auto" and the model is not batch-invariant. Also drafts nothing if the model's state cannot be
-        rolled back; warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
+        if `draft` is "auto" and the model is not batch-invariant. Also does nothing if the model's state cannot be
+        rolled back; then warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
         differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return

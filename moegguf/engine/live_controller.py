@@ -95,7 +95,7 @@ class LiveController:
         self._measured: Measured | None = None
         self._listening = False
         self._has_absent_experts = True  # True: some experts may have no slot
-        self._n_ended = 0  # number of requests that have ended
+        self._n_ended = 0  # number of finished requests
         self._choose_tiers()
         if self.options.is_plain:
             return
@@ -116,7 +116,7 @@ class LiveController:
             self.update()
 
     def _build(self, plain: bool = False) -> None:
-        """Makes the controller that the options choose. plain: as in `_choose`. Every failure is raised as a
+        """Creates the controller that the options choose. plain: as in `_choose`. Every failure is raised as a
         MoeggufError."""
         policy: str | AnyPolicy = self.options.policy
         predictor, prefetch = self.options.predictor, self.options.prefetch

@@ -1,6 +1,6 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-This class only connects other objects: the loader makes them, the context evaluates tokens, and the session holds the
+This class only connects other objects: the loader creates them, the context evaluates tokens, and the session holds the
 experts. All keywords of llama-cpp-python's class are still accepted.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model. The experts of a Mixture of Experts use no more memory than a given budget.
+    """A GGUF model. The experts of a Mixture-of-Experts model use no more memory than a given budget.
 
     Example:
         >>> import moegguf
@@ -475,7 +475,7 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(True)
 
     def resume(self) -> None:
-        """Allows evaluation again after `cancel`.
+        """Re-enables evaluation after `cancel`.
 
         Example:
             >>> llm.resume()

@@ -1,4 +1,4 @@
-"""Plans one load: makes a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
+"""Plans one load: builds a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
 llama.cpp from both.
 
     options ─► LoadSpec (load_spec.py) ─► Sizes (memory.py) ─► solver.py over a Machine (machine.py, devices.py) ─► Plan
@@ -173,8 +173,8 @@ def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
 
 
 def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: MeasureSpeeds) -> Plan:
-    """Makes the plan of a load on a machine. Speeds and hit rates are looked up only if the machine has one device and
-    the layers are not divided.
+    """Creates the plan for a load on a machine. Speeds and hit rates are looked up only if the machine has one device
+    and the layers are not divided.
 
     measure: returns the speeds of a device with the model. Raises BudgetError or OptionError. Also raises OptionError
     if a device that must be used has no kernel for the model's experts.
@@ -198,6 +198,6 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
 
 
 def plan_here(layout: ExpertLayout, spec: LoadSpec) -> Plan:
-    """Makes the plan of a load on this machine in its current state. Raises BudgetError or OptionError."""
+    """Creates the plan for a load on this machine in its current state. Raises BudgetError or OptionError."""
     machine = Machine(read_memory(), devices=choose_gpus(layout, spec) or ())
     return plan_load(layout, spec, machine, known_speeds(layout, spec).speeds)

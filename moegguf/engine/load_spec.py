@@ -1,6 +1,6 @@
 """`LoadSpec`: the options of one load, each checked once.
 
-Commands, servers and `Llama` make a LoadSpec from one table (`moegguf.options`), and plans read no other options.
+Commands, servers and `Llama` build a LoadSpec from one table (`moegguf.options`), and plans read no other options.
 """
 
 from __future__ import annotations

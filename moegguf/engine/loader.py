@@ -136,7 +136,7 @@ class Loader:
             self.session.attach_context(params)
 
     def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
-        """Calls `construct`, which makes llama.cpp's model and context. If there is an expert store, makes the
+        """Calls `construct`, which creates llama.cpp's model and context. If there is an expert store, creates the
         controller in another thread, while llama.cpp reads the headers and the vocabulary."""
         session = self.session
         if session is None:

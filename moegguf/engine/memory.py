@@ -1,7 +1,7 @@
 """The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
-`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so a context length and a
+`Sizes.of` derives the sizes from the load's options. The estimates use only file headers, so a context length and a
 budget can be planned before anything is loaded. They are meant as upper bounds; llama.cpp prints the actual sizes while
 it loads.
 """

@@ -1,7 +1,7 @@
-"""The plan of a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
+"""The plan for a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
 
 A slot holds one expert of any layer: one place in the arena of each kind of matrix (such as gate, up and down).
-`solver.make_plan` makes a plan before anything is loaded; workers receive it.
+`solver.make_plan` creates a plan before anything is loaded; workers receive it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a load: what each memory holds, the context, and the tokens of a pass."""
+    """The plan for a load: what each memory holds, the context, and the tokens of a pass."""
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int

@@ -481,7 +481,7 @@ class PrefixCache:
             n_done = min(n_added, read.fill())
         if n_done < len(parts):
             self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
-            for unusable in parts[n_done:]:  # deleted, so that they are written again
+            for unusable in parts[n_done:]:  # deleted, so that they are rewritten
                 self._store.delete(_name(kind, unusable))
         self._pool.submit(self._store.touch, [_name(kind, part) for part in parts[:n_done]])
         return n_done
@@ -691,7 +691,7 @@ def _hash(*parts: str | bytes) -> str:
 
 
 def _n_streams(llm: UpstreamLlama) -> int:
-    """Returns the number of streams into which the KV cache is divided. With more than one, each sequence has its own
+    """Returns the number of streams that the KV cache is divided into. With more than one, each sequence has its own
     cells, which llama.cpp can only copy as a whole to another sequence."""
     params = llm.context_params
     return 1 if params.kv_unified else int(params.n_seq_max)

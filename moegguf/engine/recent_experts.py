@@ -1,6 +1,6 @@
 """Keeps the ids of the experts that the last token of a model's latest prompt used, in the folder of computed contexts.
 
-These experts are prefetched when the model is loaded again, so that a continued conversation waits for fewer experts.
+These experts are prefetched when the model is reloaded, so that a continued conversation waits for fewer experts.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RowTables:
             self.drop_pages()
 
     def drop_pages(self) -> None:
-        """Drops the pages from memory. Later look-ups read the rows from the file again."""
+        """Drops the pages from memory. Later look-ups reread the rows from the file."""
         for table in self._tables:
             shard = self._layout.shards[table.shard]
             for begin, n_bytes in _mapped(shard.path, table):

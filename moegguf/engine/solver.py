@@ -115,7 +115,7 @@ class Task:
 
     @classmethod
     def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Makes a task from these options. Raises the same errors as `Sizes.of`."""
+        """Creates a task from these options. Raises the same errors as `Sizes.of`."""
         return cls(layout, machine, spec, Sizes.of(layout, spec))
 
     @property
@@ -735,7 +735,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
 
 
 class _SlotsPlanner:
-    """Makes a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
+    """Creates a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
 
     Raises BudgetError, and OptionError for a split or budgets that do not fit the devices.
     """

@@ -146,8 +146,8 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """Makes speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts are
-    damaged."""
+    """Creates the speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts
+    are damaged."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 

@@ -2,7 +2,7 @@
 
 Without this pool, a build without OpenMP would create and destroy threads for every part of a graph. The expert hook
 splits the graph at every layer, so a tiny model would run at a tenth of its speed. OpenMP keeps its own threads between
-parts. With OpenMP the pool only fixes the number of parts into which sums are divided (patches/fixed-partitions.patch).
+parts. With OpenMP, the pool only fixes the number of parts that sums are divided into (patches/fixed-partitions.patch).
 So results have the same bits when fewer threads run.
 """
 

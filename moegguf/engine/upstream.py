@@ -224,7 +224,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the keywords of the constructor: unpickling loads the model again."""
+        """Returns the keywords of the constructor: unpickling reloads the model."""
         return self._keywords
 
     def __copy__(self) -> Self:

@@ -1,5 +1,5 @@
-"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as float32 arrays, and the rule by which
-`build_moe_ffn` (llama-graph.cpp) chooses experts."""
+"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as float32 arrays, and the rule that
+`build_moe_ffn` (llama-graph.cpp) uses to choose experts."""
 
 from __future__ import annotations
 

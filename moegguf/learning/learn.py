@@ -1,4 +1,4 @@
-"""Learns the arrays that strategies need from one trace of a model, and saves them beside the model or in the user's
+"""Learns the arrays that strategies need from one trace of a model, and saves them next to the model or in the user's
 folder.
 
 Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:

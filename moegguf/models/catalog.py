@@ -2,8 +2,8 @@
 
 Sources, in this order: paths of files (where allowed), entries given to the catalog, the demo, MOEGGUF_MODELS, our
 index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first one
-found is used. The only files that are ever deleted are our own, and files in the Hugging Face cache that no name uses
-any more.
+found is used. The only files ever deleted are our own, and files in the Hugging Face cache that are no longer used by
+any name.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Catalog:
         return self._save(make, target)
 
     def remove(self, name: str) -> ModelEntry:
-        """Removes the name, and returns the removed model. Also deletes uploaded files that no name uses any more, and
-        files in the Hugging Face cache that only removed names use.
+        """Removes the name, and returns the removed model. Also deletes uploaded files that are no longer used by any
+        name, and files in the Hugging Face cache that only removed names use.
 
         Raises ModelNotFoundError if there is no such model, OptionError if the model's source is read-only, and
         PullError when a file cannot be deleted.

@@ -128,8 +128,8 @@ def blob_name(digest: str) -> str:
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """Returns 64 hex digits that identify the contents of the files. If the name of each file, or of the file to which
-    it links, is a SHA-256, these names are used and no file is read.
+    """Returns 64 hex digits that identify the contents of the files. If the name of each file, or of the file that it
+    links to, is a SHA-256, these names are used and no file is read.
 
     Otherwise the digest is computed from each file's size, first MiB and last MiB, because hashing all of a 200 GB
     model would take minutes. These parts contain the beginning of the header, and weights that differ between training

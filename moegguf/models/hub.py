@@ -500,7 +500,7 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
         if file.is_cached or not file.is_at(path):
             return file.is_cached and path.samefile(file.blob)
         file.blob.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # a file system without hard links: the next call computes the digest again
+        with suppress(OSError):  # a file system without hard links: the next call recomputes the digest
             os.link(path, file.blob)
         return True
 
@@ -509,8 +509,8 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
 
 
 def link_files(files: Sequence[HubFile], folder: Path) -> None:
-    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that no path
-    uses any more. Raises PullError."""
+    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that are no
+    longer used by any path. Raises PullError."""
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path

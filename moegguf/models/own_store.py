@@ -213,7 +213,7 @@ def sets_folder() -> Path:
 
 
 class BlobStore:
-    """The uploaded files (blobs) in the data folder, and the sets made of them."""
+    """The uploaded files (blobs) in the data folder, and the sets built from them."""
 
     def __init__(self) -> None:
         self.folder = data_folder() / "blobs"

@@ -197,7 +197,7 @@ def repo_folder(repo: str, cache: Path) -> Path:
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
     """Yields every complete model in the cache, except models that no tag selects. If several commits have a model of
     the same name, yields the model in the commit of `main`, or else in the newest commit. With `text`, yields only
-    models to which this Hub name may refer. `hidden` holds keys of names to leave out."""
+    models that this Hub name may refer to. `hidden` holds keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -234,7 +234,7 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
     """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
-    Keeps a blob to which other files of the same repository link. Raises PullError when a file cannot be deleted.
+    Keeps a blob that other files of the same repository link to. Raises PullError when a file cannot be deleted.
     """
     repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
     snapshots = repository / "snapshots"

@@ -1,4 +1,4 @@
-"""Makes predictors by name. Most predictors implement a method from a paper. `base.Predictor` is their interface."""
+"""Creates predictors by name. Most predictors implement a method from a paper. `base.Predictor` is their interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """Returns a function that makes the predictor from the first usable NAME.safetensors in search order. If there are
-    files, but none is usable, the function warns and returns NoPrediction. It raises OptionError if there is no
+    """Returns a function that creates the predictor from the first usable NAME.safetensors in search order. If there
+    are files, but none is usable, the function warns and returns NoPrediction. It raises OptionError if there is no
     file."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
