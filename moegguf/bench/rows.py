@@ -47,7 +47,7 @@ class Figure(NamedTuple):
     """One figure about the store, and its column in the table. The value in a row is the median over the repetitions of
     all rounds."""
 
-    # Computes the figure from a repetition's counters and the file's reading speed in bytes/s
+    # Computes the figure from a repetition's counters and the file's read speed in bytes/s
     of: Callable[[Stats, float], float]
     title: str = ""  # title of the figure's column in the table; "": no column
     factor: float = 1  # the table shows the value times this factor

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-# Number of tokens in the context for a turn. When the context is full, it is cut back to where decoding began.
+# Number of tokens in the context for a turn. A full context is truncated to the position at which decoding began.
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 

@@ -34,8 +34,8 @@ class Forecast:
         self._known.clear()
 
     def begin_pass(self, predictor: Predictor) -> None:
-        """Discards all predictions. Then predicts the first layers, as far as the window reaches, before any routing
-        event of the pass. Raises the same errors as `advance`."""
+        """Discards all predictions. Then predicts the first layers, up to the window's length, before any routing event
+        of the pass. Raises the same errors as `advance`."""
         self.clear()
         self._predict(predictor, row=-1)
 

@@ -53,8 +53,8 @@ _ABORTED = "llama_decode returned 2"  # our abort callback stopped the pass, aft
 
 
 class ClosedModel:
-    """Takes the place of the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute
-    raises ClosedError."""
+    """Replaces the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute raises
+    ClosedError."""
 
     def __getattr__(self, _name: str) -> Any:
         raise ClosedError("the model is closed; load it again.")

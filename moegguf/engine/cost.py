@@ -106,7 +106,7 @@ class Speeds:
     device_node_s: float = 0.0  # seconds that a small graph node takes on the device
     cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
-    source: str = ""  # origin of these speeds, in words
+    source: str = ""  # origin of these speeds, as text
     device_dense_bytes_per_s: float = 0.0  # speed for weights outside experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 

@@ -186,7 +186,7 @@ class LiveController:
                 predictor="none" if plain else measured.predictors.get(str(options.policy), "none")
             )
         elif plain or self.n_sequences > 1 or options.predictor is not None or options.prefetch is False:
-            # passes of several sequences leave the link no time to prefetch (`docs/evidence/batches.md`)
+            # passes with several sequences leave the link no time for prefetching (`docs/evidence/batches.md`)
             found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED

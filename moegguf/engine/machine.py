@@ -1,7 +1,7 @@
 """Reads how much memory and how many CPUs this process may use, and the read speeds of the disk and of memory.
 
-Free memory is the least that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed). Cgroup
-files are read below `root`, so that tests can supply their own files.
+Free memory is the smallest amount that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed).
+Cgroup files are read below `root`, so that tests can supply their own files.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """Returns the memory that this process may still use: the least that the machine and every cgroup allow."""
+    """Returns the memory that this process may still use: the smallest amount that the machine or any cgroup allows."""
     machine = psutil.virtual_memory()
     total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):

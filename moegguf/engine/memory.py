@@ -71,8 +71,8 @@ class MemoryNeeds:
     """Estimated bytes that a model needs in addition to its slots, with a given context and number of tokens in a
     pass."""
 
-    # Weights that are not in slots, without the projector's. In RAM, this includes the memory counted for pages of row
-    # tables (`row_pages_bytes`). On devices, token embeddings are not counted.
+    # Weights that are not in slots, excluding the projector's. In RAM, this includes the memory counted for pages of
+    # row tables (`row_pages_bytes`). On devices, token embeddings are not counted.
     dense_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
@@ -263,8 +263,8 @@ class Sizes:
         return not self.on_device if self.flash_attn is None else self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
-        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass gets its size from
-        the context. The number of sequences is lowered to what the context and the batch allow.
+        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass size is derived
+        from the context. The number of sequences is lowered to what the context and the batch allow.
 
         Raises OptionError for an impossible number of sequences.
         """

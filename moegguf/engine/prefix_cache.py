@@ -63,7 +63,7 @@ SCRATCH = MAX_SEQUENCES - 1
 MOST_QUEUED_BYTES = 64 << 20
 MOST_STEP_TOKENS = 512  # maximum number of tokens between two kept states, unless `StateCost.step` needs more
 STEP_COST = 0.05  # time spent keeping states, as a share of token compute time (a target: `StateCost.step`)
-STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may occupy
+STATES_SHARE = 0.5  # share of the store's limit that one conversation's states may occupy
 FORMAT = 2  # version of the data that is hashed into block names
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of block names, by kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
@@ -287,8 +287,8 @@ class PrefixCache:
 
     @property
     def form(self) -> str:
-        """The kinds of data that are kept, in words: "whole states", or "blocks", possibly followed by "and windows"
-        and "and states"."""
+        """The kinds of data that are kept, as text: "whole states", or "blocks", possibly followed by "and windows" and
+        "and states"."""
         if not self._has_cells:
             return "whole states"
         kept = ["blocks"]

@@ -532,9 +532,8 @@ def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int)
     """Divides `total` slots in RAM. Returns (slots for layers that run on the CPU, slots from which devices fill their
     own slots).
 
-    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU has at least
-    `least_on_cpu` slots. Devices get at least one of
-    the slots unless `n_below` is 0.
+    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU gets at least
+    `least_on_cpu` slots. Devices get at least one slot unless `n_below` is 0.
     """
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
@@ -627,8 +626,8 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
     """Returns the index of the device that runs each layer, or ON_CPU (llama-model.cpp, load_tensors).
 
     Layers go to devices in order, as llama.cpp splits a model. The last `n_gpu_layers` layers run on devices, and the
-    output is counted as the very last one; -1: every layer and the output. n_layer: number of layers that llama.cpp
-    counts. Raises OptionError for an invalid split.
+    output is counted as the last one; -1: every layer and the output. n_layer: number of layers that llama.cpp counts.
+    Raises OptionError for an invalid split.
     """
     split = np.asarray(tensor_split, np.float32)
     if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:

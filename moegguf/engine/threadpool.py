@@ -19,7 +19,7 @@ from moegguf.engine.machine import ProcessorUse
 from moegguf.errors import AllocationError
 from moegguf.native import library
 
-PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
+PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: at least 528 bytes
 PERIOD_S = 0.25  # minimum seconds between decisions; the system counts CPU time in steps of 0.01 s
 IDLE_S = 0.25  # the measured processor use is ignored after this many seconds without a pass
 MEMORY_S = 10.0  # seconds for which a measured time per token remains valid

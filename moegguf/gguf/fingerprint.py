@@ -43,7 +43,7 @@ def fingerprint(layout: ExpertLayout) -> str:
 @functools.lru_cache(maxsize=16)
 def header_digest(shards: tuple[Shard, ...]) -> str:
     """Returns 32 hex digits of a SHA-256 over the headers and sizes of all shards. A different vocabulary, shape or
-    type gives a different digest. Raises ExpertIOError when a file cannot be read."""
+    type results in a different digest. Raises ExpertIOError when a file cannot be read."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())

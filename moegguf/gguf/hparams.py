@@ -73,7 +73,7 @@ class Keys:
 
     def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
         """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's single number repeated for every
-        layer. A missing key gives zeros. Raises an error for an array of the wrong length."""
+        layer. Returns zeros for a missing key. Raises an error for an array of the wrong length."""
         value = self.metadata.get(f"{self.arch}.{name}", 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:

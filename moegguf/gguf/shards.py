@@ -55,9 +55,9 @@ def shards_of(path: Path) -> tuple[Path, ...]:
 def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tuple[Path, ...]:
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
-    `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. A copy whose
-    name ends with -00001-of-N (N shards) has the other copies beside it, numbered in the same way. Beside a first copy
-    with any other name, the other copies have the shards' own names.
+    `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. If the name of
+    the first copy ends with -00001-of-N (N shards), the other copies are in the same folder, numbered in the same way.
+    If it has any other name, the other copies there have the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():

@@ -59,8 +59,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
-    """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones were computed for the
-    token. There are no samples for the first layer with experts."""
+    """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones processed the token.
+    There are no samples for the first layer with experts."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])

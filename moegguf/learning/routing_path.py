@@ -320,8 +320,8 @@ class PathTrainee(Trainee):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the network. Returns the network's arrays, which depend only on the trace, the options and the number of
-    threads, and facts about the training."""
+    """Trains the network. Returns the network's arrays, and facts about the training. The arrays depend only on the
+    trace, the options and the number of threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
     validation = held_out(trace.select(samples.sequences), VALIDATION_SHARE, options.seed)

@@ -1,6 +1,6 @@
 """Finds, lists, copies, creates and removes the models of this machine by name.
 
-Sources, in this order: paths of files (where allowed), entries given to the catalog, the demo, MOEGGUF_MODELS, our
+Sources, in this order: paths of files (where allowed), entries passed to the catalog, the demo, MOEGGUF_MODELS, our
 index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first one
 found is used. The only files ever deleted are our own, and files in the Hugging Face cache that are no longer used by
 any name.

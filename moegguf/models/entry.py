@@ -133,7 +133,7 @@ def digest_of(files: tuple[Path, ...]) -> str:
 
     Otherwise the digest is computed from each file's size, first MiB and last MiB, because hashing all of a 200 GB
     model would take minutes. These parts contain the beginning of the header, and weights that differ between training
-    runs. A change that is only between these parts is not noticed. Raises OSError.
+    runs. A change that affects only the bytes between these parts is not detected. Raises OSError.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]

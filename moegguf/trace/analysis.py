@@ -74,8 +74,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 
 def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label are a kind,
-    too."""
+    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label form a kind of
+    their own."""
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)

@@ -83,7 +83,7 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    If `inputs` is True, the routers' inputs are also recorded, as far as events have them. The constructor raises
+    If `inputs` is True, the routers' inputs are also recorded for events that contain them. The constructor raises
     TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording stops, and
     the model keeps running. close() then raises the error.
     """

@@ -68,8 +68,8 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
     """Returns a new predictor, for a predictor's name or "FILE.py:CLASS".
 
     Returns `NoPrediction`, after a warning, if all trained files for the predictor are damaged or belong to other
-    models. Raises OptionError for an unknown name, for a predictor without any trained file, and for a class that
-    cannot be used.
+    models. Raises OptionError for an unknown name, for a predictor without a trained file, and for a class that cannot
+    be used.
     """
     check_predictor(name)
     if not names_file(name):
