@@ -1,5 +1,5 @@
-"""Makes the commands and environments of child processes that run modules of this package, and kills child processes. A
-child searches for modules in the same folders as this process."""
+"""Builds the commands and environments for child processes that run modules of this package, and kills child processes.
+A child searches for modules in the same folders as this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def kill_child(child: Process) -> None:
-    """Kills a process, unless it has ended. Does not call `Process.kill`, because this call may collect the exit code.
+    """Kills a process, unless it has exited. Does not call `Process.kill`, because that may collect the exit code.
     asyncio's watcher would then miss the code and log "Unknown child process pid"."""
     if child.returncode is None:
         with suppress(ProcessLookupError):

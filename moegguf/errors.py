@@ -52,8 +52,8 @@ class TraceError(MoeggufError, ValueError):
 
 
 class LibraryError(MoeggufError, RuntimeError):
-    """A native library is missing, cannot be built or loaded, or failed to compute. Or another package's `llama_cpp`
-    was imported before moegguf."""
+    """A native library is missing, cannot be built or loaded, or failed during computation. Or another package's
+    `llama_cpp` was imported before moegguf."""
 
 
 class ExpertIOError(MoeggufError, OSError):
@@ -75,8 +75,8 @@ class ForkError(MoeggufError, RuntimeError):
 
 
 class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not an error)
-    """Generation or loading was stopped before it was finished. The caller stopped it, or another request began on the
-    same model."""
+    """Generation or loading was stopped early, either by the caller or because another request began on the same
+    model."""
 
 
 class CallbackError(MoeggufError, RuntimeError):
@@ -94,7 +94,8 @@ class PullError(MoeggufError, OSError):
 
 
 class TemplateError(MoeggufError, ValueError):
-    """A chat template cannot be used: for example it fails, takes too long, writes too much, or leaves out an image."""
+    """A chat template cannot be used: for example it fails, takes too long, produces too much text, or leaves out an
+    image."""
 
 
 class ContextError(MoeggufError, ValueError):
@@ -125,12 +126,12 @@ class QueueFullError(BusyError):
 
 
 class WorkerError(MoeggufError, RuntimeError):
-    """A worker process could not be started, has ended, made no progress with a load, or sent an invalid message."""
+    """A worker process could not be started, has exited, made no progress with a load, or sent an invalid message."""
 
 
 class DeviceLostError(WorkerError):
-    """A GPU failed while a model computed on it, which ended the worker process. The next request loads the model again
-    without this GPU."""
+    """A GPU failed while it ran a model, and the worker process exited. The next request reloads the model without this
+    GPU."""
 
 
 class BatchFileError(MoeggufError, ValueError):

@@ -45,19 +45,19 @@ Kind = Literal[
 class Option:
     """One option of the table."""
 
-    name: str  # mostly a keyword of `Llama`, a parameter of a request, or a field of `Settings` or `Environment`
+    name: str  # usually a keyword of `Llama`, a parameter of a request, or a field of `Settings` or `Environment`
     scope: Literal["load", "request", "server"]  # concerns loading, a request, or the server
     group: str
     help: str
     flags: tuple[str, ...] = ()  # names of the flag; empty: no command has a flag for the option
     metavar: str = ""
-    variable: str = ""  # environment variable without the prefix MOEGGUF_; "": none
+    variable: str = ""  # environment variable without the prefix MOEGGUF_; "": no variable
     kind: Kind = "text"  # decides how the option's text is parsed
     default: str = ""  # description of the default, for the help
     choices: tuple[str, ...] = ()  # allowed values if `kind` is "choice"
     least: float | None = None  # smallest allowed number
     most: float | None = None  # largest allowed number
-    zero_is_default: bool = False  # True: a 0 in the environment counts as unset
+    zero_is_default: bool = False  # True: a 0 in the environment is treated as unset
     often: bool = False  # True: often used, so that the help lists it first
 
     @property
@@ -301,8 +301,8 @@ def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {load option: value} for the parameters of a Modelfile or a request that set one. None, 0 and "" set
-    none. For num_gpu, only None and -1 set none, since 0 means that no layer is on a GPU."""
+    """Returns {load option: value} for the parameters of a Modelfile or a request that set a load option. The values
+    None, 0 and "" set nothing. For num_gpu, only None and -1 set nothing, since 0 means that no layer is on a GPU."""
 
     def is_set(name: str) -> bool:
         value = parameters.get(name)

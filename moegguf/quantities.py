@@ -153,7 +153,7 @@ class Link:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
 
     def seconds(self, n_bytes: float, n_copies: float = 1) -> float:
-        """Returns the seconds that `n_copies` successive copies of `n_bytes` in total take."""
+        """Returns the total duration in seconds of `n_copies` successive copies, which together copy `n_bytes`."""
         return n_bytes / self.bytes_per_s + n_copies * self.latency_s
 
 

@@ -47,12 +47,12 @@ class Held:
     in `Lookups`: (index of its layer among the layers with experts) * n_expert + expert."""
 
     everywhere: Ints  # experts in a slot of any tier
-    computing: Ints  # experts in a slot of the first tier, from which layers compute
+    computing: Ints  # experts in a slot of the first tier, which layers read from
 
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """Lower bounds on the bytes that must be moved to compute the tokens of a repetition."""
+    """Lower bounds on the bytes that must be moved to evaluate the tokens of a repetition."""
 
     read: int  # fewest bytes that must be read from the file
     copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the copy speed is unknown
@@ -119,7 +119,7 @@ class Bounds:
                 self._copies = llama.plan.placement.speeds.copies.bytes_per_s
 
     def held(self) -> Held:
-        """Waits until all transfers have ended. Returns the experts that are then in slots."""
+        """Waits until all transfers have finished. Returns the experts that are then in slots."""
         store = self._session.store
         store.drain()
         rows = [layer.il for layer in self._session.layout.layers]

@@ -1,4 +1,4 @@
-"""Generates the same answers with and without drafts, in turns, and compares the times. The answer texts come from a
+"""Generates the same answers with and without drafts, alternately, and compares the times. The answer texts come from a
 file, not from the model."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forced(tokens: Sequence[int]) -> Iterator[None]:
 
 def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
     """Makes the engine generate `text`, truncated to LONGEST tokens, as its answer to `prompt`. Returns the seconds
-    from the answer's first token to its end, and the counters for that interval."""
+    from the first token to the end of the answer, and the counters for that interval."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
     with forced(tokens), nullcontext() if with_drafts else undrafted(engine):
         (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
@@ -78,11 +78,11 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 
 def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
-    """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row has the
-    median ratio, the ratio of the total times, and draft counters.
+    """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row
+    contains the median ratio, the ratio of the total times, and draft counters.
 
-    The answer texts come from the file `texts`, so they do not depend on the model. The model still computes every
-    token as if the answer were its own.
+    The answer texts come from the file `texts`, so they do not depend on the model. The model still evaluates every
+    token, as for an answer of its own.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}

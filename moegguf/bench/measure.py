@@ -270,8 +270,8 @@ def measure(
 def run_test(
     llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
 ) -> dict[str, Any]:
-    """Runs all repetitions of one test. If the model has an expert store and `probe_s` is not 0, measures the reading
-    speed of the file before and after each repetition. With `bounds`, computes the bound of each repetition after all
+    """Runs all repetitions of one test. If the model has an expert store and `probe_s` is not 0, measures the file's
+    read speed before and after each repetition. With `bounds`, computes the bound of each repetition after all
     repetitions have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
@@ -383,7 +383,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
-    library output does not mix with the result. Also makes this process end when its parent ends."""
+    library output does not mix with the result. Also makes this process exit when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

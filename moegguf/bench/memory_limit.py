@@ -128,8 +128,8 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends, even if the parent was killed by SIGKILL. Works on Linux
-    only."""
+    """Makes the kernel kill this process when its parent exits, even if the parent was killed by SIGKILL. Works on
+    Linux only."""
     with contextlib.suppress(AttributeError, OSError):
         c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
@@ -167,10 +167,10 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def cached_bytes(fd: int) -> int:
-    """Returns how many bytes of an open file are in the page cache; 0 if the system does not report the number to this
-    user."""
+    """Returns how many bytes of an open file are in the page cache; 0 if the system does not disclose the number to
+    this user."""
     stat = os.fstat(fd)
-    # mincore() reports all pages as cached to a user who could not write the file, so its answer would be wrong.
+    # mincore() reports all pages as cached if the user has no write access to the file, so its answer may be wrong.
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:

@@ -19,7 +19,7 @@ from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
-# Called with the name of the current step and the share of the work that is done (0 to 1)
+# Called with the name of the current step and the completed share of the work (0 to 1)
 Progress = Callable[[str, float], object]
 
 
@@ -27,7 +27,7 @@ Progress = Callable[[str, float], object]
 class RecordOptions:
     """Options for recording a trace, in addition to the options of `Llama`.
 
-    If the option `draft` of `Llama` is set, the recorded passes also contain the drafted tokens. A simulation repeats
+    If the option `draft` of `Llama` is set, the recorded passes also contain the drafted tokens. A simulation replays
     these passes, including the drafted tokens that the model rejected.
     """
 
@@ -35,7 +35,7 @@ class RecordOptions:
     inputs: bool = False  # also records the routers' inputs
     temperature: float = 0.8
     seed: int = 0
-    most_tokens: int = 0  # no further prompt is recorded once the run has evaluated this number of tokens; 0: no limit
+    most_tokens: int = 0  # no further prompt is recorded after this many evaluated tokens; 0: no limit
 
 
 def record(

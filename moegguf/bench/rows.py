@@ -1,7 +1,7 @@
-"""Makes result rows: llama-bench's fields, the store's counters, and ratios of systems in the same round.
+"""Builds result rows: llama-bench's fields, the store's counters, and ratios of systems in the same round.
 
 Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). Scripts that read llama-bench's output by column
-name can therefore read these rows, too.
+name can therefore also read these rows.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _ALWAYS = {
 
 
 class Figure(NamedTuple):
-    """Describes one figure about the store, and its column in the table. The value in a row is the median over the
-    repetitions of all rounds."""
+    """One figure about the store, and its column in the table. The value in a row is the median over the repetitions of
+    all rounds."""
 
-    # Computes the figure from a repetition's counters and the file's reading speed in bytes/s
+    # Computes the figure from a repetition's counters and the file's read speed in bytes/s
     of: Callable[[Stats, float], float]
     title: str = ""  # title of the figure's column in the table; "": no column
     factor: float = 1  # the table shows the value times this factor
@@ -197,8 +197,9 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Returns the speed and, if both have one, the stall of `own`, each divided by the value of `other` in the same
-    round (medians over rounds). Also returns whether both systems chose the same tokens."""
+    """Returns the speed of `own` relative to `other` in the same round (median over rounds), and whether both systems
+    chose the same tokens. Also returns the relative stall, if both have stall figures and `other` stalled in every
+    round."""
     theirs = _tests(other, index)
     pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs from the same round
     row: Row = {"error": _error(other)}

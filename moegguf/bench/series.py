@@ -2,7 +2,7 @@
 separate process, under the memory limit if one is set.
 
 Unless the options say otherwise, the model's pages are dropped from the page cache before each run, so that no run
-profits from pages that another run has read. After a run that fails, for example because the limit killed it, its
+benefits from pages that another run has read. After a run that fails, for example because the limit killed it, its
 system is not run again and its rows contain the error. The module bench/measure.py measures one run.
 """
 
@@ -48,12 +48,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-reordering": {"store": {"overlap": False}},
     # ProMoE's ablation (figures 13 and 14) begins with an LRU cache that waits for all experts of a layer (the strategy
     # "none") and adds one feature after another. "step-prefetch" adds prefetching, "step-chunks" reads prefetches in
-    # chunks, and "step-preemption" adds early preemption. Adding reordered inference then gives ProMoE.
+    # chunks, and "step-preemption" adds early preemption. Adding reordered inference then results in ProMoE.
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Variants that change how a device computes prompts. With "no-staging", a pass has at most as many tokens as the
-    # slots can serve. With "staging-N", prompts use N staging tensors instead of the planned number.
+    # Variants that change how a device processes prompts. With "no-staging", a pass has no more tokens than the slots
+    # can serve. With "staging-N", prompts use N staging tensors instead of the planned number.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
     # Variants that change only --placement or only --draft.
@@ -80,7 +80,7 @@ class Test:
 
     @property
     def n_measured(self) -> int:
-        """The number of timed tokens of all sequences together."""
+        """The total number of timed tokens of all sequences."""
         return self.n_parallel * (self.n_prompt + self.n_gen)
 
 
@@ -100,15 +100,14 @@ class Spec:
     feed: "random" tokens as in llama-bench, tokens of the file `text` ("text"), or the model's own most probable tokens
     in the decoding steps ("greedy").
 
-    warm_start: begins with the experts that earlier runs used, and saves the uses of this run.
+    warm_start: starts with the experts that earlier runs used most, and saves this run's expert uses.
 
     vram_cache, mirror, placement: as in `Llama`.
 
     draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
 
-    simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
-    (0: the same number as the CPU). Without vram_cache and placement, the device computes the layers and holds the
-    slots.
+    simulate_link: a link such as "24GB/s,35us" to a simulated device, which runs on `simulate_threads` threads (0: the
+    same number as the CPU). Without vram_cache and placement, the layers run on the device, which also holds the slots.
     """
 
     model: str
@@ -192,7 +191,7 @@ class BenchedSystem:
     label: str  # name on the command line, or the strategy of a system with `compared`
     spec: Spec
     note: str = ""  # details of the run, printed below the table
-    compared: bool = False  # True: the rows of this system contain ratios to each system without `compared`
+    compared: bool = False  # True: this system's rows contain ratios to each system without `compared`
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -313,8 +312,8 @@ def speeds(test: dict[str, Any]) -> list[float]:
 
 
 def test_name(test: dict[str, Any]) -> str:
-    """Returns llama-bench's name for a test: pp512, tg128, pp512+tg128. A depth adds " @ d256" at the end. Eight
-    sequences together add "8x " at the beginning."""
+    """Returns llama-bench's name for a test: pp512, tg128, pp512+tg128. A depth adds the suffix " @ d256". Eight
+    sequences evaluated together add the prefix "8x "."""
     together = f"{test['n_parallel']}x " if test["n_parallel"] > 1 else ""
     parts = [f"pp{test['n_prompt']}" if test["n_prompt"] else "", f"tg{test['n_gen']}" if test["n_gen"] else ""]
     return together + "+".join(filter(None, parts)) + (f" @ d{test['n_depth']}" if test["n_depth"] else "")

@@ -1,8 +1,8 @@
-"""Builds unpatched llama.cpp, in the same release that moegguf uses. pip builds it once from the pinned source, and the
+"""Builds unpatched llama.cpp, at the release that moegguf uses. pip builds it once from the pinned source, and the
 result is kept.
 
 libmoegguf is copied into the folder of these libraries, so that moegguf's own program can load and measure them. The
-program runs with MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.
+program runs with MOEGGUF_HOOKS=0, so that llama.cpp runs without libmoegguf's hooks.
 """
 
 from __future__ import annotations

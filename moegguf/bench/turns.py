@@ -1,4 +1,4 @@
-"""Compares processes that have each loaded a model and take turns computing. `python -m moegguf.bench.turns '<spec as
+"""Compares processes that have each loaded a model and take turns running it. `python -m moegguf.bench.turns '<spec as
 JSON>'` runs one such process.
 
 A process is stopped while other processes have their turn. On a machine whose speed changes within seconds, a ratio of
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-# Number of tokens in the context for a turn. When the context is full, it is cut back to where decoding began.
+# Number of tokens in the context for a turn. A full context is truncated to the position at which decoding began.
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
@@ -66,7 +66,7 @@ class Turn:
 
     n_depth: int = 0  # tokens in the context before the turn, not timed
     n_prompt: int = 0  # tokens of the prompt, evaluated together
-    n_gen: int = 0  # minimum number of tokens to decode one by one after the prompt
+    n_gen: int = 0  # minimum number of tokens that are decoded one by one after the prompt
     seconds: float = 0.0  # minimum duration of decoding, in seconds
 
 
@@ -84,14 +84,14 @@ class Side:
         self.result()  # waits for the first result, which comes when the model is loaded
 
     def start(self, turn: Turn) -> None:
-        """Continues the stopped process, and starts a turn."""
+        """Resumes the stopped process, and starts a turn."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         print(json.dumps(asdict(turn)), file=self._process.stdin, flush=True)
 
     def result(self) -> Figures:
         """Waits until the turn ends, and stops the process. Returns the turn's figures. Raises MoeggufError if the turn
-        failed or the process has ended."""
+        failed or the process has exited."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         figures: dict[str, Any] = json.loads(line) if line else {"error": "a process with a loaded model has ended."}

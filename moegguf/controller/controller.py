@@ -153,8 +153,8 @@ class Controller:
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
         """Reports the next pass to the watchdog. Does nothing without a watchdog. `phase` is DECODE only if the pass
-        has no tokens of a prompt. `n_sequences` is the number of its sequences; drafted tokens may be counted as
-        further sequences."""
+        has no prompt tokens. `n_sequences` is the number of sequences in the pass; drafted tokens may be counted as
+        additional sequences."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -182,8 +182,8 @@ class Controller:
                 self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
-        """Adds the requests that have ended to the EAM collection, if the predictor has one. The store's predictor is
-        off while the collection changes."""
+        """Adds finished requests to the EAM collection, if the predictor has one. The store's predictor is off while
+        the collection changes."""
         learner = self.predictor
         if not isinstance(learner, EamcPredictor):
             return
@@ -231,8 +231,8 @@ class Controller:
                 f"scores must have the shape {self.shape.table} (layers, experts), but have {np.shape(scores)};"
                 " correct the policy"
             )
-        # While a prompt is computed, the policy's scores are not used: each pass of a prompt needs every layer once, in
-        # order. The store's own prefetching of the next layer serves such a pass better than any probability
+        # While a prompt is processed, the policy's scores are not used: each pass of a prompt needs every layer once,
+        # in order. The store's own prefetching of the next layer serves such a pass better than any probability
         # (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
         if phase == Phase.PREFILL:
             self._clear_scores()

@@ -17,8 +17,8 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-# A request that is absent from more than this number of passes in a row counts as ended. The number should exceed the
-# number of passes for which a scheduler may pause a request.
+# A request that is absent from more than this number of passes in a row is assumed to have ended. The number should
+# exceed the number of passes for which a scheduler may pause a request.
 ABSENT_PASSES = 64
 # Maximum number of requests whose rEAMs are kept at the same time, unless a single pass has more requests
 MOST_REQUESTS = 256
@@ -26,7 +26,7 @@ MOST_REQUESTS = 256
 
 @dataclass
 class Request:
-    """The token counts of one request that has not ended."""
+    """The token counts of one unfinished request."""
 
     counts: Counts  # the rEAMs, (phase, n_layer, n_expert)
     last_pass: int = 0  # number of the last pass that had tokens of this request
@@ -35,9 +35,10 @@ class Request:
 class History:
     """Tables (n_layer, n_expert) of counts over the routing seen so far.
 
-    No event marks the end of a request. A request counts as ended after more than ABSENT_PASSES passes in a row without
-    any of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next
-    pass. If there are more than MOST_REQUESTS requests, those that have been absent longest count as ended.
+    No event marks the end of a request. A request is assumed to have ended after more than ABSENT_PASSES passes in a
+    row without any of its tokens. A request that was alone in a pass is also assumed to have ended if a new request is
+    alone in the next pass. If there are more than MOST_REQUESTS requests, those that have been absent longest are
+    assumed to have ended.
     """
 
     def __init__(self, shape: MoeShape) -> None:
@@ -55,8 +56,8 @@ class History:
         self.sequence = -1  # number of the last event's request, or of the first one if there are several
         self.phase = Phase.PREFILL
         self.new_pass = False  # True: the last event began a pass
-        self.new_request = False  # True: the last event had tokens of a request that was not seen before
-        self.requests: dict[int, Request] = {}  # {sequence: request} of requests that have not ended
+        self.new_request = False  # True: the last event had tokens of a new request
+        self.requests: dict[int, Request] = {}  # {sequence: request} of unfinished requests
         self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
         self._present: frozenset[int] = frozenset()  # sequences of the current pass
@@ -101,7 +102,7 @@ class History:
         for sequence in self._present - present if one_by_one else ():
             self._end(sequence)
         for sequence in present:
-            # Removed and inserted again, so that requests are in order of their last use
+            # Removed and reinserted, to keep requests in order of their last use
             request = self.requests.pop(sequence, None)
             self.requests[sequence] = request or Request(np.zeros_like(self._reams))
             self.requests[sequence].last_pass = self._n_pass

@@ -90,7 +90,7 @@ def load(
 ) -> T | None:
     """Returns `build(weights)` for the file's weights. Returns None, after one warning, if the file cannot be used.
 
-    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit. `Weights.array` raises
+    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit the model. `Weights.array` raises
     ValueError for an array that does not fit.
     """
     try:

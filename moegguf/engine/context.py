@@ -49,12 +49,12 @@ Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
 _NO_MEMORY = "llama_decode returned -2"
 _FAILED = "llama_decode returned -3"  # a backend could not compute the graph
-_ABORTED = "llama_decode returned 2"  # our abort callback ended the pass, after a failure or cancel()
+_ABORTED = "llama_decode returned 2"  # our abort callback stopped the pass, after a failure or cancel()
 
 
 class ClosedModel:
-    """Takes the place of the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute
-    raises ClosedError."""
+    """Replaces the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute raises
+    ClosedError."""
 
     def __getattr__(self, _name: str) -> Any:
         raise ClosedError("the model is closed; load it again.")
@@ -63,9 +63,9 @@ class ClosedModel:
 class Requests:
     """Numbers the requests of one context. Calls that generate text run one after the other (`run`).
 
-    Each such call is one request: its first evaluation is the prompt, and all later evaluations decode. Outside such a
-    call, an evaluation in an empty context begins a new request, and later evaluations of single tokens decode. Routing
-    events carry the request's number and phase, because llama.cpp reports neither.
+    Each such call is one request: its first evaluation is the prompt, and all later evaluations belong to the phase
+    DECODE. Outside such a call, an evaluation in an empty context begins a new request, and later evaluations of single
+    tokens belong to DECODE. Routing events carry the request's number and phase, because llama.cpp reports neither.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Context:
         return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
-        """Raises CallbackError if a policy, predictor or listener of this model is the caller. Such a call would never
+        """Raises CallbackError if the caller is a policy, predictor or listener of this model. Such a call would never
         return, because the model waits until its callback has returned."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(
@@ -233,7 +233,7 @@ class Context:
         """Returns a generator that runs `steps`, which evaluate tokens, as one request. Requests of other threads wait
         until this request ends.
 
-        keeps_logits: the request may begin with the logits left by the previous request.
+        keeps_logits: the request may start from the logits that the previous request left.
 
         Raises CallbackError, ClosedError or ForkError.
         """
@@ -382,9 +382,9 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the lock while the `with` block evaluates. A failure restores sequence 0 to its earlier tokens. With a
-        recurrent state, it instead empties the sequence of the failed pass, or all sequences if the pass had several.
-        Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
+        """Holds the lock while the `with` block evaluates tokens. A failure restores sequence 0 to its earlier tokens.
+        With a recurrent state, it instead empties the sequence of the failed pass, or all sequences if the pass had
+        several. Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
         self.check_caller()
         with self.lock:
             self.check_weights()
@@ -423,7 +423,7 @@ class Context:
         """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
 
         None restores the scale that was set at load time, and 0 switches the adapter off. Tokens that are already in
-        the context were computed with their earlier scale, which this class does not record. Does nothing for a model
+        the context were evaluated with an earlier scale, which this class does not record. Does nothing for a model
         without an adapter.
         """
         llm, bindings = self._llm, self._bindings
@@ -526,7 +526,7 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Forgets a sequence's snapshots after a saved state has been written into the sequence, because the snapshots
+        """Discards a sequence's snapshots after a saved state has been written into the sequence, because the snapshots
         belong to other tokens."""
         self._rollback.forget(sequence)
 
@@ -548,7 +548,8 @@ class Context:
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
         """Copies the first `n_tokens` of `source` into `target`, and drops the earlier tokens of `target`. Returns
         False, and changes nothing, if some of the tokens to copy have left a sliding window. With a recurrent state,
-        returns False instead if `source` does not end after these tokens, or has not been evaluated since a rollback.
+        returns False instead if `source` does not have exactly these tokens, or has not been evaluated since a
+        rollback.
         """
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:
@@ -593,7 +594,7 @@ class Context:
         return True
 
     def warm_up(self, n_tokens: int) -> None:
-        """Evaluates a pass of `n_tokens`, so that backends allocate the memory that they keep. Empties the context
+        """Evaluates a pass of `n_tokens`, so that backends allocate their permanent memory now. Empties the context
         afterwards.
 
         All tokens of the pass are identical, so the pass uses few experts.

@@ -52,7 +52,7 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
 
     Does not raise exceptions.
     """
-    environment = _fact(_environment)  # is collected first, because loading the library sets an environment variable
+    environment = _fact(_environment)  # collected first, because loading the library sets an environment variable
     sections: dict[str, Callable[[], Facts]] = {
         "moegguf": _versions,
         "build": _build,
@@ -204,7 +204,7 @@ def _disk(model: str | None) -> Facts:
 def _folders() -> Facts:
     """Returns the path and size of the folders that moegguf uses.
 
-    The models folder is inside the data folder, unless MOEGGUF_MODELS names another. Other programs also use the
+    The models folder is inside the data folder, unless MOEGGUF_MODELS names another one. Other programs also use the
     downloads folder.
     """
     folders: dict[str, Callable[[], Path]] = {
@@ -226,7 +226,7 @@ def folder_size(folder: Path) -> int:
     """Returns the total size, in bytes, of the files below a folder. Skips subfolders that this user may not list.
     Returns 0 if the folder does not exist.
 
-    A file with several hard links counts once. A symbolic link counts as itself, so its target is not counted.
+    Counts a file with several hard links once. Counts a symbolic link itself, not its target.
     """
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):

@@ -1,10 +1,10 @@
 """Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
 
 llama.cpp's own speculative code makes drafts (`native/drafts`, a library that is loaded only when drafts are used).
-There are two kinds of drafts. For the first kind, the sequence's earlier text is searched for its last tokens, and the
+There are two kinds of drafts. For the first kind, the sequence's last tokens are looked up in its earlier text, and the
 tokens that followed them there become the draft. For the second kind, a draft context generates tokens. The draft
-context computes a second, smaller model, or the extra heads in the model's file that predict further tokens
-(multi-token prediction, MTP).
+context runs a second, smaller model, or the extra heads in the model's file that predict further tokens (multi-token
+prediction, MTP).
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Drafts:
     """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
     keys: number of most recent tokens that must occur earlier in the text, for the long and the short n-gram. target,
-    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft`
-    computes the heads of the target's model. `least_key`: a draft is possible only if at least this many of the most
-    recent tokens also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all
-    methods except `close` raise MoeggufError, for example if the vocabularies differ.
+    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` runs
+    the heads of the target's model. `least_key`: a draft is possible only if at least this many of the most recent
+    tokens also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods
+    except `close` raise MoeggufError, for example if the vocabularies differ.
     """
 
     def __init__(
@@ -138,8 +138,9 @@ class Drafts:
 
 def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
     """Returns the layout to load for this `draft` option. The layout includes the model's heads (MTP) if the heads may
-    draft. With "auto", the heads may draft only if flash_attn is not False: without flash attention, the bits of a
-    token depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no heads."""
+    draft. With "auto", the heads may draft only if flash_attn is not False: without flash attention, a token's exact
+    results depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no
+    heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp' needs prediction heads of a supported architecture ({', '.join(HEADS_ARCHS)}), but"
@@ -182,8 +183,8 @@ class ModelDrafts:
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
         """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
-        if `draft` is "auto" and the model is not batch-invariant. Also drafts nothing if the model's state cannot be
-        rolled back; warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
+        if `draft` is "auto" and the model is not batch-invariant. Also does nothing if the model's state cannot be
+        rolled back; then warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
         differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
@@ -231,7 +232,7 @@ class ModelDrafts:
         return context
 
     def close(self) -> None:
-        """Frees everything that makes drafts. Must be called before the model is freed. A second call does nothing."""
+        """Frees everything used for drafting. Must be called before the model is freed. A second call does nothing."""
         if self.drafts is not None:
             self.drafts.close()
         if self._context:

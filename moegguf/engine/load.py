@@ -1,4 +1,4 @@
-"""Plans one load: makes a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
+"""Plans one load: builds a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
 llama.cpp from both.
 
     options ─► LoadSpec (load_spec.py) ─► Sizes (memory.py) ─► solver.py over a Machine (machine.py, devices.py) ─► Plan
@@ -91,7 +91,7 @@ def prepare(
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
-    # divides: True if the plan, not the caller's options, decides which layers devices compute
+    # divides: True if the plan, not the caller's options, decides which layers run on devices
     divides = received = plan is not None
     if plan is None:
         memory = read_memory()
@@ -103,7 +103,7 @@ def prepare(
     options |= _keywords(layout, spec, plan)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    if not (hooks or received):  # the plan chose passes for its slots, but without hooks there are no slots
+    if not (hooks or received):  # the plan chose the pass length for its slots, but without hooks there are no slots
         options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
@@ -156,8 +156,8 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
-    """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they may be
-    used. Raises the same errors as `read_layout`, and OptionError if the model lacks required heads."""
+    """Reads the layout of the parts of a model that are loaded. Draft heads are included only if they may be used.
+    Raises the same errors as `read_layout`, and OptionError if the model lacks required heads."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 
@@ -168,13 +168,13 @@ def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | No
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
-    """Returns the source of the speeds that are used to compare this load's placements."""
+    """Returns the source of the speeds for comparing this load's placements."""
     return KnownSpeeds(layout, spec.n_threads or count_cpus(), spec.store.repack)
 
 
 def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: MeasureSpeeds) -> Plan:
-    """Makes the plan of a load on a machine. Speeds and hit rates are looked up only if the machine has one device and
-    the layers are not divided.
+    """Creates the plan for a load on a machine. Speeds and hit rates are looked up only if the machine has one device
+    and the layers are not divided.
 
     measure: returns the speeds of a device with the model. Raises BudgetError or OptionError. Also raises OptionError
     if a device that must be used has no kernel for the model's experts.
@@ -198,6 +198,6 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
 
 
 def plan_here(layout: ExpertLayout, spec: LoadSpec) -> Plan:
-    """Makes the plan of a load on this machine in its current state. Raises BudgetError or OptionError."""
+    """Creates the plan for a load on this machine in its current state. Raises BudgetError or OptionError."""
     machine = Machine(read_memory(), devices=choose_gpus(layout, spec) or ())
     return plan_load(layout, spec, machine, known_speeds(layout, spec).speeds)

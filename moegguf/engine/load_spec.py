@@ -1,6 +1,6 @@
 """`LoadSpec`: the options of one load, each checked once.
 
-Commands, servers and `Llama` make a LoadSpec from one table (`moegguf.options`), and plans read no other options.
+Commands, servers and `Llama` build a LoadSpec from one table (`moegguf.options`), and plans read no other options.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoadSpec:
     # True: a GPU is required by a vram_cache (also by MOEGGUF_VRAM_CACHE), or by a placement "layers" or "slots" that
     # was passed (not by MOEGGUF_PLACEMENT)
     needs_gpu: bool = False
-    leaves_layers: bool = False  # True: llama.cpp's own options decide which layers GPUs compute, and no GPU has slots
+    leaves_layers: bool = False  # True: llama.cpp's own options decide which layers run on GPUs, and no GPU has slots
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, commands: bool = False) -> LoadSpec:
@@ -68,8 +68,8 @@ class LoadSpec:
         environment, and the environment overrides the defaults.
 
         commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
-        If there is no `store`, `strategy` chooses the options of the store. An option that is None counts as not given,
-        except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the same errors as
+        If there is no `store`, `strategy` chooses the options of the store. An option that is None is treated as not
+        given, except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the same errors as
         `read_projector`.
         """
         chosen = COMMAND_DEFAULTS if commands else {}

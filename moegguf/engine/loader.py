@@ -49,8 +49,8 @@ class Loader:
 
     options: keywords of llama_cpp.Llama, as the user passed them.
 
-    progress: called with the share of the weights that llama.cpp has read. The load ends if `progress` returns False or
-    raises.
+    progress: called with the share of the weights that llama.cpp has read. The load is cancelled if `progress` returns
+    False or raises.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Loader:
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            # Making the controller failed. llama.cpp's first report waits for the controller in `exception()`, so no
-            # weights have been read yet.
+            # The controller could not be created. llama.cpp's first report waits for the controller in `exception()`,
+            # so no weights have been read yet.
             self._ended_by = error
             return False
         try:
@@ -100,7 +100,7 @@ class Loader:
         return self._ended_by is None
 
     def _report_waiting(self) -> None:
-        """Calls the progress callback with 0.0 during the trial load. Raises if the callback has ended the load."""
+        """Calls the progress callback with 0.0 during the trial load. Raises if the callback cancels the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by
@@ -136,7 +136,7 @@ class Loader:
             self.session.attach_context(params)
 
     def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
-        """Calls `construct`, which makes llama.cpp's model and context. If there is an expert store, makes the
+        """Calls `construct`, which creates llama.cpp's model and context. If there is an expert store, creates the
         controller in another thread, while llama.cpp reads the headers and the vocabulary."""
         session = self.session
         if session is None:
@@ -177,7 +177,7 @@ class Loader:
         """Reads weights ahead while the `with` block makes llama.cpp read them: another thread makes the system read
         them into the page cache. Does nothing without an expert store.
 
-        Without that thread the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
+        Without that thread, the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
         cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
         stay, and the next load of the model is faster.
         """
@@ -198,7 +198,8 @@ class Loader:
 
     def start_threads(self, context: int) -> None:
         """Starts the compute threads of this context. If `govern_threads` is set, also creates the object that adapts
-        the number of threads to other processes' use of the processors. Does nothing if one thread computes."""
+        the number of threads to other processes' use of the processors. Does nothing if there is only one compute
+        thread."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -231,7 +232,7 @@ class Loader:
             self.recording = Recording(session, self._artifacts, trace)
 
     def end_parts(self, discard: bool = False) -> None:
-        """Ends the controller and the recording, and saves what was learned. discard: deletes the unfinished
+        """Stops the controller and the recording, and saves what was learned. discard: deletes the unfinished
         recording."""
         if self.recording is not None and discard:
             self.recording.discard()

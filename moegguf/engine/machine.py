@@ -1,7 +1,7 @@
 """Reads how much memory and how many CPUs this process may use, and the read speeds of the disk and of memory.
 
-Free memory is the least that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed). Cgroup
-files are read below `root`, so that tests can supply their own files.
+Free memory is the smallest amount that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed).
+Cgroup files are read below `root`, so that tests can supply their own files.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """Returns the memory that this process may still use: the least that the machine and every cgroup allow."""
+    """Returns the memory that this process may still use: the smallest amount that the machine or any cgroup allows."""
     machine = psutil.virtual_memory()
     total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):
@@ -213,7 +213,7 @@ def _affinity() -> set[int]:
 
 
 class ProcessorUse:
-    """Measures the processor time that other processes use on the `n_cpu` logical CPUs that this process may use."""
+    """Measures the CPU time that other processes use on the `n_cpu` logical CPUs that this process may use."""
 
     def __init__(self) -> None:
         self._cpus = _affinity()
@@ -229,8 +229,7 @@ class ProcessorUse:
         return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
 
     def _read(self) -> tuple[float, float, float]:
-        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and the processor time of this
-        process."""
+        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and this process's CPU time."""
         times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
         busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
         return time.perf_counter(), busy_s, time.process_time()
@@ -292,8 +291,7 @@ def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
     """Returns the combined speed, in bytes per second, at which `n_threads` threads read main memory, each from its own
     buffer.
 
-    The result is the best of several measurements, because other processes may have used the processors during the
-    others.
+    The result is the best of several measurements, because other processes may slow some of them down.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
 """The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
-`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so a context length and a
+`Sizes.of` derives the sizes from the load's options. The estimates use only file headers, so a context length and a
 budget can be planned before anything is loaded. They are meant as upper bounds; llama.cpp prints the actual sizes while
 it loads.
 """
@@ -63,7 +63,7 @@ LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
 DRAFT_TOKENS = (8, 4)  # numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state
 SNAPSHOT_SHARE = 16  # all snapshots together occupy at most 1/16 of the free memory
-NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
+NEVER_FUSED = ("grok",)  # architectures for which llama.cpp does not use flash attention
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class MemoryNeeds:
     """Estimated bytes that a model needs in addition to its slots, with a given context and number of tokens in a
     pass."""
 
-    # Weights that are not in slots, without the projector's. In RAM, this includes the memory counted for pages of row
-    # tables (`row_pages_bytes`). On devices, token embeddings do not count.
+    # Weights that are not in slots, excluding the projector's. In RAM, this includes the memory counted for pages of
+    # row tables (`row_pages_bytes`). On devices, token embeddings are not counted.
     dense_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
     slot_work_bytes: int = 0  # scratch bytes per slot
-    projector_bytes: int = 0  # bytes of the projector's weights and of its work on one image
+    projector_bytes: int = 0  # bytes of the projector's weights, and of its buffers while it reads an image
 
     def total_bytes(self, n_slots: int) -> int:
         """Returns the total size in bytes, including scratch memory for `n_slots` slots, but not the slots
@@ -136,8 +136,8 @@ def pass_bytes(
     """Returns the total size in bytes of the buffers for one pass of `n_ubatch` tokens. If multi-token-prediction heads
     are loaded, includes the buffers of their passes.
 
-    Stages of a pass reuse each other's memory, so only the largest counts: attention, experts, dense feed-forward or
-    output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
+    Stages of a pass reuse each other's memory, so only the largest stage counts: attention, experts, dense feed-forward
+    or output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
     backend never frees. `n_ctx`: tokens in the KV cache. `n_logits`: how many tokens of a pass may have logits; None:
     all of them.
     """
@@ -232,8 +232,8 @@ class Sizes:
 
     @property
     def one_pass_tokens(self) -> int:
-        """Number of image tokens that must be in the same pass; 1 without a projector, or if an image may be read in
-        several passes."""
+        """Number of image tokens that must be in the same pass; 1 without a projector, or if an image may be split
+        among several passes."""
         return max(1, self.projector.one_pass_tokens if self.projector else 1)
 
     @property
@@ -256,15 +256,15 @@ class Sizes:
         return None if self.pools or self.logits_all else logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
-        """Returns True if the plan counts attention as fused; never for an architecture in NEVER_FUSED. If `flash_attn`
-        is None, attention counts as fused only on the CPU, because a device may lack the kernel."""
+        """Returns True if the plan assumes fused attention; never for an architecture in NEVER_FUSED. If `flash_attn`
+        is None, fused attention is assumed only on the CPU, because a device may lack the kernel."""
         if layout.arch in NEVER_FUSED:
             return False
         return not self.on_device if self.flash_attn is None else self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
-        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass gets its size from
-        the context. The number of sequences is lowered to what the context and the batch allow.
+        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass size is derived
+        from the context. The number of sequences is lowered to what the context and the batch allow.
 
         Raises OptionError for an impossible number of sequences.
         """
@@ -282,7 +282,8 @@ class Sizes:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
         must already have been chosen.
 
-        With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
+        With `on_device`, token embeddings are not counted, because they stay in RAM even if every layer runs on
+        devices.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
@@ -307,9 +308,9 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
 
     `cache` is the budget for experts; "auto": experts get all memory that is left.
 
-    Without a given length, the context takes at most a tenth of the free memory, or up to a quarter if every expert
-    still fits. It takes at most a quarter of a given `cache`, and is never longer than the model's own. A context of up
-    to 4,096 tokens may take more. But a context of more than 512 tokens never takes more memory than it leaves to
+    Without a given length, the context uses at most a tenth of the free memory, or up to a quarter if every expert
+    still fits. It uses at most a quarter of a given `cache`, and is never longer than the model's own. A context of up
+    to 4,096 tokens may use more. But a context of more than 512 tokens never uses more memory than it leaves to
     experts, or more than a given `cache` leaves.
 
     Without a given size, the KV cache has room for all sequences at full length, or for fewer tokens if that would
@@ -377,8 +378,8 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
     """Returns the largest number of snapshots of a recurrent state that drafts can use. Returns 0 if nothing is
     drafted, or if llama.cpp cannot roll back the architecture's states.
 
-    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and attention
-    that may be fused.
+    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that
+    attention may be fused.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":

@@ -245,7 +245,7 @@ class ContextImages:
         self.spans: list[ImageSpan] = []
 
     def truncate(self, n_tokens: int) -> None:
-        """Forgets the images that do not end within the first `n_tokens` tokens."""
+        """Discards the images that do not end within the first `n_tokens` tokens."""
         self.spans = [span for span in self.spans if span.end <= n_tokens]
 
     def position(self, n_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """Keeps the ids of the experts that the last token of a model's latest prompt used, in the folder of computed contexts.
 
-These experts are prefetched when the model is loaded again, so that a continued conversation waits for fewer experts.
+These experts are prefetched when the model is reloaded, so that a continued conversation waits for fewer experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecentExperts(RoutingListener):
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
     def begin(self) -> None:
-        """Starts recording experts before a prompt is computed. A second call does nothing."""
+        """Starts recording experts before a prompt is evaluated. A second call does nothing."""
         self._session.listeners.remove(self)
         self._session.listeners.add(self)
 

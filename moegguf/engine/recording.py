@@ -60,7 +60,7 @@ class Recording(Recorder):
         atexit.register(self.close)  # completes the file when Python exits, if the model is never closed
 
     def discard(self) -> None:
-        """Ends the recording and deletes the unfinished file; an earlier file at the path remains. Does nothing after
+        """Stops the recording and deletes the unfinished file; an earlier file at the path remains. Does nothing after
         close()."""
         self._end()
         super().discard()

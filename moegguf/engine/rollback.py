@@ -40,7 +40,7 @@ class Rollback:
         """Records that a pass has evaluated these tokens.
 
         Only sequences of the pass's last ubatch have snapshots then, because an ubatch moves the states of other
-        sequences. llama.cpp first computes the sequences that have one token left. It does not divide the last
+        sequences. llama.cpp first evaluates the sequences that have one token left. It does not divide the last
         `n_rs_seq` + 1 tokens of the other sequences.
         """
         self._restored.difference_update(chunk.sequence for chunk in chunks)

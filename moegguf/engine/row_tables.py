@@ -18,7 +18,7 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-# maximum memory, in bytes, that a plan allows for pages of row tables; it counts as memory for weights
+# maximum memory, in bytes, that a plan allows for pages of row tables; it is counted as memory for weights
 ROW_PAGES_BYTES = 64 << 20
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
@@ -45,7 +45,7 @@ class RowTables:
             self.drop_pages()
 
     def drop_pages(self) -> None:
-        """Drops the pages from memory. Later look-ups read the rows from the file again."""
+        """Drops the pages from memory. Later look-ups reread the rows from the file."""
         for table in self._tables:
             shard = self._layout.shards[table.shard]
             for begin, n_bytes in _mapped(shard.path, table):

@@ -119,8 +119,8 @@ class PassBatch:
 
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
-    """Returns True if a token has the same bits in a pass of any width, with any other sequences, wherever its cells
-    are.
+    """Returns True if a token's results are the same, bit for bit, in a pass of any width, with any other sequences,
+    wherever its cells are.
 
     The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). They need
     AVX2, flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of architectures
@@ -130,10 +130,10 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     return (
         has_kernels(read_processor(), read_environment().kernels)
         and not plan.on_device
-        and not gpus()  # if there is a GPU, llama.cpp may compute long prompts on it
+        and not gpus()  # if there is a GPU, llama.cpp may process long prompts on it
         and (not llm._is_stateful or arch in STATEFUL_ARCHS)
         and params.flash_attn_type != _FLASH_OFF
-        and arch != "grok"  # llama.cpp computes grok without flash attention
+        and arch != "grok"  # llama.cpp runs grok without flash attention
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)
         and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
     )

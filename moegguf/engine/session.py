@@ -252,8 +252,8 @@ class Session:
             params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the hook that runs at each layer's routing, and the callback that ends a failed pass at its
-        next node."""
+        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at its next
+        node."""
         params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
         params.cb_eval_user_data = self.store.handle
         params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
@@ -262,7 +262,7 @@ class Session:
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
-        """Frees about half of the slots from which layers compute, because weights or a context did not fit into a
+        """Frees about half of the slots that layers read experts from, because weights or a context did not fit into a
         device's memory.
 
         Returns False, and frees nothing, if no device has slots or if passes need all slots.
@@ -365,12 +365,10 @@ class Session:
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Returns {name of a tier: its figures}, with times in ns. The tier from which layers compute comes first.
-
-        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if there are slots
-        below it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM.
-        "VRAM" counts the lookups of the layers that devices compute. "RAM" below it counts the lookups that missed in
-        VRAM.
+        """Returns {name of a tier: its figures}, with times in ns. If no device has slots, "RAM" is the only tier.
+        Otherwise "VRAM" comes first, followed by "RAM" if slots in RAM back those in VRAM. The last entry is "CPU" if
+        some layers run on the CPU, which has separate slots for them in RAM. "VRAM" counts the lookups of layers that
+        run on devices. "RAM" after it counts the lookups that missed in VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
@@ -384,12 +382,12 @@ class Session:
 
     @property
     def _on_device(self) -> bool:
-        """True if layers compute from slots in a device's memory."""
+        """True if layers read experts from slots in a device's memory."""
         return any(device.name not in (None, CPU) for device in self.store.devices)
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """The slots from which the CPU computes layers while devices compute others; empty if there are none."""
+        """The slots of layers that run on the CPU while others run on devices; empty if there are none."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:

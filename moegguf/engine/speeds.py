@@ -34,7 +34,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
 SECONDS = 0.06  # total seconds spent measuring one figure, over all turns
-TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
+TURNS = 3  # measurements of each figure, spread over time: other programs run in bursts, and only make figures worse
 DENSE_BYTES = 4 * MIB  # approximate bytes of the matrix that represents the weights of one type outside experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside experts are not measured
 # bytes of the slots on the device, which are used in turn so that caches do not help; in RAM, the minimum
@@ -81,7 +81,7 @@ class KnownSpeeds:
 
     def speeds_apart(self, device: Device) -> Speeds:
         """Returns the same result as `speeds`, with the same errors, but measures in a separate process, because a
-        driver reserves device memory for every process that computes there."""
+        driver reserves device memory for every process that uses the device."""
         if known := self.known(device):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), self._n_threads, self._repack])
@@ -146,8 +146,8 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """Makes speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts are
-    damaged."""
+    """Creates the speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts
+    are damaged."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 

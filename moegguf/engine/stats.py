@@ -24,7 +24,7 @@ class Lookups:
     """Figures of slots since the load.
 
     A lookup is one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not
-    read, and the choices of several tokens count as distinct.
+    read, and the choices of several tokens are counted as distinct.
 
     Attributes:
         lookups: experts that passes needed.
@@ -67,9 +67,9 @@ class Lookups:
 class TierStats(Lookups):
     """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
 
-    "CPU" stands for the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's
-    name for the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the
-    lookups that missed in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
+    "CPU" stands for the slots of layers that a device leaves to the CPU. `device` is ggml's name for the device that
+    reads experts from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the lookups that missed
+    in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
     """
 
     name: str
@@ -103,14 +103,14 @@ class DriveStats:
 class Stats(Lookups):
     """Figures of one model since its load, in seconds and bytes.
 
-    Lookups and slots are the figures of the tier from which layers compute.
+    Lookups and slots are the figures of the tier that layers read experts from.
 
     Attributes:
         tokens: evaluated tokens.
         passes: evaluated passes.
         reads: reads of the file.
         read_retries: reads that failed and were repeated.
-        read_errors: reads that failed for good.
+        read_errors: reads that failed permanently.
         prefetch_requested: experts that were requested ahead of their use.
         prefetch_started: prefetches whose first read began.
         prefetch_useful: prefetched experts that were complete when they were looked up.
@@ -131,7 +131,7 @@ class Stats(Lookups):
         draft_passes: evaluations of a sequence with a draft.
         drafted_tokens: tokens of these drafts.
         accepted_tokens: drafted tokens that were then also sampled.
-        tiers: figures of each tier; the tier from which layers compute comes first.
+        tiers: figures of each tier, beginning with the tier that layers read experts from.
         drives: figures of each copy of the file, if the model has mirrors.
     """
 
@@ -177,7 +177,7 @@ class Stats(Lookups):
 
     @property
     def in_vram(self) -> bool:
-        """True if layers compute from slots in a device's memory."""
+        """True if layers read experts from slots in a device's memory."""
         return bool(self.tiers) and self.tiers[0].name == VRAM
 
     @property
@@ -233,7 +233,7 @@ class Stats(Lookups):
     @property
     def staging_overlap(self) -> float:
         """Share of the staging copies' time during which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
-        below 0. Waiting for the reads before the copies counts, too. 0.0 if there were no copies."""
+        below 0. Includes waiting for the reads before the copies. 0.0 if there were no copies."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
@@ -241,7 +241,7 @@ class Stats(Lookups):
         share of the measured time.
 
         1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
-        computed. The compute time is the evaluation time without stalls; the share is (compute + bytes missed /
+        running. The compute time is the evaluation time without stalls; the share is (compute + bytes missed /
         link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)

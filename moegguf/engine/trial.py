@@ -1,5 +1,5 @@
 """Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
-process ends.
+process is lost.
 
 With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same file
 headers, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
@@ -51,7 +51,7 @@ WALL_S, DISK_BYTES_PER_S = 90, 5 << 20
 SPARE_BYTES = 1 << 30  # the memory limit is twice the bytes that the trial needs, plus these bytes
 COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels on first use
 POLL_S = 0.1
-# Signals that are not blamed on the file: the system ends a process for lack of memory, or a user ends it.
+# Signals that are not blamed on the file: the system kills a process for lack of memory, or a user kills it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # text of the C++ exception for lack of memory
@@ -87,10 +87,9 @@ def try_first(
     projector: ProjectorHeader | None = None,
 ) -> None:
     """Tries the model, with its `projector`, unless its verdict is known or trials are switched off. Calls `waiting`
-    repeatedly while the trial runs; an exception from `waiting` ends the trial.
-
-    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial used far
-    more memory than it should, or if the system ended it. Raises ExpertIOError if the mapped file could not be read.
+    repeatedly while the trial runs; an exception from `waiting` stops the trial. Raises ModelFormatError for a model
+    whose trial failed, now or earlier. Raises AllocationError if the trial used far more memory than it should, or if
+    the system killed it. Raises ExpertIOError if the mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
@@ -138,7 +137,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
     n_slots = min(N_SLOT_TOKENS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
-    # Texts are computed with one thread: several threads would waste the limited CPU time waiting for each other. An
+    # Texts are evaluated with one thread: several threads would waste the limited CPU time waiting for each other. An
     # image takes seconds of CPU time, so up to MAX_IMAGE_THREADS threads read it.
     n_threads_batch = min(count_cpus(), MAX_IMAGE_THREADS) if projector is not None else 1
     size: dict[str, Any] = {
@@ -167,11 +166,9 @@ def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
-    """Starts the trial process and waits for its end or the time limit. The trial process also ends if this process
-    ends, because its stdin is then closed.
-
-    Raises AllocationError if the trial used far more memory than it should, or if the system ended it. Raises
-    ExpertIOError if the file could not be read.
+    """Starts the trial process and waits until it exits or reaches the time limit. The trial process also exits if this
+    process exits, because its stdin is then closed. Raises AllocationError if the trial used far more memory than it
+    should, or if the system killed it. Raises ExpertIOError if the file could not be read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
     try:

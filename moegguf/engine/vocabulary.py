@@ -39,7 +39,7 @@ class Vocabulary:
             size = -n
 
     def all_pieces(self) -> list[bytes]:
-        """Returns the pieces of all tokens, shape [n_tokens], including control tokens. Each call makes a new list."""
+        """Returns the pieces of all tokens, shape [n_tokens], including control tokens. Each call builds a new list."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:

@@ -2,7 +2,7 @@
 find their experts in slots.
 
 These experts use only free slots. Reads for which a layer waits come before the reads of a warm start. The most used
-experts go into the tier from which layers compute, and the next most used ones into RAM below.
+experts go into the tier that layers read experts from, and the next most used ones into RAM below.
 """
 
 from __future__ import annotations

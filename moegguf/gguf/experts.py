@@ -187,8 +187,8 @@ class ExpertLayout:
         return self.looked_up_bytes + self.tied_output_bytes
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
-        """Returns a layout in which only the experts of `layers` count as experts. The experts of all other layers
-        count as dense weights."""
+        """Returns a layout in which only the experts of `layers` are treated as experts. The experts of all other
+        layers are treated as dense weights."""
         wanted = set(layers)
         moved = Counter[int]()
         for layer in self.layers:
@@ -203,14 +203,15 @@ class ExpertLayout:
         )
 
     def with_heads(self) -> ExpertLayout:
-        """Returns a layout in which the multi-token-prediction layers are loaded. The experts of these layers count as
-        dense weights, because a draft that waits for experts costs more than it saves."""
+        """Returns a layout in which the multi-token-prediction layers are loaded. The experts of these layers are
+        treated as dense weights, because a draft that waits for experts costs more than it saves."""
         return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None if the file has none. An empty template and the name "chatml" count
-        as none. If the file has only a template for conversations with tools, the value is that template."""
+        """The model's chat template (Jinja); None if the file has none. An empty template or the name "chatml" is
+        treated as no template. If the file has only a template for conversations with tools, the value is that
+        template."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template
@@ -287,7 +288,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     embedding_bytes = embedding.n_bytes if embedding else 0
     is_tied = "output.weight" not in tensors
     n_rows = embedding.shape[1:2] if embedding else ()
-    # only one layer is checked, because llama.cpp computes only one multi-token-prediction layer
+    # only one layer is checked, because llama.cpp runs only one multi-token-prediction layer
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
     if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:

@@ -43,7 +43,7 @@ def fingerprint(layout: ExpertLayout) -> str:
 @functools.lru_cache(maxsize=16)
 def header_digest(shards: tuple[Shard, ...]) -> str:
     """Returns 32 hex digits of a SHA-256 over the headers and sizes of all shards. A different vocabulary, shape or
-    type gives a different digest. Raises ExpertIOError when a file cannot be read."""
+    type results in a different digest. Raises ExpertIOError when a file cannot be read."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
@@ -53,11 +53,11 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
     """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times that files had when their headers were read.
-    The digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    The digest also covers up to 4 KiB from the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
-    Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
-    bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A write that
-    leaves these bytes unchanged is not detected there.
+    Every write changes a file's change time, except on file systems that do not record change times. On such file
+    systems, the bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A
+    write that leaves these bytes unchanged is not detected there.
     """
     digest = hashlib.sha256()
     for shard in shards:

@@ -85,8 +85,8 @@ class Cursor:
         return n
 
     def keep(self, n: int) -> None:
-        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if the kept bytes exceed KEPT_TOTAL_BYTES in
-        total."""
+        """Adds `n` to the number of bytes kept in memory. Raises ModelFormatError if the sum exceeds
+        KEPT_TOTAL_BYTES."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far")
@@ -200,7 +200,7 @@ class FileVersion:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that differ between files and change with every write, if the file system keeps change times. A
+        """Numbers that differ between files and change with every write, if the file system records change times. A
         program can reset a file's modification time, but not its change time. The change time also changes when the
         file is renamed or linked, or its owner or mode changes."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
@@ -246,8 +246,8 @@ class GgufFile:
 
 
 def _read_array(cur: Cursor) -> tuple[Value | None, int]:
-    """Reads an array. Returns its numbers and its number of elements. In place of the numbers, returns None for an
-    array of strings and for an array of more than KEPT_ITEMS elements."""
+    """Reads an array. Returns its numbers and its number of elements. Returns None instead of the numbers for an array
+    of strings, and for an array of more than KEPT_ITEMS elements."""
     gguf_type = cur.u32()
     count = cur.u64()
     if gguf_type == STRING:
@@ -341,7 +341,7 @@ def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
-    """Reads the entry of one tensor, which begins at `start`. The offset in the result counts from the start of the
+    """Reads the entry of one tensor, which begins at `start`. The offset in the result is relative to the start of the
     data section."""
     raw = cur.take(cur.length(MAX_NAME_BYTES, "the tensor's name"))
     name = raw.decode("utf-8", "backslashreplace")

@@ -25,7 +25,7 @@ Loss = Callable[[Node, Floats], Batch]
 class Samples:
     """Samples for training and validation. Samples are numbered from 0 to n - 1."""
 
-    validation: npt.NDArray[np.bool_]  # (n,) True: the sample only measures the accuracy after each epoch
+    validation: npt.NDArray[np.bool_]  # (n,) True: the sample is only used to measure the accuracy after each epoch
     # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert), 0 or 1
     read: Callable[[Indices], tuple[Floats, Floats]]
 

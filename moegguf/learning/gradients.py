@@ -18,7 +18,7 @@ Back = Callable[[Floats], tuple[Floats | None, ...]]
 
 
 class Node:
-    """A value in a computation that can be differentiated."""
+    """A value in a differentiable computation."""
 
     def __init__(
         self, value: Floats, inputs: tuple[Node, ...] = (), back: Back | None = None, learns: bool = False

@@ -1,10 +1,9 @@
-"""Learns the arrays that strategies need from one trace of a model, and saves them beside the model or in the user's
+"""Learns the arrays that strategies need from one trace of a model, and saves them next to the model or in the user's
 folder.
 
 Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:
-the share of the predicted experts that the router chose, and the hit rate. The first figure is saved together with the
-same figure for a predictor that always predicts the most used experts. The hit rate is saved together with the hit rate
-of LRU alone.
+the share of the predicted experts that the router chose, and the hit rate. The share is saved with the share of a
+predictor that always predicts the most used experts, and the hit rate with the hit rate of LRU alone.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ BRIEF: dict[str, Any] = {
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
-JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are evaluated
+JUDGED_SHARE = 0.25  # share of all experts that have slots while strategies are evaluated
 LAYER_US = 1000.0  # compute time of a layer in the simulation, in microseconds
-LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer computes
+LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer runs
 TRACE_BYTES = 1 << 30  # maximum size of a given trace to learn from, in bytes
 INPUT_BYTES = 768 << 20  # size limit for the router inputs in a recorded trace; training needs twice this memory
 

@@ -1,9 +1,9 @@
 """Finds, lists, copies, creates and removes the models of this machine by name.
 
-Sources, in this order: paths of files (where allowed), entries given to the catalog, the demo, MOEGGUF_MODELS, our
+Sources, in this order: paths of files (where allowed), entries passed to the catalog, the demo, MOEGGUF_MODELS, our
 index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first one
-found is used. The only files that are ever deleted are our own, and files in the Hugging Face cache that no name uses
-any more.
+found is used. The only files ever deleted are our own, and files in the Hugging Face cache that are no longer used by
+any name.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that are currently available. Each call reads the sources, so changes by other processes are seen. Any
-    thread may call any method.
+    """The models that are currently available. Each call rereads the sources, so it sees changes by other processes.
+    Any thread may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file on the machine.
 
-    given: additional models, which are found before the models of all sources except paths.
+    given: additional models, which take precedence over all sources except paths.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
@@ -175,8 +175,8 @@ class Catalog:
         return self._save(make, target)
 
     def remove(self, name: str) -> ModelEntry:
-        """Removes the name, and returns the removed model. Also deletes uploaded files that no name uses any more, and
-        files in the Hugging Face cache that only removed names use.
+        """Removes the name, and returns the removed model. Also deletes uploaded files that are no longer used by any
+        name, and files in the Hugging Face cache that only removed names use.
 
         Raises ModelNotFoundError if there is no such model, OptionError if the model's source is read-only, and
         PullError when a file cannot be deleted.

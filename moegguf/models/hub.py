@@ -4,15 +4,15 @@ Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTE
 names only when all files have been fetched. Errors of the Hub become moegguf's errors.
 
 A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
-interruption, even by another process. A file of full size is read again for its digest. If the digest is right, the
+interruption, even by another process. A file of full size is reread to compute its digest. If the digest is right, the
 blob gets its name. The locks are huggingface_hub's, so two programs never fetch the same file at the same time. In the
 cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder
 gets a cache inside it, and hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
 failure or an interruption, and no later call continues the file. Over HTTP it does not check digests, and fails after a
-5xx status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last
-full 10 MiB, and waits as long as Retry-After says.
+5xx status or a reset connection. Within one call, its `http_get` continues a file, but drops the bytes after the last
+full 10 MiB, and waits as long as the Retry-After header says.
 
 Importing this module is slow, because it imports huggingface_hub: import it only when something is fetched. Addresses
 and folders come from sources.py on each call, because huggingface_hub reads their environment variables only once.
@@ -56,7 +56,7 @@ from moegguf.text import without_password
 TRIES = 4
 WAIT_S = 1.0  # seconds before the next try after a failure; doubled for each further failure in a row
 MAX_WAIT_S = 30.0
-TIMEOUT_S = 20.0  # seconds without a byte after which a request fails
+TIMEOUT_S = 20.0  # a request fails after this many seconds without a byte
 PROGRESS_BYTES = 1 << 20  # a try that receives at least this much resets the count of failures
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 FIRST_BYTES = 2 << 20  # bytes fetched before the header is first read; a large vocabulary needs several times as many
@@ -286,7 +286,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                     continue
                 output.flush()
                 os.truncate(path, max(n_bytes, file.size_bytes))
-                # An error may come from the zeros after the fetched bytes. Only an error in the whole file counts.
+                # An error may come from the zeros after the fetched bytes. Only an error in the whole file is raised.
                 with suppress(ModelFormatError) if n_bytes < file.size_bytes else nullcontext():
                     if read_gguf(path).shard.header_bytes <= n_bytes:
                         return
@@ -309,7 +309,7 @@ def fetch_files(
     each file's number of bytes on disk. `what` names the download in messages.
 
     Raises the first error (ModelNotFoundError, ModelFormatError, PullError), and PullError if `stopped` is set. The
-    threads then end when they receive their next bytes.
+    threads then stop when they receive their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
@@ -393,9 +393,9 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Requests the missing bytes, if any, with one request, and writes them as they arrive. Raises httpx2.ReadError if
-    too few bytes arrive, and PullError if the size differs from `file`. Raises ModelFormatError if a .gguf file does
-    not begin with GGUF's magic bytes, and Stopped if `stopped` is set."""
+    """Fetches the missing bytes, if any, in one request, and writes them as they arrive. Raises httpx2.ReadError if too
+    few bytes arrive, and PullError if the size differs from `file`. Raises ModelFormatError if a .gguf file does not
+    begin with GGUF's magic bytes, and Stopped if `stopped` is set."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -475,8 +475,8 @@ def link_commit(files: Sequence[HubFile]) -> Path:
             # A correct link is kept, because another process may have just made it.
             if os.path.lexists(link) and not (link.exists() and link.samefile(file.blob)):
                 link.unlink(missing_ok=True)
-            with suppress(FileExistsError):  # another process has made it in the meantime
-                try:  # a relative link, as huggingface_hub makes them
+            with suppress(FileExistsError):  # another process has created it in the meantime
+                try:  # a relative link, like huggingface_hub's own links
                     link.symlink_to(os.path.relpath(file.blob, link.parent))
                 except PermissionError:  # a file system without symbolic links
                     os.link(file.blob, link)
@@ -489,9 +489,9 @@ def link_commit(files: Sequence[HubFile]) -> Path:
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Returns the files that are missing from `folder`. A path counts as present if it is a link to the complete file
-    in the cache. If the cache lacks the file, a path with the right size and digest counts as present, and is linked
-    into the cache. Raises PullError."""
+    """Returns the files that are missing from `folder`. A path is considered present if it is a link to the complete
+    file in the cache. If the cache lacks the file, a path with the right size and digest is considered present, and is
+    linked into the cache. Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path
@@ -500,7 +500,7 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
         if file.is_cached or not file.is_at(path):
             return file.is_cached and path.samefile(file.blob)
         file.blob.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # a file system without hard links: the next call computes the digest again
+        with suppress(OSError):  # a file system without hard links: the next call recomputes the digest
             os.link(path, file.blob)
         return True
 
@@ -509,8 +509,8 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
 
 
 def link_files(files: Sequence[HubFile], folder: Path) -> None:
-    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that no path
-    uses any more. Raises PullError."""
+    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that are no
+    longer used by any path. Raises PullError."""
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path

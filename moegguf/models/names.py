@@ -33,7 +33,7 @@ MAX_HOST = 253
 MAX_PART = 96  # characters, the Hub's limit
 MAX_TAG = 160  # characters; a tag can be a whole file name
 
-_URL = re.compile(  # address of a repository, or of one of its files, whose name is then the tag
+_URL = re.compile(  # address of a repository, or of a file in it, whose name is then the tag
     r"https?://(?:www\.)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)"
     r"(?:/(?:blob|resolve)/[^?#]+/([^/?#]+)(?:[?#].*)?|[/?#].*)?",
     re.IGNORECASE,

@@ -70,7 +70,7 @@ def _path_at(location: str) -> Path:
 def updated(entry: ModelEntry) -> ModelEntry:
     """Returns an entry with the current size and digest of its files. `missing` lists the shards that no longer exist,
     and the adapter if it no longer exists. A projector or draft model that no longer exists becomes None. The digest is
-    computed again only if nothing is missing and a file is not named by its digest."""
+    recomputed only if nothing is missing and a file is not named by its digest."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
@@ -115,7 +115,7 @@ class Index:
         written. Does not raise errors."""
         contents = self._load()
         if not contents.is_intact:
-            with suppress(OSError, PullError), self.changed():  # a read-only folder keeps the damaged file
+            with suppress(OSError, PullError), self.changed():  # the damaged file stays in a read-only folder
                 pass
         return contents
 
@@ -213,7 +213,7 @@ def sets_folder() -> Path:
 
 
 class BlobStore:
-    """The uploaded files (blobs) in the data folder, and the sets made of them."""
+    """The uploaded files (blobs) in the data folder, and the sets built from them."""
 
     def __init__(self) -> None:
         self.folder = data_folder() / "blobs"
@@ -236,7 +236,7 @@ class BlobStore:
         return BlobWriter(self.folder, digest, size_bytes)
 
     def make_set(self, files: Mapping[str, str]) -> ModelEntry:
-        """Makes a set of {file name: digest of a blob}. Returns the model in the set, without a name.
+        """Creates a set from {file name: digest of a blob}. Returns the model in the set, without a name.
 
         Raises ModelNotFoundError for a missing blob or shard, ModelFormatError for files that are not a model, and
         OptionError for names that are not file names.
@@ -255,7 +255,7 @@ class BlobStore:
         return ModelEntry("", "own", paths, size_of(paths), digest, datetime.now(UTC), mmproj)
 
     def make_adapter(self, files: Mapping[str, str]) -> Path:
-        """Makes a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises
+        """Creates a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises
         OptionError unless there is one file with a valid name, and ModelNotFoundError for a missing blob."""
         if len(files) != 1:
             raise OptionError(f"a model's adapter must be one file, but {len(files)} are given; give one file.")
@@ -263,8 +263,8 @@ class BlobStore:
         return self._folder_of({name: blob}) / name
 
     def clean(self, used: Iterable[Path]) -> None:
-        """Removes sets without a file in `used`, and blobs that were linked only in these sets. Keeps what cannot be
-        removed."""
+        """Removes sets without a file in `used`, and blobs that were linked only in these sets. Leaves anything that
+        cannot be removed."""
         kept = {path.parent for path in used}
         for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
             if folder in kept:
@@ -278,8 +278,8 @@ class BlobStore:
                         blob.unlink()
 
     def _folder_of(self, named: Mapping[str, str]) -> Path:
-        """Returns the folder of the set with these blobs. Makes it if it is missing. Raises ModelNotFoundError or
-        PullError."""
+        """Returns the folder of the set with these blobs. Creates the folder if it is missing. Raises
+        ModelNotFoundError or PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()

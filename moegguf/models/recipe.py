@@ -1,4 +1,4 @@
-"""The recipe of a new model: the model or files that it is made from, and its own settings and messages. This module
+"""The recipe of a new model: the model or files that it is based on, and its own settings and messages. This module
 defines the recipe, checks its values, and reads and writes it as a Modelfile.
 
 A Modelfile is a text in Ollama's grammar (parser/parser.go), with lines of the form `INSTRUCTION arguments`. The
@@ -98,13 +98,13 @@ def is_go_template(text: str) -> bool:
 
 
 def jinja_or_none(template: str | None) -> str | None:
-    """Returns `template`. Returns None for an empty template, and for a Go template, because it cannot be used."""
+    """Returns `template`. Returns None for an empty template, and for a Go template, because moegguf cannot use it."""
     return None if not template or is_go_template(template) else template
 
 
 def left_out(recipe: Recipe) -> list[str]:
     """Returns a sentence for each unknown parameter in `recipe`, and one for a Go template. These are left out when a
-    model is made."""
+    model is created."""
     found = [f"there is no parameter {name!r:.60}; it is left out." for name in recipe.parameters.keys() - PARAMETERS]
     if recipe.template and is_go_template(recipe.template):
         found.append("the template is in Go's language and is left out: the model's own is used, or one in Jinja.")

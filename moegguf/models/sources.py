@@ -89,7 +89,7 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name of a model, made from the name of its first file. Raises ModelNameError if the file's name
+    """Returns the name of a model, derived from the name of its first file. Raises ModelNameError if the file's name
     cannot be a model's name."""
     return parse_name(_plain_name(path.name)).canonical
 
@@ -197,7 +197,7 @@ def repo_folder(repo: str, cache: Path) -> Path:
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
     """Yields every complete model in the cache, except models that no tag selects. If several commits have a model of
     the same name, yields the model in the commit of `main`, or else in the newest commit. With `text`, yields only
-    models to which this Hub name may refer. `hidden` holds keys of names to leave out."""
+    models that this Hub name may refer to. `hidden` holds keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -234,7 +234,7 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
     """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
-    Keeps a blob to which other files of the same repository link. Raises PullError when a file cannot be deleted.
+    Keeps a blob that other files of the same repository link to. Raises PullError when a file cannot be deleted.
     """
     repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
     snapshots = repository / "snapshots"
@@ -340,7 +340,7 @@ def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] 
 
 
 def _display_name(name: Name) -> str:
-    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not make a valid name."""
+    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not form a valid name."""
     full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
     if full.host != OLLAMA_HOST:
         return full.canonical

@@ -74,8 +74,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 
 def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label are a kind,
-    too."""
+    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label form a kind of
+    their own."""
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
@@ -129,7 +129,7 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
 
 def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
     """Returns the options for replays with these predictors. If `timed` is False, the options let prefetches arrive in
-    time. Raises OptionError if the options have prefetching but "none" is the only predictor."""
+    time. Raises OptionError if the options enable prefetching but "none" is the only predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor; give --predictor NAME.")
     return options if timed else _in_time(options)
@@ -177,8 +177,8 @@ class TraceAnalysis:
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Splits the requests into two halves. Each half has half of the requests of each kind of text, give or take
-        one. Raises OptionError if there is only one request."""
+        """Splits the requests into two halves. Each half contains half of the requests of each kind of text, give or
+        take one. Raises OptionError if there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
@@ -323,8 +323,8 @@ class TraceAnalysis:
         missing; the policy is then the measured one in VRAM, and LRU in RAM.
 
         budgets: {share of the experts in VRAM: the devices with their numbers of slots and staging tensors, as
-        planned}. Prompts use the staging tensors. If no device has any, prompts are cut into passes small enough that
-        the slots compute them exactly.
+        planned}. Prompts use the staging tensors. If no device has any, prompts are cut into passes small enough to be
+        computed exactly from slots.
 
         Raises OptionError as `simulate` does.
         """

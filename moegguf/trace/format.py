@@ -1,7 +1,7 @@
 """The trace file: an .npz of blocks, which is written while the model runs and fully checked when it is read.
 
 The file is a zip. Block number i consists of the members NAME.i.npy (i with six digits), with the names and shapes of
-`Trace`'s arrays. A block's pass_start counts from the block's first token. The last member, `header.json`, lists the
+`Trace`'s arrays. A block's pass_start is relative to the block's first token. The last member, `header.json`, lists the
 blocks, so a truncated file has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs
 are stored uncompressed, because they hardly compress; everything else is compressed (deflate).
 
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     n_pass: Count
     n_tokens: Count
     inputs: Flag  # 1: the block has the routers' inputs
-    batches: Flag  # 1: the block has the request and phase of each token, because passes have tokens of several
+    batches: Flag  # 1: passes mix requests or phases, so the block stores them for each token
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
@@ -341,7 +341,7 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less.")
-    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written take no memory.
+    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written use no memory.
     arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
     first_pass = first_token = 0
     for number, block in enumerate(header.blocks):

@@ -1,4 +1,4 @@
-"""Records announcements and routing events into a trace file, block by block, while the model computes.
+"""Records announcements and routing events into a trace file, block by block, while the model runs.
 
 An announcement contains the tokens that are evaluated next. For each event, the recorder usually only copies the
 event's arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any
@@ -39,8 +39,8 @@ class _Pass:
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens in the pass. This is the maximum over the layers, because the last layer may be computed
-        for only some of the tokens."""
+        """The number of tokens in the pass. This is the maximum over the layers, because the last layer may process
+        only some of the tokens."""
         return max((len(event.expert_ids) for _, event in self.layers), default=0)
 
     @property
@@ -83,8 +83,8 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    If `inputs` is True, the routers' inputs are also recorded, as far as events have them. The constructor raises
-    TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording ends, and
+    If `inputs` is True, the routers' inputs are also recorded for events that contain them. The constructor raises
+    TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording stops, and
     the model keeps running. close() then raises the error.
     """
 

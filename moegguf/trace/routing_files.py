@@ -154,8 +154,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has a
-    different value for `fact`."""
+    """Adds `fact`, whose value `found` was derived from the shape of the array `name`. Raises TraceError if `facts` has
+    a different value for `fact`."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 

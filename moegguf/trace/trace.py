@@ -94,7 +94,7 @@ class Trace:
         return replace(part, header=replace(self.header, labels=labels))
 
     def decode(self) -> Trace:
-        """Returns a trace with only the tokens that decode. Passes without such tokens are left out."""
+        """Returns a trace with only the decoded tokens. Passes without decoded tokens are left out."""
         return self.keep(self.phase_of == Phase.DECODE)
 
     def keep(self, wanted: npt.NDArray[np.bool_]) -> Trace:
@@ -165,11 +165,11 @@ class Trace:
         return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
-        """Yields the announcements and routing events of the recorded run, in order. `pass_` counts from 0.
+        """Yields the announcements and routing events of the recorded run, in order. `pass_` starts at 0.
 
         Announcements are reconstructed from their passes. If the trace lacks a pass of an announcement, the
-        announcement's later passes count as unannounced (first_token -1). The arrays of an event may be views of the
-        trace, so callers must not change them.
+        announcement's later passes are treated as unannounced (first_token -1). The arrays of an event may be views of
+        the trace, so callers must not change them.
         """
         used = self.used()
         computed = self.computed()

@@ -29,8 +29,7 @@ class Predictor(ABC):
         self.reach = reach  # longest distance at which a layer can be predicted, counted in layers with experts
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
-        """Receives the tokens that are evaluated next. A sequence number that was not seen before marks a new
-        request."""
+        """Receives the tokens that are evaluated next. A new sequence number marks a new request."""
 
     def observe(self, event: RoutingEvent) -> None:  # noqa: B027 (optional)
         """Receives the routing event of one layer."""

@@ -26,10 +26,10 @@ NORM_EPS = 1e-6
 
 
 def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes the predictor. It predicts all layers of a pass when the pass's tokens are announced, and does not use the
-    expert ids of routing events.
+    """Creates the predictor. It predicts all layers of a pass when the pass's tokens are announced, and does not use
+    the expert ids of routing events.
 
-    The store predicts for tokens of answers, not for prompts. The encoder runs at the last layer of the last token of a
+    The store predicts for answer tokens, not for prompts. The encoder runs at the last layer of the last token of a
     chunk, so the next token usually does not wait for it. Token ids outside the vocabulary (the caller passed
     embeddings instead of token ids) clear the predictor's state. A pass with such ids has no prediction.
 
