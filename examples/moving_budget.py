@@ -1,7 +1,7 @@
 """A budget that changes while the model stays loaded.
 
 Answers the same question under three budgets, and prints the memory used for experts and the hit rate under each. Then
-prints whether the three answers are equal. They are, because a budget changes the speed but never a token.
+prints whether the three answers are equal. They are, because a budget affects only the speed, never the tokens.
 """
 
 from moegguf import Llama
