@@ -47,7 +47,7 @@ class NotThereError(NotCountedError):
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """Returns a recorded result by its name MODEL/STEP; None if there is none."""
+    """Returns the recorded result with the name MODEL/STEP, or None if it does not exist."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 

@@ -210,7 +210,7 @@ class Workload:
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
         """Returns a workload with groups of `n_together` requests that decode together.
 
-        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Each later
+        The first `n_warm` groups are not counted. The prompts of a group are processed one after another. Each later
         pass has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
         arrival. When all requests have been used, they are reused in a random order. A reused request counts as a new
         request.
@@ -249,7 +249,7 @@ class Workload:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        # The reach is limited to the window, because the store would prefetch for every layer that is predicted.
+        # Limits the reach to the window; otherwise, the store would prefetch for every predicted layer.
         if system.prefetch is not None:
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)

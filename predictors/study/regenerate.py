@@ -77,7 +77,7 @@ Take = Callable[[Bench], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """A step of the study. For each subject, a step computes one recorded result."""
+    """A step of the study, which computes one recorded result per subject."""
 
     take: Take
     settings: Callable[[str], Any]  # given a subject's name, returns the settings that its figures depend on

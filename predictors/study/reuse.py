@@ -89,8 +89,9 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """Returns counts as in `Reuse.counts`, for made-up requests. Each has the length of a real request, but its tokens
-    are drawn from all requests."""
+    """Returns counts as in `Reuse.counts`, for made-up requests. Each is as long as a real request, but its tokens are
+    drawn from all requests.
+    """
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)

@@ -59,7 +59,7 @@ class ScoreTable:
     controls: tuple[PredictorScore, ...]
 
     def control_of(self, name: str) -> PredictorScore | None:
-        """Returns the control of the predictor with this name; None if there is none."""
+        """Returns the control for the predictor with this name, or None if it has no control."""
         return next((control for control in self.controls if control.name == name), None)
 
 

@@ -1,4 +1,4 @@
-"""The models whose figures are reported, and for each model a folder with its traces and predictors."""
+"""The models whose figures are reported, each with a folder for its traces and predictors."""
 
 from __future__ import annotations
 
