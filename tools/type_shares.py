@@ -29,7 +29,7 @@ FTYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model, from its model card. Latent attention counts as plain attention with these heads."""
+    """The shape of a model, from its model card. Latent attention is treated as plain attention with these heads."""
 
     arch: str
     n_embd: int

@@ -24,7 +24,7 @@ QUANTS = {
     "f16": QType.F16,
     "bf16": QType.BF16,
 }
-PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations in which all matrices have one type, except F32 ones
+PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations that use one type for all matrices that are not F32
 
 # llama.cpp's tensor_type_fallback: types for rows whose length is not a multiple of 256
 ROW_FALLBACK = {
