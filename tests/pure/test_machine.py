@@ -182,7 +182,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
     def read(buffer: np.ndarray[Any, Any]) -> None:
         nonlocal now_s
-        now_s += next(turns_s)  # a turn is slow if other processes occupy the processor
+        now_s += next(turns_s)  # a turn is slow if other processes occupy the CPU
         read_bytes.append(buffer.nbytes)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now_s)
@@ -215,7 +215,7 @@ def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
         (folder / "CPU_FEATURES").write_text(features)
         library.check_processor(folder)
     (folder / "CPU_FEATURES").write_text("avx512f\n")
-    # `folder` has no proc/cpuinfo, so the processor's instructions are unknown.
+    # `folder` has no proc/cpuinfo, so the CPU's instructions are unknown.
     monkeypatch.setattr(library, "read_processor", lambda: read_processor(folder))
     library.check_processor(folder)
     (folder / "CPU_FEATURES").unlink()
