@@ -62,7 +62,7 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     text = exposition(totals, loaded)
     assert samples(text)
     check_recorded("metrics", text)
-    found = samples(exposition(Totals(), []))  # no model was named: only metrics with llama-server's names
+    found = samples(exposition(Totals(), []))  # no models: only metrics with llama-server's names
     assert found["llamacpp:prompt_tokens_total", ""] == found["llamacpp:predicted_tokens_seconds", ""] == 0
     assert not [name for name, _ in found if name.startswith("moegguf_")]
 
