@@ -155,7 +155,7 @@ def assert_hits_as_published(trace: Trace, locality: str) -> None:
         assert result.hit_rate == pytest.approx(published, abs=0.03), share
 
 
-# All pairs of locality and temperature; the shapes of SHAPES are used in turn.
+# All pairs of locality and temperature, cycling through the shapes of SHAPES.
 CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 
 

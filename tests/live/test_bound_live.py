@@ -1,7 +1,7 @@
 """Tests `moegguf bench --bound` and `--parallel`.
 
-Bounds of the demo are printed beside its speeds. A replay of the recorded routing reads as many bytes as the store
-counted. Sequences that are computed together get the same tokens as sequences computed alone.
+The demo's bounds are printed beside its speeds. A replay of the recorded routing reads as many bytes as the store
+counted. Sequences that are evaluated together get the same tokens as sequences evaluated alone.
 """
 
 from functools import partial

@@ -268,7 +268,7 @@ def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) ->
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
-    """Prefetching with default options is paused from the load until the link has been measured, and then begins."""
+    """Prefetching with default options stays paused until the link has been measured, and then begins."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []
