@@ -245,7 +245,7 @@ The routing path is not among them, because its definition also needs its arrays
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
-    """Returns a function that makes sequences with the definition of this predictor.
+    """Returns a function that creates sequences with this predictor's definition.
 
     arrays: a routing path's network in float32; other predictors do not use it.
     """
