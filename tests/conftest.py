@@ -129,7 +129,7 @@ def load() -> Iterator[Load]:
     """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, does not print a
     log, and has a context of 512 tokens.
 
-    The fixture closes these models after the test. By default a model has one compute thread, because more OpenMP
+    The fixture closes these models after the test. By default a model uses one compute thread, because more OpenMP
     threads would spin while other processes use the cores. The number of threads does not change any result.
     """
     from moegguf.engine.llama import Llama

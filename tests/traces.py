@@ -2,8 +2,8 @@
 
 Equal arguments give equal traces. The state has a part for the topic (label and sequence), a part for the token, and a
 part that drifts slowly from token to token. It changes a little from layer to layer. Therefore popularity is uneven,
-labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids decide some
-experts.
+labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids determine
+some experts.
 """
 
 import dataclasses
