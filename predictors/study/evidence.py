@@ -179,7 +179,9 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Returns a trace in which each pass has one token of every request. All requests must have the same length."""
+    """Returns a trace in which each pass contains one token from every request. All requests must have the same
+    length.
+    """
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
@@ -204,7 +206,7 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 
 
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
-    """Measures one thread's CPU time per token in passes with one token of each of several sequences.
+    """Measures one thread's CPU time per token in passes that contain one token from each of several sequences.
 
     `batches` lists the numbers of sequences to measure. Each round measures every number once. Returns a Markdown table
     with the shortest time of all rounds in ms.

@@ -237,7 +237,7 @@ def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
 
 
 def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """Returns a function that makes a `Paired` of the base and the system, with one measure for each request."""
+    """Returns a function that creates a `Paired` of the base and the system, with one measure for each request."""
     return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
 
 

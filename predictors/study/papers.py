@@ -211,9 +211,9 @@ class Workload:
         """Returns a workload with groups of `n_together` requests that decode together.
 
         The first `n_warm` groups are not counted. The prompts of a group are processed one after another. Each later
-        pass has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
-        arrival. When all requests have been used, they are reused in a random order. A reused request counts as a new
-        request.
+        pass contains one token from each request, until the shortest answer ends. Requests are assigned to groups in
+        order of arrival. When all requests have been used, they are reused in a random order. A reused request counts
+        as a new request.
         """
         trace = study.trace
         random = np.random.default_rng(0)
@@ -346,8 +346,8 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
     """Writes MoE-Infinity's collection to the file in `folder` that `Artifacts` reads.
 
-    The collection has `n_entries` entries from each trace, or one entry per request if n_entries is None. If n_entries
-    is 0, the function only removes the file.
+    The collection contains `n_entries` entries from each trace, or one entry per request if n_entries is None. If
+    n_entries is 0, the function only removes the file.
     """
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)

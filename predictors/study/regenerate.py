@@ -461,8 +461,9 @@ def _machine() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Makes the subject's model, recordings and predictors if they are missing, and computes the steps. Returns the
-    exit status."""
+    """Creates the subject's model, recordings and predictors if they are missing, and computes the steps. Returns the
+    exit status.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about")
     parser.add_argument("--work", type=Path, help=f"folder for the model and its traces (default: {WORK}/MODEL)")

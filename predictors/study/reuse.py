@@ -27,7 +27,7 @@ Used = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Skew:
-    """The unevenness with which experts are used, averaged over MoE layers."""
+    """The unevenness of expert use, averaged over MoE layers."""
 
     # Size of the smallest set of experts that together account for at least the share COVERED of a layer's uses. The
     # size is a share of the layer's experts.
