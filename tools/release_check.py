@@ -117,7 +117,7 @@ def check_source(path: Path) -> None:
 
 
 def is_for_this_machine(path: Path) -> bool:
-    """Returns True if a file is moegguf's own wheel, not a plug-in's, for this machine's processor architecture."""
+    """Returns True if a file is moegguf's own wheel, not a plug-in's, for this machine's CPU architecture."""
     return path.name.startswith("moegguf-") and path.name.endswith(f"_{platform.machine()}.whl")
 
 

@@ -52,7 +52,7 @@ def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Ite
 
 
 def digests(llm: Llama, n_sequences: int) -> list[str]:
-    """Returns a SHA-256 digest of the logits of each pass."""
+    """Returns a SHA-256 digest of each pass's logits."""
     found = list[str]()
     llm.context.clear()
     for chunks in schedule(n_sequences, np.random.default_rng(n_sequences), llm.n_vocab()):

@@ -111,7 +111,7 @@ class Shape:
 
     @property
     def n_embd_out(self) -> int:
-        """Returns the number of columns of attention's output matrix: the total width of all heads' values."""
+        """Returns the number of columns in attention's output matrix: the total width of all heads' values."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 
