@@ -20,7 +20,7 @@ from predictors.study.arrange import grouped
 SMALL = MoeShape(
     n_layer=6, n_expert=16, n_expert_used=2, layers=(1, 2, 3, 4, 5), n_embd=32, n_vocab=64, expert_bytes=1000
 )
-LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25  # weights of the parts of the state
+LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25  # weights of the state's parts
 
 
 def hidden_routers(shape: MoeShape, seed: int) -> Float32s:

@@ -38,7 +38,7 @@ class Shape:
     keys: Keys
     recurrent: Dims
     attention: Dims
-    rest: Dims  # tensors that every layer has, whatever its kind
+    rest: Dims  # tensors that every layer has, regardless of its kind
     outer: Dims
 
 

@@ -1,7 +1,7 @@
 """Tests models with a recurrent state: with batching and drafts, answers have the same logprobs as solo answers.
 
 Each sequence has its own state. The model has slots for some experts. Tests use passes of several widths, prefixes that
-other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with one
+other sequences have evaluated, failed passes, and partly wrong drafts. The reference is a load of the model with one
 sequence and without drafts.
 """
 

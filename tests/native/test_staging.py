@@ -1,4 +1,4 @@
-"""Tests staging tensors, which a device uses to compute prompts.
+"""Tests staging tensors, which a device uses to process prompts.
 
 A staging tensor has room for every expert of a layer.
 """

@@ -1,7 +1,7 @@
 """Tests free memory and CPUs as read from folders that imitate machines.
 
-In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that was compiled for another
-processor is refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
+In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that was compiled for another CPU is
+refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
 """
 
 import os
@@ -193,7 +193,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries that need AVX2 and AVX-512. The imitated processor has only AVX2 and FMA."""
+    """A folder of libraries that need AVX2 and AVX-512. The imitated CPU has only AVX2 and FMA."""
     monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
     (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
     return tmp_path
