@@ -585,8 +585,9 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, con
 
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
-// memory until then. Returns NULL if the graph selects matrices by expert_ids. This is the case if no store holds `w`,
-// or if every expert of the layer's tier is complete in its own slot and nothing observes its events.
+// memory until then. Returns NULL if the graph selects matrices by expert_ids. This is the case if no store holds `w`.
+// While Remedy::shared_ids is on, it is also the case if every expert of the layer's tier is complete in its own slot
+// and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);
