@@ -87,7 +87,7 @@ def prepare(
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
-            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"
+            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token by token, and cannot"
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks

@@ -174,7 +174,7 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
         raise short[-1]
     if spec.refuses_cpu:
         raise BudgetError(
-            f"{short[0]} n_gpu_layers leaves no layer to the CPU; leave the option out, so that the CPU may compute."
+            f"{short[0]} n_gpu_layers leaves no layer to the CPU; leave the option out, so that the CPU can be used."
         )
     raise short[0]
 

@@ -191,8 +191,8 @@ class WorkerProcess:
         except TimeoutError:
             self.kill("")
             raise WorkerError(
-                f"loading the model has read nothing for {stall_s:g} s; check the disk, or set MOEGGUF_LOAD_TIMEOUT to"
-                " a longer time."
+                f"nothing was read for {stall_s:g} s while loading the model; check the disk, or set"
+                " MOEGGUF_LOAD_TIMEOUT to a longer time."
             ) from None
 
     def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:

@@ -262,7 +262,7 @@ class TraceWriter:
             )
         if len(self._blocks) == MAX_BLOCKS:
             raise TraceError(
-                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, but has them already; begin another."
+                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and already has them; begin another."
             )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)

@@ -75,7 +75,7 @@ def read_routing(path: Path) -> RoutingFile:
     if read is None:
         raise TraceError(
             f"{path.name}: routing is read from {', '.join(_READERS)}, but the name ends in"
-            f" {path.suffix or 'no suffix'!r}; save it in one of these forms."
+            f" {path.suffix or 'no suffix'!r}; save it in one of these formats."
         )
     with _naming(path):
         if path.stat().st_size > MAX_TRACE_BYTES:
@@ -93,7 +93,7 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise TraceError(f"{path}: the file cannot be read ({error.strerror or error}); check the path.") from error
     except (*DAMAGE, SafetensorError, csv.Error) as error:
-        raise TraceError(f"{path.name}: the file is damaged or of another form ({error}); save it again.") from error
+        raise TraceError(f"{path.name}: the file is damaged or in another format ({error}); save it again.") from error
 
 
 def _npz_arrays(path: Path) -> Arrays:
@@ -157,7 +157,7 @@ def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
     """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has a
     different value for `fact`."""
     if facts.setdefault(fact, found) != found:
-        raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
+        raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both again.")
 
 
 def _number(arrays: Arrays, name: str) -> int:
