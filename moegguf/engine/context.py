@@ -177,7 +177,9 @@ class Context:
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
         if self._session is not None and self._session.forked:  # fork() does not copy the store's threads
-            raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
+            raise ForkError(
+                "the model was loaded before fork(); load it in this process, or start this process with spawn."
+            )
 
     def stats(self) -> Stats:
         """Returns the counters since the model was loaded, as `Llama.stats` does."""

@@ -63,7 +63,7 @@ class LoadPlan:
             return ModelFormatError(f"{adapter} does not fit this model: {reason}; give one that was trained on it.")
         if "llama_context" in str(error):
             return AllocationError(
-                f"llama.cpp cannot make a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
+                f"llama.cpp cannot create a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
                 f" ({reason}); lower n_ctx (--ctx)."
             )
         if READ_ERROR in reason:

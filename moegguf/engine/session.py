@@ -303,7 +303,7 @@ class Session:
             if drive["dropped"] and index not in self._dropped:
                 self._dropped.add(index)
                 warnings.warn(
-                    f"a copy of the model is no longer read: {drive['note']}. The other copies have every expert."
+                    f"a copy of the model is no longer used: {drive['note']}. The other copies hold every expert."
                     " Load the model again when this copy can be read.",
                     stacklevel=2,
                 )

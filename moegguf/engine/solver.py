@@ -500,8 +500,8 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
-            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system stop"
-            ' this process; give less, or "auto"'
+            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system may"
+            ' stop this process; give less, or "auto"'
         )
 
 

@@ -126,7 +126,7 @@ class ExpertLayout:
         for shard in self.shards:
             if shard.is_changed():
                 raise ExpertIOError(
-                    f"{shard.path.name} was written to while it was loaded, or replaced; load the model again."
+                    f"{shard.path.name} was written to or replaced while it was being loaded; load the model again."
                 )
 
     @property

@@ -296,7 +296,7 @@ class Catalog:
         )
         if near:
             hint = f"did you mean {' or '.join(map(repr, near))}? M{hint[1:]}"
-        here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
+        here = " `moegguf list` shows the models here, and `moegguf library` others; a path works, too." * self.paths
         return ModelNotFoundError(f"there is no model named {text!r}; {hint}{here}", hint)
 
 

@@ -107,7 +107,7 @@ class _Facts:
         it."""
         if name not in self._found:
             raise TraceError(
-                f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
+                f"{name} is required, but is neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
             )
         return self._found[name][0]
 
@@ -118,7 +118,7 @@ class _Facts:
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
             raise TraceError(
-                f"layers must rise and be at least 0, but are {_short(layers)}; number them as the model does."
+                f"layers must be in rising order and at least 0, but are {_short(layers)}; number them as in the model."
             )
         known.setdefault("n_layer", layers[-1] + 1)
         return MoeShape(**known | {name: self.get(name) for name in _NEEDED})

@@ -79,7 +79,7 @@ def read_routing(path: Path) -> RoutingFile:
         )
     with _naming(path):
         if path.stat().st_size > MAX_TRACE_BYTES:
-            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; split it.")
         return read(path)
 
 
@@ -104,7 +104,7 @@ def _npz_arrays(path: Path) -> Arrays:
         if HEADER in names:
             raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
         if n_bytes > MAX_TRACE_BYTES:
-            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; split it.")
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
@@ -130,7 +130,7 @@ def _checked(arrays: Arrays) -> RoutingFile:
     name = IDS if IDS in arrays else LOGITS
     chosen = arrays.get(name)
     if chosen is None:
-        raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but neither is there; save one of them.")
+        raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but there is neither; save one of them.")
     axes = "(token, layer, expert)"
     if chosen.ndim != 3 or not chosen.size:
         raise TraceError(

@@ -171,7 +171,7 @@ def test_doctor_prints_every_folder_with_its_size(here: Command, tiny: TinyModel
 def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
     done = here("doctor", "--check")
     assert re.fullmatch(
-        r"The expert store's bookkeeping is right after 16 tokens of the demo model with 30% of its experts:"
+        r"The expert store's bookkeeping is correct after 16 tokens of the demo model with 30% of its experts:"
         r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
         done.stdout,
     )

@@ -166,7 +166,7 @@ def test_a_stopped_pull_can_be_tried_again(hub: FakeHub, look: Look) -> None:
         page.keyboard.press("Enter")
         until(page, "document.querySelector('progress')?.value > 0")
         page.click("#pulls >> text=Stop")
-        page.wait_for_selector("#pulls >> text=What was received is kept")
+        page.wait_for_selector("#pulls >> text=The received part is kept")
         gate.open.set()
         page.click("#pulls >> text=Try again")
         page.wait_for_selector("#models-list >> text=user/repo-GGUF")

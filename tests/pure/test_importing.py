@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Arrays, str]] = {
     "tokens out of range": ({"expert_ids": chosen(), "tokens": np.full(12, 1 << 40)}, "tokens must be from -1"),
     "a long prompt": ({"expert_ids": chosen(), "n_prompt": 13}, "from 0 to the 12 tokens of its request, but is 13"),
     "two numbers": ({"expert_ids": chosen(), "n_prompt": [1, 2]}, "n_prompt must be one whole number"),
-    "layers that fall": ({"expert_ids": chosen(), "layers": [2, 1, 0]}, "layers must rise"),
+    "layers that fall": ({"expert_ids": chosen(), "layers": [2, 1, 0]}, "layers must be in rising order"),
     "other facts": ({"router_logits": logits(), "n_expert": 9}, "n_expert is 9, but router_logits has 8"),
     "too few layers": ({"expert_ids": chosen(), "n_layer": 2}, "layers must be in rising order, each from 0 to 1"),
 }
