@@ -132,7 +132,7 @@ def test_foreign_and_damaged_slot_files_restore_nothing(loop: Loop, tiny: TinyMo
     file = tmp_path / "a"
     loop.answer()
     loop.save(file)
-    with Loop(tiny("tiny-qwen3moe")) as other, pytest.raises(OptionError, match="another model"):
+    with Loop(tiny("tiny-qwen3moe")) as other, pytest.raises(OptionError, match="different model"):
         other.restore(file)
     content = file.read_bytes()
     for damaged in (b"", content[:-1], content[:100] + b"?" + content[101:], b"x" * 1000):

@@ -150,7 +150,7 @@ def test_import_trace_takes_shape_and_fingerprint_from_a_gguf(tmp_path: Path, ti
 
 
 WRONG: dict[str, tuple[Arrays, str]] = {
-    "no routing": ({"tokens": np.arange(3)}, "'expert_ids' or 'router_logits', but neither"),
+    "no routing": ({"tokens": np.arange(3)}, "'expert_ids' or 'router_logits', but there is neither"),
     "axes": ({"expert_ids": np.zeros((3, 2), np.int64)}, r"axes \(token, layer, expert\), but has the shape \(3, 2\)"),
     "nothing": ({"expert_ids": np.zeros((0, 3, 2), np.int64)}, r"but has the shape \(0, 3, 2\)"),
     "floats as ids": ({"expert_ids": logits()}, "must hold whole numbers"),
@@ -252,15 +252,15 @@ def test_import_trace_rejects_contradicting_and_missing_facts(tmp_path: Path) ->
     with pytest.raises(TraceError, match=r"n_expert is 9 in the options, but 8 in a\.npz"):
         import_trace([file], tmp_path / "out", ImportOptions(n_expert=9, n_expert_used=N_USED, expert_bytes=1))
     for options, missing in (
-        (ImportOptions(expert_bytes=1), "n_expert_used is needed.*--used N.*--model"),
-        (ImportOptions(n_expert_used=2), "expert_bytes is needed.*--expert-size SIZE"),
+        (ImportOptions(expert_bytes=1), "n_expert_used is required.*--used N.*--model"),
+        (ImportOptions(n_expert_used=2), "expert_bytes is required.*--expert-size SIZE"),
         (ImportOptions(n_expert_used=9, expert_bytes=1), "uses 9 experts, but has logits for 8"),
         (ImportOptions(n_expert_used=2, expert_bytes=1, layers=(1, 2)), "has 3 layers, but the model has experts in 2"),
     ):
         with pytest.raises(TraceError, match=missing):
             import_trace([file], tmp_path / "out", options)
     ids = npz(tmp_path / "ids.npz", expert_ids=chosen())
-    with pytest.raises(TraceError, match=r"n_expert is needed.*--experts N"):
+    with pytest.raises(TraceError, match=r"n_expert is required.*--experts N"):
         import_trace([ids], tmp_path / "out", ImportOptions(expert_bytes=1))
 
 
