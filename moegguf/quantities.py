@@ -170,7 +170,7 @@ def parse_link(text: str) -> Link:
             raise ValueError
     except (ValueError, OptionError):
         raise OptionError(
-            f"{shown(text)} is not a link; give its bandwidth above 0 and, if wanted, its latency from 0, such as"
+            f"{shown(text)} is not a link; give a bandwidth above 0, and optionally a latency of 0 or more, such as"
             " '24GB/s' or '24GB/s,35us'."
         ) from None
     return link
@@ -190,7 +190,7 @@ def parse_duration(value: str | int | float) -> float:
     if math.isnan(seconds):
         raise OptionError(
             f"{shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
-            " a negative duration means for ever."
+            " a negative duration means forever."
         )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
 

@@ -78,7 +78,7 @@ def _simulation() -> ModuleType:
         from moegguf.testing import link_device
     except ImportError as error:
         raise LibraryError(
-            "--simulate-link needs moegguf's test equipment, which an installed wheel does not have; clone moegguf's"
+            "--simulate-link needs moegguf's test equipment, which an installed wheel does not include; clone moegguf's"
             " repository, run `make` in it, and use its .venv/bin/moegguf."
         ) from error
     return link_device
@@ -143,7 +143,7 @@ class Feed:
             self._text = llama.tokenize(text, add_bos=False, special=False)
             if not self._text:
                 raise OptionError(
-                    f"the file {spec.text!r} has no text; write text into it, or name another file with --text."
+                    f"the file {spec.text!r} contains no text; write text to it, or name another file with --text."
                 )
 
     def tokens(self, n: int, repetition: int) -> list[int]:

@@ -122,7 +122,7 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
             return group
         group.remove()
     raise LimitError(
-        "no memory cgroup can be made here; run as root, or inside"
+        "no memory cgroup can be created here; run as root, or inside"
         f" `systemd-run --user --scope -p MemoryMax={limit_bytes} -p MemorySwapMax=0`."
     )
 

@@ -74,7 +74,7 @@ def record(
             if n_cut:
                 warnings.warn(
                     f"{n_cut} of {len(prompts)} prompts, with their answers, are longer than the context and were cut;"
-                    " a larger context takes more of them (--ctx).",
+                    " a larger context keeps more of them (--ctx).",
                     stacklevel=2,
                 )
             return llm.stats()

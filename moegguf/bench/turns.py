@@ -217,7 +217,8 @@ def beside_load(
         raise OptionError(f"loads may list only {', '.join(LOADS)}, separated by commas, but is {loads!r}.")
     if wrong := [name for name in known if not name.isdigit() and name not in ("auto", "llama.cpp")]:
         raise OptionError(
-            f"systems may list only numbers of threads, auto and llama.cpp, separated by commas, but has {wrong[0]!r}."
+            "systems may list only numbers of threads, auto and llama.cpp, separated by commas, but contains"
+            f" {wrong[0]!r}."
         )
     with ExitStack() as stack:
         opened = {}

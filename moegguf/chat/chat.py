@@ -216,11 +216,11 @@ def _read(chat: Chat, name: str) -> None:
         raise OptionError(f"/read cannot read '{name}' ({error.strerror}); check the path.") from None
     if len(data) > MAX_READ_BYTES:
         raise OptionError(
-            f"/read takes files of up to {MAX_READ_BYTES >> 20} MiB, but '{name}' is larger; read a smaller file"
+            f"/read accepts files of up to {MAX_READ_BYTES >> 20} MiB, but '{name}' is larger; read a smaller file"
         )
     text = decode_text(data).rstrip("\n")
     if "\0" in text:
-        raise OptionError(f"/read takes text files, but '{name}' is binary; read a text file")
+        raise OptionError(f"/read accepts text files, but '{name}' is binary; read a text file")
     pending = chat.conversation.pending_text
     chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
     print_message(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")

@@ -51,7 +51,7 @@ def _version(requested: bool) -> None:
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
         version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
         if version != __version__:
-            print_message(f"warning: the server has another version: {version}")
+            print_message(f"warning: the server runs another version: {version}")
     raise typer.Exit
 
 

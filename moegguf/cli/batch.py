@@ -126,7 +126,8 @@ def _output_path(requests: str, output: str | None) -> Path | None:
     path = Path(output).expanduser() if output else source.with_suffix(ANSWERS_SUFFIX)
     if path.is_dir() or not path.parent.is_dir():
         raise typer.BadParameter(
-            f"{path} is not a file in an existing folder; make the folder, or name another file", param_hint="--output"
+            f"{path} is not a file in an existing folder; create the folder, or name another file",
+            param_hint="--output",
         )
     if requests != STANDARD and path.exists() and source.exists() and path.samefile(source):
         raise typer.BadParameter(
@@ -283,7 +284,7 @@ def _answer_to_end(
     n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)
     start_s = said_s = time.monotonic()
     if counts.done:
-        print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
+        print_message(f"continuing: {counts.done:,} of {n_total:,} are answered")
 
     def text() -> str:
         return _progress_text(counts, before, n_total, time.monotonic() - start_s)

@@ -124,7 +124,9 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
     for word in split(values):
         match = _RANGE.fullmatch(word)
         if match is None:
-            raise OptionError(f"{flag} must be whole numbers such as 512, 128,256 or 64-512*2, but has {word!r}.")
+            raise OptionError(
+                f"{flag} must be whole numbers such as '512', '128,256' or '64-512*2', but contains {word!r}."
+            )
         at = int(match[1])
         step = int(match[4] or 1)
         is_product = match[3] == "*"
@@ -145,7 +147,9 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
     for value in values:
         numbers = parse_ints([value], "-pg")
         if len(numbers) != 2:
-            raise OptionError(f"-pg must be two numbers of tokens (prompt, answer) such as 512,128, but is {value!r}.")
+            raise OptionError(
+                f"-pg must be two numbers of tokens (prompt, answer) such as '512,128', but is {value!r}."
+            )
         pairs.append((numbers[0], numbers[1]))
     return pairs
 

@@ -191,4 +191,4 @@ def _wait(client: Client, server: subprocess.Popen[bytes]) -> None:
             return
         except MoeggufError:
             time.sleep(POLL_S)
-    raise OptionError(f"the server did not start; {data_folder() / LOG} says why.")
+    raise OptionError(f"the server did not start; see {data_folder() / LOG} for the reason.")

@@ -118,9 +118,7 @@ def _recorded(
     shape = len(layout.layers), layout.hparams.n_embd
     most = most_tokens(*shape, strategies, chosen["tokens"])
     if most < chosen["tokens"]:
-        print_message(
-            f"the memory that training takes has room for the router inputs of {most:,} tokens; recording stops there"
-        )
+        print_message(f"training has memory for the router inputs of {most:,} tokens; recording stops there")
     from moegguf.bench.record import RecordOptions, record
     from moegguf.settings import read_load_keywords
 
@@ -144,7 +142,9 @@ def _recorded(
             **given,
         )
         if stats.tokens < FEW_TOKENS:
-            print_message(f"warning: {stats.tokens:,} tokens are few; thousands predict better (--prompts, --tokens).")
+            print_message(
+                f"warning: only {stats.tokens:,} tokens; thousands give better predictions (--prompts, --tokens)."
+            )
         return Learning(read(out), artifacts, seed=chosen["seed"])
 
 
@@ -203,7 +203,7 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
         "validation: experts that the network got right on texts that ended its training",
         "right: of the experts that the predictor named, the share that the router chose;",
         "  popularity: where the experts that are used most are named",
-        f"hits: with {JUDGED_SHARE:.0%} of the experts in memory, and a link that brings {LAYER_EXPERTS} experts",
+        f"hits: with {JUDGED_SHARE:.0%} of the experts in memory, and a link that transfers {LAYER_EXPERTS} experts",
         "  in the time of a layer; LRU: without predictions",
         f"saved in {learnt[0].files[0].parent}",
         f"next: moegguf run {model} --strategy {learnt[0].strategy}",

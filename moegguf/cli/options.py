@@ -176,5 +176,5 @@ def hub_name(repository: str) -> str:
     from moegguf.models.names import hub_name_of
 
     if (name := hub_name_of(repository)) is None:
-        raise typer.BadParameter(f"-hf takes USER/REPOSITORY[:QUANT], but is {repository!r}.")
+        raise typer.BadParameter(f"-hf must be USER/REPOSITORY[:QUANT], but is {repository!r}.")
     return name.canonical

@@ -210,7 +210,7 @@ def _print_copy_note(name: str) -> None:
         if parse_name(name).key in loaded:
             print_message(
                 f"note: the server at {client.host.url} has {name} in memory, too. This command loads another copy;"
-                " without --local and options for loading, the server would answer."
+                " without --local and load options, the server would answer."
             )
 
 

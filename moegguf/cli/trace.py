@@ -156,7 +156,7 @@ def check_writable(out: Path, *sources: Path) -> None:
     """Raises OptionError if the folder of `out` does not exist, if `out` is not a file, or if `out` is one of
     `sources`. Called before any work is done."""
     if not out.absolute().parent.is_dir():
-        raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
+        raise OptionError(f"there is no folder {str(out.parent)!r} for --out; create it first.")
     if not can_be_replaced(out):
         raise OptionError(f"--out must name a file, but {str(out)!r} is not a regular file; name a file in a folder.")
     if out.exists() and any(out.samefile(source) for source in sources):
@@ -174,7 +174,7 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
             share = 0.0
         if not 0 < share <= 1:
             raise OptionError(
-                f"{option} must be shares such as 10%,25%,50%, each above 0% and up to 100%, but has {word!r}."
+                f"{option} must be shares such as '10%,25%,50%', each above 0% and up to 100%, but contains {word!r}."
             )
         shares.append(share)
     return shares if of_each else list(dict.fromkeys(shares))
@@ -369,6 +369,6 @@ def _device_budgets(analysis: TraceAnalysis, chosen: Mapping[str, Any]) -> dict[
     try:
         split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
     except ValueError:
-        raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {proportions!r}.") from None
+        raise OptionError(f"--tensor-split must be proportions such as '3,1', but is {proportions!r}.") from None
     shares = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=proportions is not None)
     return simulated_budgets(analysis.trace.shape, shares, split_of, chosen["device_link"])

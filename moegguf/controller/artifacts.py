@@ -171,7 +171,7 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # no warning if the name is too long: such a folder cannot exist
-            warnings.warn(f"{path.parent} is not searched ({error.strerror}); going on without it.", stacklevel=1)
+            warnings.warn(f"{path.parent} is not searched ({error.strerror}); continuing without it.", stacklevel=1)
         return False
 
 

@@ -273,19 +273,20 @@ class Controller:
         self._prefetcher = None
         self._forecast.clear()
         self._direct_store()
-        self._tell(f"the predictor {name} {why}", "going on without it")
+        self._tell(f"the predictor {name} {why}", "continuing without it")
 
     def _drop_policy(self, why: str) -> None:
         name = name_of(self.policy)
         self.policy = None
         if not self.stopped:
             self._clear_scores()
-        self._tell(f"the policy {name} {why}", "going on with LRU")
+        self._tell(f"the policy {name} {why}", "continuing with LRU")
 
     def _tell(self, what: str, going_on: str) -> None:
         if self.options.strict:
             raise CallbackError(
-                f"a simulation ends at the first error of a policy or predictor; correct it and simulate again: {what}."
+                "a simulation stops at the first error in a policy or predictor; correct it and simulate again:"
+                f" {what}."
             )
         if not self.stopped:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)

@@ -66,7 +66,7 @@ def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
         return own(shape) if _takes_shape(own, shape) else own()  # type: ignore[call-arg]
     except Exception as error:
         raise OptionError(
-            f"the {kind} {name!r:.200} cannot be made: its constructor raised {type(error).__name__}: {error}; it is"
+            f"the {kind} {name!r:.200} cannot be created: its constructor raised {type(error).__name__}: {error}; it is"
             " called with the model's MoeShape, or without arguments if it takes none."
         ) from error
 

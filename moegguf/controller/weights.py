@@ -97,7 +97,7 @@ def load(
         return build(_read(Path(path), predictor, fingerprint, shape))
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        warnings.warn(f"the file {str(path)!r} is not used: {why}; going on without it.", stacklevel=2)
+        warnings.warn(f"the file {str(path)!r} is not used: {why}; continuing without it.", stacklevel=2)
         return None
 
 

@@ -97,7 +97,7 @@ class Requests:
                 sent = yield step
                 if self._owner is not request:
                     raise GenerationCancelled(
-                        "another request has begun on this model, so this one cannot go on; start it again."
+                        "another request has started on this model, so this one cannot continue; start it again."
                     )
         finally:
             steps.close()
@@ -177,7 +177,9 @@ class Context:
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
         if self._session is not None and self._session.forked:  # fork() does not copy the store's threads
-            raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
+            raise ForkError(
+                "the model was loaded before fork(); load it in this process, or start this process with spawn."
+            )
 
     def stats(self) -> Stats:
         """Returns the counters since the model was loaded, as `Llama.stats` does."""
@@ -446,7 +448,7 @@ class Context:
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(
-                "there are no logits of this request to take a token from (a loaded state has none, because"
+                "there are no logits of this request to sample a token from (a loaded state contains none, because"
                 " llama.cpp saves only the KV cache); evaluate a token first."
             )
 

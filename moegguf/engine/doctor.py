@@ -84,7 +84,7 @@ def check_store() -> str:
         llm.session.store.drain()
         stats = llm.stats()
     return (
-        f"The expert store's bookkeeping is right after {len(answer)} tokens of the demo model with {CHECK_BUDGET} of"
+        f"The expert store's bookkeeping is correct after {len(answer)} tokens of the demo model with {CHECK_BUDGET} of"
         f" its experts: {stats.lookups:,} look-ups, {stats.evictions:,} evictions."
     )
 

@@ -226,9 +226,7 @@ class ModelDrafts:
         params.n_threads = params.n_threads_batch = llm.n_threads
         context = bindings.llama_init_from_model(llm.model if has_heads else self._model, params)
         if not context:
-            raise AllocationError(
-                "draft: there is no memory for the context of drafts; lower n_ctx, or use draft='off'."
-            )
+            raise AllocationError("draft: there is no memory for the draft context; lower n_ctx, or use draft='off'.")
         return context
 
     def close(self) -> None:

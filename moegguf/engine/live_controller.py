@@ -108,7 +108,7 @@ class LiveController:
             # No warning if nothing was measured and moegguf cannot read the routers.
             if self._measured or not isinstance(error, ModelFormatError):
                 warnings.warn(
-                    f"the policy or predictor that was chosen for this model is not available: {error} Going on with"
+                    f"the policy or predictor that was chosen for this model is not available: {error} Continuing with"
                     f" {_titled(self.choice)}.",
                     stacklevel=2,
                 )

@@ -63,7 +63,7 @@ class LoadPlan:
             return ModelFormatError(f"{adapter} does not fit this model: {reason}; give one that was trained on it.")
         if "llama_context" in str(error):
             return AllocationError(
-                f"llama.cpp cannot make a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
+                f"llama.cpp cannot create a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
                 f" ({reason}); lower n_ctx (--ctx)."
             )
         if READ_ERROR in reason:
@@ -87,7 +87,7 @@ def prepare(
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
-            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"
+            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token by token, and cannot"
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks

@@ -110,7 +110,9 @@ class Projector:
             )
         if not mtmd.mtmd_support_vision(self._context):
             self.close()
-            raise ModelFormatError(f"{os.fspath(path)} is not for images; give the mmproj file of a vision model.")
+            raise ModelFormatError(
+                f"{os.fspath(path)} is not an image projector; give the mmproj file of a vision model."
+            )
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
         """Returns the prompt of `texts` with one of `images` between each pair of neighbouring texts, so there is one
@@ -154,8 +156,8 @@ class Projector:
             if mtmd.mtmd_decode_use_non_causal(self._context, chunk):
                 if span.n_tokens > n_ubatch:
                     raise OptionError(
-                        f"an image of {span.n_tokens} tokens is read in one pass by this model, which was loaded for"
-                        f" passes of {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
+                        f"this model reads an image of {span.n_tokens} tokens in one pass, but was loaded for passes of"
+                        f" {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
                     )
                 n_batch = n_ubatch
             self._log.forget()
@@ -220,7 +222,7 @@ class Projector:
         if not bitmap:
             raise OptionError(
                 "an image cannot be decoded: its data are damaged, end early or inflate too far; save it"
-                " anew, and send that."
+                " again, and send the new file."
             )
         return int(bitmap)
 

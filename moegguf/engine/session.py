@@ -83,7 +83,7 @@ def open_store(
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""
         going_on = f" and {n_ram}" if n_ram else ""
         warnings.warn(
-            f"no memory for {plan.n_slots} expert slots{below}; going on with {sum(n_slots)}{going_on}, slower.",
+            f"no memory for {plan.n_slots} expert slots{below}; continuing with {sum(n_slots)}{going_on}, slower.",
             stacklevel=2,
         )
     for tier in store.tiers:
@@ -127,7 +127,7 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int
         if max(n_slots) <= most:
             return [replace(part, layers=of, n_slots=n) for of, n in zip(layers, n_slots, strict=True)]
     warnings.warn(
-        f"{part.name} has buffers and kernels for {most} expert slots, not for {part.n_slots}; going on with {most}.",
+        f"{part.name} has buffers and kernels for {most} expert slots, not for {part.n_slots}; continuing with {most}.",
         stacklevel=2,
     )
     return [replace(part, n_slots=most)]
@@ -278,7 +278,7 @@ class Session:
         self.store.resize(fewer)
         warnings.warn(
             f"{self.plan.device} has too little memory for weights, a context and {n_slots} expert slots together;"
-            f" going on with {fewer} slots, which is slower; give a smaller budget for experts on it, or lower n_ctx.",
+            f" continuing with {fewer} slots, more slowly; give a smaller budget for experts on it, or lower n_ctx.",
             stacklevel=2,
         )
         return True
@@ -303,7 +303,7 @@ class Session:
             if drive["dropped"] and index not in self._dropped:
                 self._dropped.add(index)
                 warnings.warn(
-                    f"a copy of the model is no longer read: {drive['note']}. The other copies have every expert."
+                    f"a copy of the model is no longer used: {drive['note']}. The other copies hold every expert."
                     " Load the model again when this copy can be read.",
                     stacklevel=2,
                 )

@@ -174,7 +174,7 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
         raise short[-1]
     if spec.refuses_cpu:
         raise BudgetError(
-            f"{short[0]} n_gpu_layers leaves no layer to the CPU; leave the option out, so that the CPU may compute."
+            f"{short[0]} n_gpu_layers leaves no layer to the CPU; leave the option out, so that the CPU can be used."
         )
     raise short[0]
 
@@ -500,8 +500,8 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
-            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system stop"
-            ' this process; give less, or "auto"'
+            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system may"
+            ' stop this process; give less, or "auto"'
         )
 
 

@@ -56,7 +56,7 @@ OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, sign
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # text of the C++ exception for lack of memory
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
-TOO_LONG = "a trial load did not end within"
+TOO_LONG = "a trial load did not finish within"
 NO_DAMAGE = (
     "that is no sign of damage in the file; set MOEGGUF_TRIAL_LOAD=again to try it once more, or 0 to load it without a"
     " trial"

@@ -93,7 +93,7 @@ def constraint_for(
     lark = "\n".join([*start, *rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_CHARS:
         raise SchemaError(
-            f"the grammar that is made of a request's JSON schemas, tools or grammar may have up to {MAX_GRAMMAR_CHARS}"
+            f"the grammar built from a request's JSON schemas, tools or grammar may have up to {MAX_GRAMMAR_CHARS}"
             f" characters, but has {len(lark)}; send fewer or smaller ones."
         )
     return Constraint(lark, begun)

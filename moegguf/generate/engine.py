@@ -101,7 +101,7 @@ class Engine:
     ) -> None:
         if isinstance(model, Llama) and (options or kv_tokens is not None):
             names = ", ".join([*options, *["kv_tokens"] * (kv_tokens is not None)])
-            raise OptionError(f"{names} are options of loading, but the model is loaded already; give them to Llama.")
+            raise OptionError(f"{names} are load options, but the model is already loaded; give them to Llama.")
         options = {"verbose": False, "flash_attn": None, "n_seq_max": parallel, "kv_tokens": kv_tokens} | options
         self._is_own = not isinstance(model, Llama)
         self._llm = model if isinstance(model, Llama) else Llama(model, **options)
@@ -226,7 +226,7 @@ class Engine:
     def _submit(self, request: Request, put: Callable[[Delta], object]) -> Sequence:
         self._llm.context.check_caller()
         if not self._thread.is_alive():
-            raise ClosedError("the engine is closed; make another one.")
+            raise ClosedError("the engine is closed; create another one.")
         return self._loop.submit(request, _Events(put))
 
     def _answers(

@@ -106,7 +106,7 @@ class Schemas:
         self._n_parts += 1
         if self._n_parts > MAX_SUBSCHEMAS:
             raise SchemaError(
-                f"the JSON schemas of a request may have up to {MAX_SUBSCHEMAS} parts, and repetitions count, but these"
+                f"the JSON schemas of a request may have up to {MAX_SUBSCHEMAS} parts, including repetitions, but these"
                 " have more; simplify them."
             )
 

@@ -123,7 +123,7 @@ class Matcher:
         begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
         if self._matcher.try_consume_tokens(begun) < len(begun):
             raise SchemaError(
-                "the message to continue does not begin as the requested format demands:"
+                "the message to continue does not begin as the requested format requires:"
                 f" {constraint.begun[:50]!r}; change the message or the format."
             )
         self._check()

@@ -203,7 +203,7 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
     for part in parts:
         characters -= len(part)
         if characters < 0:
-            raise OutputError("it writes more than the limit of a prompt")
+            raise OutputError("it writes more than a prompt may contain")
         yield part
 
 

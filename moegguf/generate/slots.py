@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"moegslt1"
 _HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of everything after the header, size of the JSON description
-_NOT_WHOLE = "is not a slot that was saved whole; save it again."
+_NOT_WHOLE = "is not a completely saved slot; save it again."
 
 
 def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: str, **fields: Any) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def _is_own(kv: KvSequence, owner: str) -> bool:
 
 def _save(llm: Llama, kv: KvSequence, path: Path, owner: str, name: str, most_bytes: int) -> dict[str, Any]:
     if not _is_own(kv, owner) or not kv.tokens:
-        raise OptionError(f"slot {kv.seq_id} has no tokens of your requests; send a request first.")
+        raise OptionError(f"slot {kv.seq_id} holds no tokens from your requests; send a request first.")
     if kv.seq_id == 0 and llm.context.images.spans:
-        raise OptionError(f"slot {kv.seq_id} has images, which cannot be saved; save a slot that has only text.")
+        raise OptionError(f"slot {kv.seq_id} contains images, which cannot be saved; save a slot with only text.")
     state = llm.context.read_state(kv.seq_id)
     about = json.dumps({"name": name, "adapter": owner_part(kv.owner)[1], "tokens": kv.tokens}).encode()
     n_bytes = _HEADER.size + len(about) + len(state)
@@ -83,7 +83,7 @@ def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: 
     about, state = _read(path)
     tokens = about["tokens"]
     if about["name"] != name:
-        raise OptionError(f"{path.name} was saved by another model, build or options of loading; save it again.")
+        raise OptionError(f"{path.name} was saved with a different model, build or load options; save it again.")
     if len(tokens) > n_ctx:
         raise OptionError(
             f"{path.name} has {len(tokens)} tokens, but the context has room for {n_ctx}; load the model with a"

@@ -31,7 +31,7 @@ def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> Adapt
     if kind != "adapter" or method != "lora":
         raise ModelFormatError(
             f"{file.name} is not a LoRA adapter: general.type is {kind!r:.40} and adapter.type {method!r:.40}; give a"
-            " file that llama.cpp's convert_lora_to_gguf.py has made."
+            " file made by llama.cpp's convert_lora_to_gguf.py."
         )
     if arch is not None and found != arch:
         raise ModelFormatError(

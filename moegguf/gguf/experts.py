@@ -126,7 +126,7 @@ class ExpertLayout:
         for shard in self.shards:
             if shard.is_changed():
                 raise ExpertIOError(
-                    f"{shard.path.name} was written to while it was loaded, or replaced; load the model again."
+                    f"{shard.path.name} was written to or replaced while it was being loaded; load the model again."
                 )
 
     @property
@@ -256,7 +256,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     files = read_shards(path)
     label = files[0].name
     if not vocab_only and not any(file.tensors for file in files):
-        raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
+        raise ModelFormatError(f"{label}: it contains no tensors (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0])
     matrices = list[ExpertMatrix]()
     routers = list[RouterTensor]()

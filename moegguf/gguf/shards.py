@@ -97,8 +97,9 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     count = Keys("split", first).number("count", 1, 0, MAX_SHARDS) or 1
     if count != named:
         raise ModelFormatError(
-            f"{first.name}: its model has {count} files by the key 'split.count' (1 without this key), but {named} by"
-            " its name; restore the shards' original names, or join them with llama-gguf-split --merge."
+            f"{first.name}: its model has {count} files according to the key 'split.count' (1 without this key), but"
+            f" {named} according to its name; restore the shards' original names, or join them with"
+            " llama-gguf-split --merge."
         )
     shards = first, *(_read_member(first, other) for other in _others(path, prefix, count))
     for n, shard in enumerate(shards):

@@ -118,7 +118,7 @@ class Learning:
         requests = trace.sequences()
         if len(requests) < LEAST_REQUESTS:
             raise OptionError(
-                f"learning takes at least {LEAST_REQUESTS} requests, because one of them judges what was"
+                f"learning needs at least {LEAST_REQUESTS} requests, because one of them judges what was"
                 f" learned, but there are {len(requests)}; give more texts (--prompts)."
             )
         judging = held_out(trace, HELD_OUT_SHARE, seed)

@@ -94,12 +94,12 @@ class Catalog:
         if not entry.missing or even_missing:
             return entry
         if not self.paths:
-            raise ModelNotFoundError(f"the files that {entry.name} was made from are no longer there; make it again.")
+            raise ModelNotFoundError(f"the files that {entry.name} was created from no longer exist; create it again.")
         files = ", ".join(repr(str(path)) for path in entry.missing[:3]) + ", ..." * (len(entry.missing) > 3)
         again = f", fetch {entry.parent} again with `moegguf pull`" if entry.parent.startswith(f"{HUB_HOST}/") else ""
         raise ModelNotFoundError(
-            f"{entry.name} was made from {files}, which is no longer there: put it back{again}, or remove the name with"
-            f" `moegguf rm {entry.name}`."
+            f"{entry.name} was created from {files}, which no longer exists: put it back{again}, or remove the name"
+            f" with `moegguf rm {entry.name}`."
         )
 
     def modelfile(self, entry: ModelEntry) -> str:
@@ -135,7 +135,9 @@ class Catalog:
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
             found = "both are" if recipe.files else "neither is"
-            raise OptionError(f"a model is made from one of `from` (a name) and `files`, but {found} given; give one.")
+            raise OptionError(
+                f"a model is created from either `from` (a name) or `files`, but {found} given; give one."
+            )
         guesses = {"draft": recipe.draft} if recipe.draft in DRAFTS else {}
         parameters = check_parameters({**recipe.parameters, **guesses})
         check_ranges(parameters)
@@ -294,7 +296,7 @@ class Catalog:
         )
         if near:
             hint = f"did you mean {' or '.join(map(repr, near))}? M{hint[1:]}"
-        here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
+        here = " `moegguf list` shows the models here, and `moegguf library` others; a path works, too." * self.paths
         return ModelNotFoundError(f"there is no model named {text!r}; {hint}{here}", hint)
 
 

@@ -174,7 +174,7 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
         stated = response.headers.get("Content-Range", "")
         if response.status_code == 206 and not stated.startswith(f"bytes {begin}-"):
             raise PullError(
-                f"{file.repo}/{file.path}: asked for the bytes from {begin} on, the hub sent {stated[:60]!r};"
+                f"{file.repo}/{file.path}: the hub was asked for bytes from {begin} on, but sent {stated[:60]!r};"
                 " try again, and check HF_ENDPOINT and proxies."
             )
         yield response
@@ -369,7 +369,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
             file.partial.unlink()
         else:
             raise PullError(
-                f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it"
+                f"{file.repo}/{file.path} arrived with a different digest than the hub states ({file.etag[:12]}...); it"
                 " was deleted: try again."
             )
         os.replace(file.partial, file.blob)

@@ -372,6 +372,6 @@ def disk_errors(failed: str) -> Iterator[None]:
         if isinstance(error, MoeggufError) or error.errno is None:  # not raised by the file system
             raise
         raise PullError(
-            f"{failed} ({error.strerror}); check the disk, or delete files, and try again: what was received of a"
+            f"{failed} ({error.strerror}); check the disk, or delete files, and try again: the received part of a"
             " download is kept."
         ) from error

@@ -121,7 +121,7 @@ void Shard::check_copy(const Shard & copy) const {
     };
     if (copy.opened_.st_dev == opened_.st_dev && copy.opened_.st_ino == opened_.st_ino) { refuse("is that file"); }
     if (copy.opened_.st_size != opened_.st_size) {
-        refuse("has " + std::to_string(copy.opened_.st_size) + " bytes and not " + std::to_string(opened_.st_size));
+        refuse("has " + std::to_string(copy.opened_.st_size) + " bytes instead of " + std::to_string(opened_.st_size));
     }
     for (size_t i = 0; i < sampled_.size(); i++) {
         const Span & span = sampled_[i];

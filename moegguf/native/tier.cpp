@@ -231,8 +231,8 @@ int Tier::reallocate(int n_slots) {
     if (n_slots > residency.n_usable()) {
         pool_->reallocate(residency.n_usable(), true);
         throw Error(MOEGGUF_MEMORY, device + " refused memory for " + std::to_string(n_slots) +
-                                        " expert slots; there are " + std::to_string(residency.n_usable()) +
-                                        " as before");
+                                        " expert slots; the tier still has " + std::to_string(residency.n_usable()) +
+                                        " slots");
     }
     // There is no memory for the old and the new pool at the same time. So all slots are emptied, and their experts are
     // read again when they are needed.

@@ -146,7 +146,9 @@ class ResponseStore:
                         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                         self._database = Database(self._path, OWNER_ONLY, SCHEMA)
                 except BlockingIOError:
-                    raise BusyError(f"another server has the responses in {self._path}; use that server.") from None
+                    raise BusyError(
+                        f"another server is using the responses in {self._path}; use that server."
+                    ) from None
             database = self._database
         database.execute("DELETE FROM response WHERE expires_at <= ?", self._now(), flush=False)
         return database

@@ -36,7 +36,7 @@ FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
 CANCELLED_PASS = "compute_async failed with error 1"  # llama.cpp logs this for a cancelled pass
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
-_LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
+_LOST = "the device that ran the model failed ({}); the next request loads the model again without that device."
 OnLoad = Callable[[float], object]
 _DRAIN_S = 1.0  # seconds for reading the last output of a process after its exit
 
@@ -191,8 +191,8 @@ class WorkerProcess:
         except TimeoutError:
             self.kill("")
             raise WorkerError(
-                f"loading the model has read nothing for {stall_s:g} s; check the disk, or set MOEGGUF_LOAD_TIMEOUT to"
-                " a longer time."
+                f"nothing was read for {stall_s:g} s while loading the model; check the disk, or set"
+                " MOEGGUF_LOAD_TIMEOUT to a longer time."
             ) from None
 
     def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:

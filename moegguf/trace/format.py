@@ -258,11 +258,11 @@ class TraceWriter:
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
         if has_inputs and not self.inputs:
             raise TraceError(
-                f"{self.path.name}: a block has inputs, but the writer takes none; open the writer with inputs."
+                f"{self.path.name}: a block has inputs, but the writer accepts none; open the writer with inputs."
             )
         if len(self._blocks) == MAX_BLOCKS:
             raise TraceError(
-                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, but has them already; begin another."
+                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and already has them; begin another."
             )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)

@@ -107,7 +107,7 @@ class _Facts:
         it."""
         if name not in self._found:
             raise TraceError(
-                f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
+                f"{name} is required, but is neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
             )
         return self._found[name][0]
 
@@ -118,7 +118,7 @@ class _Facts:
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
             raise TraceError(
-                f"layers must rise and be at least 0, but are {_short(layers)}; number them as the model does."
+                f"layers must be in rising order and at least 0, but are {_short(layers)}; number them as in the model."
             )
         known.setdefault("n_layer", layers[-1] + 1)
         return MoeShape(**known | {name: self.get(name) for name in _NEEDED})
@@ -136,7 +136,7 @@ def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
     n_used = facts.get("n_expert_used")
     n_expert = routing.chosen.shape[2]
     if n_used > n_expert:
-        raise TraceError(f"{name}: a token uses {n_used} experts, but has logits of {n_expert}; correct --used.")
+        raise TraceError(f"{name}: a token uses {n_used} experts, but has logits for {n_expert}; correct --used.")
     ids = np.argsort(-routing.chosen, axis=2, kind="stable")[:, :, :n_used]
     return Routing(ids, routing.tokens, routing.n_prompt)
 
@@ -161,7 +161,7 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
     if len(twice):
         token, row = twice[0][:2]
         raise TraceError(
-            f"{name}: a token uses different experts, but token {token} has one twice in layer {shape.layers[row]}"
+            f"{name}: a token must use different experts, but token {token} uses one twice in layer {shape.layers[row]}"
             f" {_short(ids[token, row].tolist())}; leave out rows that were filled in, such as an answer's last one."
         )
 

@@ -75,11 +75,11 @@ def read_routing(path: Path) -> RoutingFile:
     if read is None:
         raise TraceError(
             f"{path.name}: routing is read from {', '.join(_READERS)}, but the name ends in"
-            f" {path.suffix or 'no suffix'!r}; save it in one of these forms."
+            f" {path.suffix or 'no suffix'!r}; save it in one of these formats."
         )
     with _naming(path):
         if path.stat().st_size > MAX_TRACE_BYTES:
-            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; split it.")
         return read(path)
 
 
@@ -93,7 +93,7 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise TraceError(f"{path}: the file cannot be read ({error.strerror or error}); check the path.") from error
     except (*DAMAGE, SafetensorError, csv.Error) as error:
-        raise TraceError(f"{path.name}: the file is damaged or of another form ({error}); save it again.") from error
+        raise TraceError(f"{path.name}: the file is damaged or in another format ({error}); save it again.") from error
 
 
 def _npz_arrays(path: Path) -> Arrays:
@@ -104,7 +104,7 @@ def _npz_arrays(path: Path) -> Arrays:
         if HEADER in names:
             raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
         if n_bytes > MAX_TRACE_BYTES:
-            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; split it.")
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
@@ -130,7 +130,7 @@ def _checked(arrays: Arrays) -> RoutingFile:
     name = IDS if IDS in arrays else LOGITS
     chosen = arrays.get(name)
     if chosen is None:
-        raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but neither is there; save one of them.")
+        raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but there is neither; save one of them.")
     axes = "(token, layer, expert)"
     if chosen.ndim != 3 or not chosen.size:
         raise TraceError(
@@ -157,7 +157,7 @@ def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
     """Adds `fact`, whose value `found` was derived from the shape of the array `name`. Raises TraceError if `facts` has
     a different value for `fact`."""
     if facts.setdefault(fact, found) != found:
-        raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
+        raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both again.")
 
 
 def _number(arrays: Arrays, name: str) -> int:

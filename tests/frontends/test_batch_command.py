@@ -190,7 +190,7 @@ def test_an_interrupted_batch_resumes_from_its_journal(
         seen = entries(b"".join(journal.lines()))
     assert len(seen) >= 3
     done = moegguf("batch", path, "-o", target, **ALONE)
-    assert done.returncode == 0 and f"going on: {len(seen)} of {N} are answered" in done.stderr
+    assert done.returncode == 0 and f"continuing: {len(seen)} of {N} are answered" in done.stderr
     found = entries(target)
     assert [entry["custom_id"] for entry in found] == [f"q{i}" for i in range(N)]
     assert all(entry in found for entry in seen)

@@ -275,7 +275,7 @@ def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: F
         for response in (http.get("/v1/files"), http.get("/v1/batches"), http.post("/v1/files", content=b"")):
             assert response.status_code == 507, response.text
         message = http.get("/v1/batches").json()["error"]["message"]
-        assert "is damaged (file is not a database)" in message and "to start anew" in message
+        assert "is damaged (file is not a database)" in message and "to start over" in message
         assert http.post(CHAT, json=request("a")["body"]).status_code == 200
 
 

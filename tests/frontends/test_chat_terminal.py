@@ -364,7 +364,7 @@ def test_read_puts_a_file_before_the_next_message(shared: Terminal, tmp_path: Pa
     shared.ask("and this?")
     assert "[user: café  and this?]" in shared.ask("messages").replace("\n", " ")
     file.write_bytes(b"\0\1")
-    assert "error: /read takes text" in shared.ask(f"/read {file}")
+    assert "error: /read accepts text" in shared.ask(f"/read {file}")
     shared.ask("/clear")
 
 

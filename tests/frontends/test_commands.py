@@ -171,7 +171,7 @@ def test_doctor_prints_every_folder_with_its_size(here: Command, tiny: TinyModel
 def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
     done = here("doctor", "--check")
     assert re.fullmatch(
-        r"The expert store's bookkeeping is right after 16 tokens of the demo model with 30% of its experts:"
+        r"The expert store's bookkeeping is correct after 16 tokens of the demo model with 30% of its experts:"
         r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
         done.stdout,
     )
@@ -524,7 +524,7 @@ ERRORS = [
     ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known policies: lru,"),
     ("trace simulate TRACE --predictor skip", 1, "--model"),
     ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
-    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but has '0%'"),
+    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but contains '0%'"),
     ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known strategies: none, lru,"),
     (
         "trace simulate TRACE --strategy lru,moe-infinity",
@@ -538,7 +538,7 @@ ERRORS = [
     ("trace simulate TRACE --vram-cache 20% --device-link fast", 1, "is not a link"),
     ("trace simulate TRACE --device-link 4GB/s", 1, "--vram-cache"),
     ("trace simulate TRACE --tensor-split 1,1", 1, "--vram-cache"),
-    ("trace simulate TRACE --vram-cache 20% --tensor-split 1,x", 1, "but not '1,x'"),
+    ("trace simulate TRACE --vram-cache 20% --tensor-split 1,x", 1, "but is '1,x'"),
     ("trace simulate TRACE --vram-cache 5%,5%,5% --tensor-split 1,1", 1, "given for 3 devices"),
     (
         "trace simulate TRACE --vram-cache 9% --device-link 4GB/s --device-link 4GB/s",

@@ -77,8 +77,8 @@ def test_refused_files_show_reasons_until_the_next_input(
         "broken.pdf": (b"%PDF-1.4\nno more", "broken.pdf: it is"),
         "binary.bin": (bytes(range(256)), "binary.bin: it is not text in UTF-8, a PDF file or a picture."),
         "empty.txt": (b" \n", "empty.txt: it is empty."),
-        "large.txt": (b"x" * 1_000_001, "large.txt: it has 1.00 MB, and at most 1.00 MB are read."),
-        "large.pdf": (b"x" * (17 << 20), "large.pdf: it has 17.8 MB, and at most 16.8 MB are read."),
+        "large.txt": (b"x" * 1_000_001, "large.txt: it has 1.00 MB, but at most 1.00 MB can be read."),
+        "large.pdf": (b"x" * (17 << 20), "large.pdf: it has 17.8 MB, but at most 16.8 MB can be read."),
         "picture.png": (b"x", "picture.png: demo:latest does not see pictures."),
     }
     for name, (data, _) in wrong.items():
@@ -166,7 +166,7 @@ def test_a_stopped_pull_can_be_tried_again(hub: FakeHub, look: Look) -> None:
         page.keyboard.press("Enter")
         until(page, "document.querySelector('progress')?.value > 0")
         page.click("#pulls >> text=Stop")
-        page.wait_for_selector("#pulls >> text=What was received is kept")
+        page.wait_for_selector("#pulls >> text=The received part is kept")
         gate.open.set()
         page.click("#pulls >> text=Try again")
         page.wait_for_selector("#models-list >> text=user/repo-GGUF")

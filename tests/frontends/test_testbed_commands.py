@@ -63,8 +63,8 @@ def test_trace_show_prints_facts_of_a_recorded_trace(here: Command, recorded: Pa
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "n_expert_used is needed.*--used N"),
-        (("--used", "2"), "expert_bytes is needed.*--expert-size SIZE"),
+        ((), "n_expert_used is required.*--used N"),
+        (("--used", "2"), "expert_bytes is required.*--expert-size SIZE"),
         (("--used", "2", "--expert-size", "big"), "--expert-size: "),
         (("--used", "2", "--expert-size", "1MB", "--layers", "1,x"), "--layers must be whole numbers"),
         (("--used", "2", "--expert-size", "1MB", "--layers", "1-2"), "has 3 layers, but the model has experts in 2"),

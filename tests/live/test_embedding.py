@@ -146,7 +146,7 @@ def test_rank_scores_each_document_independently(reranker: Llama) -> None:
 
 
 def test_rerankers_refuse_to_embed_and_other_models_to_rank(reranker: Llama, model: Llama) -> None:
-    with pytest.raises(CapabilityError, match="scores, not vectors"):
+    with pytest.raises(CapabilityError, match="scores documents and returns no vectors"):
         embed(reranker, TEXTS)
     with pytest.raises(CapabilityError, match="cannot rank"):
         rank(model, "a", TEXTS)

@@ -263,7 +263,7 @@ def test_a_file_written_to_during_its_load_is_an_error(
         check(layout)
 
     monkeypatch.setattr(ExpertLayout, "check_unchanged", overwrite_first)
-    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf was written to while it was loaded"):
+    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf was written to or replaced while it was being loaded"):
         Llama(copied, expert_cache="40%", verbose=False)
 
 

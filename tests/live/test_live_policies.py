@@ -152,7 +152,7 @@ def test_a_policy_calling_its_model_fails_and_lru_takes_over(
     policy = CallsItsModel(CALLS[call])
     policy.llm = llm = load(own(), policy=policy, lockstep=lockstep, **TIGHT)
     # The policy has received all events once the model is closed.
-    with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; going on with LRU"), llm:
+    with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; continuing with LRU"), llm:
         logits = logits_of(llm)
     assert np.array_equal(logits, expected())
     assert [type(error) for error in policy.errors] == [CallbackError]

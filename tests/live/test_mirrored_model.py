@@ -67,7 +67,7 @@ def test_a_failed_drive_changes_no_logit_and_warns_once(
         warnings.simplefilter("always")
         logits = greedy_logits(llm, before_each=fail_later)
     assert np.array_equal(logits, reference(DEMO))
-    dropped = [str(warning.message) for warning in given if "is no longer read" in str(warning.message)]
+    dropped = [str(warning.message) for warning in given if "is no longer used" in str(warning.message)]
     assert len(dropped) == 1 and path.name in dropped[0] and "Input/output error" in dropped[0]
     assert [drive.is_dropped for drive in llm.stats().drives] == [path == DEMO, path == mirror]
     assert llm.stats().read_errors == 0
@@ -100,7 +100,7 @@ def test_mirrors_of_other_models_are_refused_and_missing_ones_skipped(
     load: Load, reference: Reference, tiny: TinyModel, tmp_path: Path
 ) -> None:
     other = Path(shutil.copy(tiny(), tmp_path / "other.gguf"))
-    with pytest.raises(errors.OptionError, match=r"other\.gguf' has .* bytes and not"):
+    with pytest.raises(errors.OptionError, match=r"other\.gguf' has .* bytes instead of"):
         load_demo(load, other)
     with pytest.warns(UserWarning, match="No such file or directory"):
         llm = load_demo(load, [tmp_path / "unplugged"])

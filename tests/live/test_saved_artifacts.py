@@ -141,7 +141,7 @@ def test_auto_falls_back_to_lru_with_a_warning_for_an_unusable_choice(
     path: Path, beside: Path, load: Load, expected: Logits, policy: str, predictor: str, prefetch: str
 ) -> None:
     measure(path, policy, predictor, prefetch)
-    with pytest.warns(UserWarning, match="[Gg]oing on with LRU") as caught:
+    with pytest.warns(UserWarning, match="[Cc]ontinuing with LRU") as caught:
         llm = load(path, **TIGHT)
     assert len(caught) == 1
     assert np.array_equal(logits_of(llm), expected)
@@ -177,7 +177,7 @@ def test_failing_predictions_by_default_warn_and_load(
     if policy != "auto":
         measure(path, policy, "skip")
     broken(monkeypatch, error)
-    with pytest.warns(UserWarning, match=f"{error.args[-1]}.* Going on with") as caught:
+    with pytest.warns(UserWarning, match=f"{error.args[-1]}.* Continuing with") as caught:
         llm = load(path, policy=policy, **TIGHT)
     assert len(caught) == 1
     assert np.array_equal(logits_of(llm), expected)
@@ -246,9 +246,9 @@ def test_uses_are_not_saved_without_warm_start_or_by_resident_lockstep_or_unused
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
 def test_damaged_uses_warn_and_are_replaced(path: Path, beside: Path, load: Load, content: bytes) -> None:
     (beside / USES).write_bytes(content)
-    with pytest.warns(UserWarning, match="going on without it"):
+    with pytest.warns(UserWarning, match="continuing without it"):
         llm = load(path, **WARM)
     logits_of(llm)
-    with pytest.warns(UserWarning, match="going on without it"):
+    with pytest.warns(UserWarning, match="continuing without it"):
         llm.close()
     assert saved(path).any()

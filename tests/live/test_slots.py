@@ -118,7 +118,7 @@ def test_an_erased_slot_is_computed_again(loop: Loop) -> None:
 
 def test_slots_are_saved_erased_and_reused_for_their_owner_only(loop: Loop, tmp_path: Path) -> None:
     loop.answer(owner="ann")
-    with pytest.raises(OptionError, match="no tokens of your requests"):
+    with pytest.raises(OptionError, match="no tokens from your requests"):
         loop.save(tmp_path / "a", owner="bob")
     assert loop.act("erase", owner="bob") == {"n_erased": 0}
     loop.save(tmp_path / "a", owner="ann")
@@ -132,12 +132,12 @@ def test_foreign_and_damaged_slot_files_restore_nothing(loop: Loop, tiny: TinyMo
     file = tmp_path / "a"
     loop.answer()
     loop.save(file)
-    with Loop(tiny("tiny-qwen3moe")) as other, pytest.raises(OptionError, match="another model"):
+    with Loop(tiny("tiny-qwen3moe")) as other, pytest.raises(OptionError, match="different model"):
         other.restore(file)
     content = file.read_bytes()
     for damaged in (b"", content[:-1], content[:100] + b"?" + content[101:], b"x" * 1000):
         file.write_bytes(damaged)
-        with pytest.raises(OptionError, match="saved whole"):
+        with pytest.raises(OptionError, match="completely saved"):
             loop.restore(file)
     assert loop.answer().summary.cached_tokens > 0, "what the slot held is still there"
     with pytest.raises(UnknownIdError, match="no saved slot"):

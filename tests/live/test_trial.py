@@ -87,7 +87,7 @@ def test_a_valid_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not end within"), (BARE, "AssertionError")],
+    [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not finish within"), (BARE, "AssertionError")],
 )
 def test_a_model_that_fails_its_trial_is_refused_until_a_new_trial(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: str

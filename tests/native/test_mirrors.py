@@ -238,7 +238,7 @@ def test_store_rejects_a_mirror_of_another_size(fake: FakeModel, mirror: list[Pa
     with mirror[0].open("ab") as file:
         file.write(b"x")
     n_bytes = len(fake.contents[0])
-    with pytest.raises(OptionError, match=rf"'{mirror[0]}' has {n_bytes + 1} bytes and not {n_bytes}: copy"):
+    with pytest.raises(OptionError, match=rf"'{mirror[0]}' has {n_bytes + 1} bytes instead of {n_bytes}: copy"):
         open_store(fake, N_SLOTS, mirrors=[mirror])
 
 

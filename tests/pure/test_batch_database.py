@@ -197,7 +197,7 @@ async def test_unreadable_database_raises_storage_error_and_stays_unchanged(tmp_
     before = path.read_bytes() if path.is_file() else b""
     async with batches_in(folder, Endpoint()) as found:
         for call in (found.all, lambda: found.files, lambda: found.create(CHAT, "file-none")):
-            with pytest.raises(StorageError, match=r"batches\.db .*(to start anew|make room)"):
+            with pytest.raises(StorageError, match=r"batches\.db .*(to start over|make room)"):
                 call()
     assert before == (path.read_bytes() if path.is_file() else b"")
     assert list((folder / "files").glob("*.data")), "the contents are there when the database is put back"

@@ -241,7 +241,7 @@ def test_bad_policy_is_dropped_with_one_warning_and_lru_takes_over(kind: str) ->
     act, why = BAD_ANSWERS[kind]
     store, policy = RecordingStore(), Bad(act)
     controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE, slowest_s=0.05)
-    with pytest.warns(UserWarning, match=f"the policy bad .*{why}.*; going on with LRU") as caught:
+    with pytest.warns(UserWarning, match=f"the policy bad .*{why}.*; continuing with LRU") as caught:
         run_passes(controller, range(3))
     assert len(caught) == 1
     assert policy.calls == 3
@@ -267,7 +267,7 @@ def test_bad_predictor_is_dropped_with_its_forecast_and_one_warning(kind: str, m
     run_pass(controller)
     n_fetched = len(store.named("prefetch"))
     monkeypatch.setattr(predictor, where, lambda *_: act())
-    with pytest.warns(UserWarning, match=f"the predictor scripted .*{why}.*; going on without it") as caught:
+    with pytest.warns(UserWarning, match=f"the predictor scripted .*{why}.*; continuing without it") as caught:
         run_passes(controller, range(1, 4))
     assert len(caught) == 1
     assert policy.calls == len(store.named("scores")) == 12, "the policy is not to blame"
@@ -294,7 +294,7 @@ def test_set_predictor_failure_after_a_pause_gives_one_warning() -> None:
         for token in range(30):
             controller.count_token(Phase.DECODE, token)
 
-    with pytest.warns(UserWarning, match="the predictor previous-token .*thread; going on without it") as caught:
+    with pytest.warns(UserWarning, match="the predictor previous-token .*thread; continuing without it") as caught:
         decode()
     assert len(caught) == 1
     assert store.named("predictor") == ["previous-token", None, "previous-token", None]

@@ -266,9 +266,9 @@ def test_model_with_a_missing_file_is_listed_and_can_be_removed(
     print_model_list([found])
     assert re.search(rf" missing    .+ ago: {re.escape(str(file))} is no longer there\n", capsys.readouterr().out)
     for name in ("mine", "MINE:latest"):
-        with pytest.raises(ModelNotFoundError, match=r"words\.gguf', which is no longer there: put it back, or rem"):
+        with pytest.raises(ModelNotFoundError, match=r"words\.gguf', which no longer exists: put it back, or rem"):
             catalog.find(name)
-    with pytest.raises(ModelNotFoundError, match="no longer there"):
+    with pytest.raises(ModelNotFoundError, match="no longer exists"):
         catalog.copy("mine", "other")
     file.with_name("elsewhere.gguf").rename(file)
     assert catalog.find("mine") == made

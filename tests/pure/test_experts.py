@@ -248,12 +248,18 @@ def test_read_layout_rejects_a_shard_of_another_model(tmp_path: Path, second: Gg
 
 def test_read_layout_rejects_a_split_count_that_differs_from_the_name(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
-    refuse(first.rename(tmp_path / "renamed.gguf"), "has 3 files by the key 'split.count' .*, but 1 by its name")
     refuse(
-        write(moe(), tmp_path, "m-00001-of-00005.gguf"), "has 1 files by the key 'split.count' .*, but 5 by its name"
+        first.rename(tmp_path / "renamed.gguf"), "has 3 files according to the key 'split.count' .*, but 1 according"
+    )
+    refuse(
+        write(moe(), tmp_path, "m-00001-of-00005.gguf"),
+        "has 1 files according to the key 'split.count' .*, but 5 according",
     )
     g = moe(split=(0, 2, 10))
-    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "has 2 files by the key 'split.count' .*, but 4 by its name")
+    refuse(
+        write(g, tmp_path, "n-00001-of-00004.gguf"),
+        "has 2 files according to the key 'split.count' .*, but 4 according to its name",
+    )
     g = moe(split=(0, 1, 10))
     assert len(read_layout(write(g, tmp_path, "one-00001-of-00001.gguf")).shards) == 1
     g = moe().add("split.count", build.I32, -5)

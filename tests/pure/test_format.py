@@ -121,7 +121,7 @@ def test_failed_write_raises_trace_error_and_leaves_no_file(tmp_path: Path) -> N
     with pytest.raises(TraceError, match="settings"):
         write(tmp_path / "t.npz", replace(small(), header=replace(small().header, settings={"x": float("nan")})))
     writer = TraceWriter(tmp_path / "u.npz", SMALL, weights=True, inputs=False)
-    with pytest.raises(TraceError, match="has inputs, but the writer takes none"):
+    with pytest.raises(TraceError, match="has inputs, but the writer accepts none"):
         writer.add(small(with_inputs=True))
     writer.discard()
     assert list(tmp_path.iterdir()) == []

@@ -150,12 +150,12 @@ def test_import_trace_takes_shape_and_fingerprint_from_a_gguf(tmp_path: Path, ti
 
 
 WRONG: dict[str, tuple[Arrays, str]] = {
-    "no routing": ({"tokens": np.arange(3)}, "'expert_ids' or 'router_logits', but neither"),
+    "no routing": ({"tokens": np.arange(3)}, "'expert_ids' or 'router_logits', but there is neither"),
     "axes": ({"expert_ids": np.zeros((3, 2), np.int64)}, r"axes \(token, layer, expert\), but has the shape \(3, 2\)"),
     "nothing": ({"expert_ids": np.zeros((0, 3, 2), np.int64)}, r"but has the shape \(0, 3, 2\)"),
     "floats as ids": ({"expert_ids": logits()}, "must hold whole numbers"),
     "not finite": ({"router_logits": np.full((2, 3, 8), np.nan, np.float32)}, "finite numbers"),
-    "objects": ({"expert_ids": np.array([[[None]]])}, "damaged or of another form"),
+    "objects": ({"expert_ids": np.array([[[None]]])}, "damaged or in another format"),
     "an id too large": ({"expert_ids": chosen() + 3}, "from 0 to below 8, but one is 10"),
     "an id below zero": ({"expert_ids": chosen() - 1}, "but one is -1"),
     "an expert twice": ({"expert_ids": np.zeros((3, 3, 2), np.int64)}, r"one twice in layer 0 \[0, 0\]"),
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Arrays, str]] = {
     "tokens out of range": ({"expert_ids": chosen(), "tokens": np.full(12, 1 << 40)}, "tokens must be from -1"),
     "a long prompt": ({"expert_ids": chosen(), "n_prompt": 13}, "from 0 to the 12 tokens of its request, but is 13"),
     "two numbers": ({"expert_ids": chosen(), "n_prompt": [1, 2]}, "n_prompt must be one whole number"),
-    "layers that fall": ({"expert_ids": chosen(), "layers": [2, 1, 0]}, "layers must rise"),
+    "layers that fall": ({"expert_ids": chosen(), "layers": [2, 1, 0]}, "layers must be in rising order"),
     "other facts": ({"router_logits": logits(), "n_expert": 9}, "n_expert is 9, but router_logits has 8"),
     "too few layers": ({"expert_ids": chosen(), "n_layer": 2}, "layers must be in rising order, each from 0 to 1"),
 }
@@ -212,17 +212,17 @@ def test_import_trace_names_the_line_or_place_in_a_wrong_table(tmp_path: Path, n
 HUGE = b"{'descr': '<i8', 'fortran_order': False, 'shape': (99999999999, 99, 99), }".ljust(117) + b"\n"
 HUGE = b"\x93NUMPY\x01\x00\x76\x00" + HUGE
 FILES: Mapping[str, tuple[bytes, str]] = {
-    "a.npz": (b"PK\x03\x04 no zip", "damaged or of another form"),
-    "empty.npz": (b"", "damaged or of another form"),
-    "a.npy": (b"\x93NUMPY\x01\x00", "damaged or of another form"),
-    "huge.npy": (HUGE, "damaged or of another form"),
-    "a.safetensors": (b"\xff" * 40, "damaged or of another form"),
-    "a.csv": (b"\xff\xfe\x00bin", "damaged or of another form|lacks|there are no rows"),
+    "a.npz": (b"PK\x03\x04 no zip", "damaged or in another format"),
+    "empty.npz": (b"", "damaged or in another format"),
+    "a.npy": (b"\x93NUMPY\x01\x00", "damaged or in another format"),
+    "huge.npy": (HUGE, "damaged or in another format"),
+    "a.safetensors": (b"\xff" * 40, "damaged or in another format"),
+    "a.csv": (b"\xff\xfe\x00bin", "damaged or in another format|lacks|there are no rows"),
     "columns.csv": (b"request,position\na,0\n", "lacks layer, experts"),
     "more.csv": (b"request,position,layer,experts\na,0,0,1,2\n", "more fields than the header"),
-    "a.jsonl": (b"{", "damaged or of another form"),
+    "a.jsonl": (b"{", "damaged or in another format"),
     "list.jsonl": (b"[1]\n", "line 1 must be an object"),
-    "deep.jsonl": (b"[" * 100_000, "damaged or of another form"),
+    "deep.jsonl": (b"[" * 100_000, "damaged or in another format"),
     "a.pt": (b"", "routing is read from .npz, .npy, .safetensors, .csv, .jsonl, but the name ends in '.pt'"),
 }  # fmt: skip
 
@@ -252,15 +252,15 @@ def test_import_trace_rejects_contradicting_and_missing_facts(tmp_path: Path) ->
     with pytest.raises(TraceError, match=r"n_expert is 9 in the options, but 8 in a\.npz"):
         import_trace([file], tmp_path / "out", ImportOptions(n_expert=9, n_expert_used=N_USED, expert_bytes=1))
     for options, missing in (
-        (ImportOptions(expert_bytes=1), "n_expert_used is needed.*--used N.*--model"),
-        (ImportOptions(n_expert_used=2), "expert_bytes is needed.*--expert-size SIZE"),
-        (ImportOptions(n_expert_used=9, expert_bytes=1), "uses 9 experts, but has logits of 8"),
+        (ImportOptions(expert_bytes=1), "n_expert_used is required.*--used N.*--model"),
+        (ImportOptions(n_expert_used=2), "expert_bytes is required.*--expert-size SIZE"),
+        (ImportOptions(n_expert_used=9, expert_bytes=1), "uses 9 experts, but has logits for 8"),
         (ImportOptions(n_expert_used=2, expert_bytes=1, layers=(1, 2)), "has 3 layers, but the model has experts in 2"),
     ):
         with pytest.raises(TraceError, match=missing):
             import_trace([file], tmp_path / "out", options)
     ids = npz(tmp_path / "ids.npz", expert_ids=chosen())
-    with pytest.raises(TraceError, match=r"n_expert is needed.*--experts N"):
+    with pytest.raises(TraceError, match=r"n_expert is required.*--experts N"):
         import_trace([ids], tmp_path / "out", ImportOptions(expert_bytes=1))
 
 

@@ -283,7 +283,7 @@ async def test_loading_returns_the_share_read_by_model_name(catalog: FakeCatalog
 async def test_load_without_progress_times_out(catalog: FakeCatalog) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog, load_timeout_s=0.1) as manager:
-        with pytest.raises(WorkerError, match=r"read nothing for 0.1 s.*MOEGGUF_LOAD_TIMEOUT"):
+        with pytest.raises(WorkerError, match=r"nothing was read for 0.1 s.*MOEGGUF_LOAD_TIMEOUT"):
             await generate(manager, "d", "say x")
         assert len(catalog.loads("d")) <= 1 and manager.loaded() == [], "it was not tried again"
 

@@ -128,7 +128,11 @@ def test_class_file_may_be_a_link_to_a_file_with_another_suffix(file: Path) -> N
         ("policy", "FILE:Failing", "its constructor raised RuntimeError: no weights"),
         ("policy", "FILE:Demanding", "its constructor raised TypeError"),
         ("predictor", "FILE:Abstract", "its constructor raised TypeError"),
-        ("predictor", "FILE:WithoutReach", r"has no whole number as reach; call super\(\).__init__\(shape, reach\)"),
+        (
+            "predictor",
+            "FILE:WithoutReach",
+            r"must have a whole number as its reach; call super\(\).__init__\(shape, reach\)",
+        ),
         ("policy", "BROKEN:X", "it raised SyntaxError"),
         ("policy", "EXITS:X", "it raised SystemExit"),
         ("policy", "CLOSED:X", "there is no file"),

@@ -100,7 +100,7 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
     except FileNotFoundError as error:
         raise OptionError(
             "the policy 'static' needs the model's popularity.safetensors; `moegguf learn MODEL --strategy"
-            " duoserve` makes this file."
+            " duoserve` creates this file."
         ) from error
     return LRU if static is None else static
 
@@ -171,6 +171,6 @@ def ram_policy(text: str) -> str:
     fitting = [native.name for native in native_policies().values() if not native.takes_forecast]
     if name != AUTO and name not in fitting:
         raise OptionError(
-            f"the policy of slots in RAM below a device must be one of {', '.join(fitting)}, but is {name!r}."
+            f"the policy for slots in RAM below a device must be one of {', '.join(fitting)}, but is {name!r}."
         )
     return LRU.name if name == AUTO else name

@@ -77,7 +77,7 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
     own = make_own(name, "predictor", Predictor, shape)  # type: ignore[type-abstract]
     if not isinstance(getattr(own, "reach", None), int):
         raise OptionError(
-            f"the predictor {name!r:.200} has no whole number as reach; call super().__init__(shape, reach)."
+            f"the predictor {name!r:.200} must have a whole number as its reach; call super().__init__(shape, reach)."
         )
     return own
 

@@ -204,7 +204,7 @@ def parse_value(raw: bytes) -> Any:
         raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values; send fewer")
     try:
         if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
-            raise ValueError("a number does not fit 64 bits, or has more than 19 digits before its point")
+            raise ValueError("a number does not fit in 64 bits, or has more than 19 digits before its decimal point")
         return parse_json(raw)
     except ValueError as error:
         raise HttpError(400, f"invalid request body: {error}") from None

@@ -170,7 +170,7 @@ class _GenerateRequest(_GenerationBody):
         if self.raw and (self.template or self.system or self.context):
             raise ValueError("raw mode does not support template, system, or context")
         if self.template and is_go_template(self.template):
-            raise ValueError("template: is in Go's language; write it in Jinja, as the model's own (/api/show has it)")
+            raise ValueError("template: is in Go's language; write it in Jinja, like the model's own (see /api/show)")
         if self.images and (self.raw or self.suffix):
             raise ValueError("raw mode and suffix do not support images; send them with a prompt for the template")
         return self

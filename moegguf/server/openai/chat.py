@@ -146,7 +146,7 @@ def _choice_of(choice: Any) -> Any:
         function = (tool.get("function") or tool) if isinstance(tool, dict) else None
         names.append(function.get("name") if isinstance(function, dict) else None)
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{kind} must name at least one function, and each of its functions by a name")
+        raise ValueError(f"{kind} must contain at least one function, and each function must have a name")
     return {"type": kind, "mode": found.get("mode") or "auto", "names": names}
 
 

@@ -24,7 +24,7 @@ export async function readFile(file, refusal) {
 }
 
 function checkSize(file, most) {
-  if (file.size > most) throw new Error(`it has ${size(file.size)}, and at most ${size(most)} are read.`);
+  if (file.size > most) throw new Error(`it has ${size(file.size)}, but at most ${size(most)} can be read.`);
 }
 
 async function readText(file) {

@@ -51,7 +51,7 @@ export class Library {
       this.draw();
       at("status").textContent = `Pulled ${name}`;
     } catch (error) {
-      view.fail(error.name === "AbortError" ? "Stopped. What was received is kept: the next pull goes on from there." : error.message);
+      view.fail(error.name === "AbortError" ? "Stopped. The received part is kept, and the next pull continues from there." : error.message);
     }
     this.showBusy();
   }

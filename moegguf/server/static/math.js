@@ -105,7 +105,7 @@ export function formulaView({ content: source, block: apart, markup: opening }) 
     try {
       const drawn = make("span");
       katex.render(source, drawn, { ...OPTIONS, displayMode: apart });
-      if (depthOf(drawn) > MAX_DEPTH) throw new Error("The formula nests too deep.");
+      if (depthOf(drawn) > MAX_DEPTH) throw new Error("The formula is nested too deeply.");
       element.replaceChildren(...drawn.childNodes);
     } catch (error) {
       shown.title = error.message;

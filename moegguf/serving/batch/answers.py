@@ -155,7 +155,7 @@ class Requests:
         the line has changed since the check."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
         if hash(raw) != line.content_hash:
-            raise BatchFileError(f"line {line.number} of the requests was changed; restore it, or start anew.")
+            raise BatchFileError(f"line {line.number} of the requests was changed; restore it, or start over.")
         request = json.loads(raw)
         return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 
@@ -294,7 +294,7 @@ class Journal:
             if fingerprint != requests.fingerprint:
                 raise BatchFileError(
                     f"{self.database.path} has answers to other requests: the input, or a default such as --model, has"
-                    " changed since. Restore the input to go on, or remove that file to start anew."
+                    " changed since. Restore the input to continue, or remove that file to start over."
                 )
             self._note(number, json.loads(self._line(number)))
 
@@ -403,7 +403,7 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
                 for fingerprint, number, _, line in _answers_in(file):
                     database.execute(f"{ADD_ANSWER} ON CONFLICT DO NOTHING", batch, number, fingerprint, line)
         except ValueError:
-            raise BatchFileError(f"{path} must have an answer in each line; remove that file to start anew.") from None
+            raise BatchFileError(f"{path} must have an answer in each line; remove that file to start over.") from None
         path.unlink()
 
 

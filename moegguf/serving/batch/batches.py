@@ -137,7 +137,9 @@ class Batches:
                     database.close()
                     raise
         except BlockingIOError:
-            raise BusyError(f"another server has the files and batches in {self.folder}; use that server.") from None
+            raise BusyError(
+                f"another server is using the files and batches in {self.folder}; use that server."
+            ) from None
         self._database = database
         for batch in self._batches.values():
             self._start(batch)

@@ -48,8 +48,8 @@ def storing(path: Path) -> Iterator[None]:
             raise BlockingIOError(str(error)) from None
         if code in DAMAGED:
             raise StorageError(
-                f"{path} must be a whole database, but is damaged ({error}); put a copy of it back, or move it away"
-                " to start anew."
+                f"{path} must be a whole database, but is damaged ({error}); restore a copy of it, or move it away"
+                " to start over."
             ) from None
         raise _not_written(path, error) from None
 
@@ -96,7 +96,7 @@ class Database:
         if version > VERSION:
             raise StorageError(
                 f"{self.path} must be of version {VERSION} or less, but is of version {version}; use a newer moegguf,"
-                " or move it away to start anew."
+                " or move it away to start over."
             )
         for statement in schema if version == 0 else ():
             self.execute(statement)

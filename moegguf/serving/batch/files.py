@@ -123,7 +123,7 @@ class FileStore:
         if (room := self.room()) < n_bytes:
             raise StorageError(
                 f"stored files may take {format_bytes(self._max_bytes)} together (MOEGGUF_STORAGE_LIMIT), and"
-                f" {format_bytes(self._max_bytes - room)} are taken, so that {format_bytes(n_bytes)} more do not fit;"
+                f" {format_bytes(self._max_bytes - room)} are used, so {format_bytes(n_bytes)} more do not fit;"
                 " delete files, or raise the limit."
             )
 

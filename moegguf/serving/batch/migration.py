@@ -88,7 +88,7 @@ def _set_aside(folder: Path, path: Path) -> None:
             target = folder / DAMAGED / each.relative_to(folder)
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.replace(each, target)
-    log.warning("%s of an older version is damaged and is not taken over; it lies in %s.", path, folder / DAMAGED)
+    log.warning("%s of an older version is damaged and is not migrated; it is in %s.", path, folder / DAMAGED)
 
 
 def _file_row(known: dict[str, Any]) -> Row:

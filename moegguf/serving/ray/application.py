@@ -304,8 +304,8 @@ def ray_errors() -> Iterator[None]:
         raise
     except (RayError, RayServeException) as error:
         raise WorkerError(
-            f"the replica that computed this has ended ({type(error).__name__}); send the request again: another one"
-            " takes it, and Ray starts a new one."
+            f"the replica that processed this request stopped ({type(error).__name__}); send it again: another replica"
+            " will process it, and Ray starts a new one."
         ) from None
 
 
