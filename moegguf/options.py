@@ -69,9 +69,9 @@ class Option:
 
 
 _TABLE = (
-    Option("n_ctx", "load", MODEL, "Context length in tokens. 0: the model's own length.",
+    Option("n_ctx", "load", MODEL, "Context length in tokens. 0: the model's own.",
            ("--ctx", "-c", "--ctx-size"), "TOKENS", "CONTEXT_LENGTH", "whole",
-           "as much as a tenth of the free memory holds", least=0, most=MAX_CONTEXT_TOKENS, zero_is_default=True,
+           "a tenth of the free memory", least=0, most=MAX_CONTEXT_TOKENS, zero_is_default=True,
            often=True),
     Option("n_threads", "load", MODEL, 'Number of CPU threads. "auto": as many as other processes leave free.',
            ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS),
@@ -125,9 +125,9 @@ _TABLE = (
            kind="choice", default="f16", choices=KV_CACHE_TYPES),
     Option("kv_cache_type", "load", MEMORY, f"Data type of the K and V caches: {', '.join(KV_CACHE_TYPES)}.",
            variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES),
-    Option("num_predict", "request", SAMPLING, "Maximum length of the answer in tokens. -1: no limit.",
+    Option("num_predict", "request", SAMPLING, "Maximum tokens. -1: no limit.",
            ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-2, most=MAX_ANSWER_TOKENS, often=True),
-    Option("temperature", "request", SAMPLING, "Randomness of the answer. 0: always the likeliest token.",
+    Option("temperature", "request", SAMPLING, "Randomness. 0: always the likeliest token.",
            ("--temperature", "--temp"), "T", kind="number", default="the model's, or 0.8", least=0, most=1000,
            often=True),
     Option("top_k", "request", SAMPLING, "Sample from the N likeliest tokens. 0: from all tokens.", ("--top-k",), "N",
@@ -206,12 +206,13 @@ _TABLE = (
     Option("hooks", "load", RESEARCH, "0: run plain llama.cpp.", variable="HOOKS", kind="switch", default="1"),
     Option("kernels", "load", RESEARCH, "The CPU's kernels for matrix products and attention, for comparisons.",
            variable="KERNELS", kind="choice", default="the fastest that the processor supports", choices=KERNELS),
-    Option("host", "server", SERVER, "Address at which the server listens, and at which clients look for the server.",
+    Option("host", "server", SERVER, "Address of the server.",
            ("--host",), "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True),
     Option("api_keys", "server", SERVER,
-           "Key that clients must send. Several keys are separated by commas or line breaks; each key has contexts,"
-           " files and batches of its own. An address other than loopback needs a key or a trusted network. Keys in"
-           " the variable do not appear in the process list.", ("--api-key",), "KEY", "API_KEY", "list", often=True),
+           "Key that clients must send, or several keys, separated by commas; each has its own contexts, files and"
+           " batches. An address other than loopback needs a key or a trusted network. The variable hides keys from the"
+           " process list.",
+           ("--api-key",), "KEY", "API_KEY", "list", often=True),
     Option("share_contexts", "server", SERVER,
            "Reuse contexts that were computed for other API keys. The time of an answer then reveals the reuse.",
            ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off"),
@@ -223,7 +224,7 @@ _TABLE = (
            kind="list"),
     Option("memory_bytes", "server", MEMORY, "Memory for all loaded models together.", ("--memory",), "SIZE", "MEMORY",
            "size", "the free memory", often=True),
-    Option("n_parallel", "server", MODEL, "Number of requests that a model answers at once.", ("--parallel",), "N",
+    Option("n_parallel", "server", MODEL, "Requests that a model answers at once.", ("--parallel",), "N",
            "NUM_PARALLEL", "whole", "1", least=0, most=MAX_PARALLEL, zero_is_default=True, often=True),
     Option("kv_tokens", "server", MEMORY,
            "Total context length, in tokens, of all requests that a model answers at once; at least one full"

@@ -66,7 +66,7 @@ FLAGS = (
          " REQUESTS is a pipe]"),
     Flag("model", "--model -m", "MODEL", OFTEN, "Model for requests that do not name one."),
     Flag("parallel", "--parallel", "N", OFTEN,
-         "Number of requests to answer at once.  [default: MOEGGUF_BATCH_PARALLEL, or 16; for models loaded here, at"
+         "Requests to answer at once.  [default: MOEGGUF_BATCH_PARALLEL, or 16; for models loaded here, at"
          " least 32]",
          None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
     Flag("local", "--local", None, MODEL,
@@ -78,9 +78,9 @@ FLAGS = (
 def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    If a running server has the models, it answers, after its other clients. Otherwise, the models are loaded here.
-    After an interruption, the same command continues; each request is answered once. Until the end, the answers are in
-    FILE.partial.db. The exit code is 1 if a request failed. Its line in the output has the reason.
+    A running server that has the models answers after its other clients; otherwise, the models are loaded here. After
+    an interruption, the same command continues. Until the end, answers are in FILE.partial.db. The exit code is 1 if a
+    request failed, and its line has the reason.
     """
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS

@@ -73,9 +73,7 @@ NAMES = "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:
 ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
 Prompt = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="PROMPT", help='The prompt, which follows piped input. "" only loads the model in a server.'
-    ),
+    typer.Argument(metavar="PROMPT", help='The prompt, after piped input. "" only loads the model in a server.'),
 ]
 FLAGS = (
     Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "Same as PROMPT."),
@@ -95,7 +93,7 @@ FLAGS = (
          "Load the model in this process even if a server is running. Options of loading imply --local, except for"
          " --ctx.",
          False, bool),
-    Flag("verbose", "--verbose -v", None, OFTEN, "Print statistics on stderr. Given twice: llama.cpp's log, too.", 0,
+    Flag("verbose", "--verbose -v", None, OFTEN, "Print statistics. Twice: llama.cpp's log.", 0,
          int, {"count": True, "show_default": False}),
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
@@ -135,7 +133,7 @@ def model_and_words(
 
 @flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
 def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
-    """Answer PROMPT on stdout, or chat if there is no PROMPT. A running server that has the model gives the answers."""
+    """Answer PROMPT on stdout, or chat if there is no PROMPT. A running server that has the model answers."""
     _check(given, chosen["keep_alive"])
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
     of_loading = [name for name in given if OPTIONS[name].scope == "load"]
