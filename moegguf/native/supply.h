@@ -65,6 +65,10 @@ struct Choice {
     const float * weights = nullptr;
     const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; nullptr: not needed or not available
     int n_embd = 0;
+    // For each of the next n_scored layers with experts: the scores [n_tokens][n_expert] of the layer's router for this
+    // layer's inputs. nullptr: the graph does not compute them.
+    const float * scores = nullptr;
+    int n_scored = 0;
 };
 
 struct Event : Choice {
@@ -174,6 +178,7 @@ struct Context {
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // scheduler that computes the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
+    int scored_layers = 0;                    // value of Forecaster::scored_layers() when that graph was built
     HostIds ids;                              // host copies of ids that are in a device's memory
     std::vector<float> weights;               // host copy of routing weights that are in a device's memory
     std::vector<float> inputs;                // host copy of router inputs that are in a device's memory

@@ -23,9 +23,13 @@ enum class Remedy : uint32_t {
     // Layers multiply by the router's own ids, without a copy of the ids, if every expert of their tier is in its own
     // slot and nothing observes routing events.
     shared_ids = 32,
+    // In layers on a device, the graph computes the scores of the next layers' routers for the predictor `skip`. The
+    // scores are copied with the expert ids. Off: the layer's router input is copied, and the predictor's thread
+    // computes the scores.
+    graph_scores = 64,
 };
 
-constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32;
+constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64;
 // All remedies except own_copies are on by default. With own_copies, two threads use one backend's stream, and no test
 // on a GPU has shown that this is safe.
 constexpr uint32_t default_remedies = all_remedies & ~(uint32_t)Remedy::own_copies;
