@@ -22,14 +22,14 @@ struct PassTokens {
     const int32_t * tokens = nullptr;    // [n_tokens] token ids; NULL: unknown
 };
 
-// A router's choice in a layer, and what predictors can use in place of it.
+// A router's choice in a layer, with the input of the router, or with scores that were computed from the input.
 struct RouterChoice {
     int il = -1;
     const int32_t * expert_ids = nullptr; // [n_tokens][n_expert_used]
     int n_expert_used = 0;
     const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; NULL: not known, or not needed
     int n_embd = 0;
-    // For each of the next n_scored layers with experts: the scores [n_tokens][n_expert] of the layer's router for
+    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_tokens][n_expert of the layer], for
     // these inputs. NULL: not known.
     const float * scores = nullptr;
     int n_scored = 0;
@@ -102,8 +102,8 @@ class Forecaster {
     // Compute threads call the next functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
-    // Returns the number of later layers whose routers the graphs of layers on a device should multiply with the layer's
-    // input; 0: none.
+    // Returns the number of later layers whose routers the graphs of layers on a device should multiply with the
+    // layer's input; 0: none.
     int scored_layers() const { return scored_layers_; }
     void announce(const PassTokens & of, uint64_t pass);
     void routing(const RouterChoice & choice, const PassTokens & of, uint64_t pass); // records a router's choice

@@ -194,8 +194,8 @@ bool must_stop(Context & context, const ggml_tensor * t) {
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
 
-// Returns true if the forecaster needs the router's input for this choice. It does not need the input if it gets scores,
-// nor in the last layer with experts.
+// Returns true if the forecaster needs the router's input for this choice. It does not need the input if it gets
+// scores, nor in the last layer with experts.
 bool forecast_needs_input(const Store & store, const Choice & choice) {
     const bool is_last = choice.il == store.layout.moe_layers.back();
     return store.forecaster.wants_inputs(choice.n_tokens) && !choice.scores && !is_last;

@@ -1,6 +1,6 @@
-// router_scores.h: prediction inside the graph. In a layer on a device, the graph can also multiply the router's input
-// with the routers of the next layers. Their scores leave the device in the copy that brings the chosen experts' ids to
-// the host anyway, so that prediction needs neither a stop nor a copy of its own.
+// router_scores.h: prediction inside the graph. The graph of a layer on a device can also multiply the router's input
+// with the routers of the next layers. The scores are in the copy that brings the ids of the chosen experts to the
+// host. Prediction then needs neither a stop nor a copy of its own.
 //
 // This file only adds nodes to graphs. hook.cpp reads the scores, and the predictor `skip` uses them
 // (predictors/networks.cpp). The compute thread builds graphs, and calls all functions.
@@ -30,8 +30,8 @@ class RouterScores {
     // last layer. Returns 0 if a router is unknown, has an unsuitable shape, or is not in the device's memory.
     int n_layers(int il, const ggml_tensor * input, int window, ggml_backend_dev_t device) const;
 
-    // Returns a node with the expert ids, which is a view of a larger tensor of 32-bit values: first the ids
-    // [n_tokens][n_expert_used], then for each of the next n layers the router's scores [n_tokens][n_expert]. Returns
+    // Returns a node with the expert ids, which is a view of a larger tensor of 32-bit values. The tensor begins with
+    // the ids [n_tokens][n_expert_used]. The scores [n_tokens][n_expert] of each of the next n routers follow. Returns
     // nullptr if the device cannot compute the nodes.
     ggml_tensor * join(ggml_context * ctx, ggml_tensor * expert_ids, ggml_tensor * input, int il, int n,
                        ggml_backend_dev_t device) const;

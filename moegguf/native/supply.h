@@ -65,8 +65,8 @@ struct Choice {
     const float * weights = nullptr;
     const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; nullptr: not needed or not available
     int n_embd = 0;
-    // For each of the next n_scored layers with experts: the scores [n_tokens][n_expert] of the layer's router for this
-    // layer's inputs. nullptr: the graph does not compute them.
+    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_tokens][n_expert of the layer], for
+    // this layer's inputs. nullptr: the graph does not compute them.
     const float * scores = nullptr;
     int n_scored = 0;
 };

@@ -23,7 +23,7 @@ enum class Remedy : uint32_t {
     // Layers multiply by the router's own ids, without a copy of the ids, if every expert of their tier is in its own
     // slot and nothing observes routing events.
     shared_ids = 32,
-    // In layers on a device, the graph computes the scores of the next layers' routers for the predictor `skip`. The
+    // The graph of a layer on a device computes the scores of the next layers' routers for the predictor `skip`. The
     // scores are copied with the expert ids. Off: the layer's router input is copied, and the predictor's thread
     // computes the scores.
     graph_scores = 64,

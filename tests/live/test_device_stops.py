@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering import answers_together, ask, endless
 from own_process import in_new_process
 from rpc_device import on_servers
 from running import Llama, Logits, TinyModel, greedy_logits, hooks_off, share_for, write_adapter
 
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.engine import solver
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
@@ -27,7 +29,8 @@ from moegguf.testing.link_device import add_link_device, link_figures
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}  # the bits of SWITCHES in tools/gpu/short_plan.py
+# The bits of SWITCHES in tools/gpu/short_plan.py
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
 
 
 def strict_devices(n: int) -> list[str]:
@@ -247,6 +250,39 @@ def test_layers_before_another_device_predict_from_inputs(tiny: TinyModel) -> No
     without, in_graph = (predicted(path, IN_GRAPH, each, 2, 36) for each in ({"predictor": "none"}, SKIP))
     assert np.array_equal(in_graph.logits, without.logits)
     assert in_graph.n_launches == without.n_launches
-    # The window is two layers. One layer of each half of the model has both of these layers, or the rest, on its device.
+    # The window is two layers. Some layers have a layer of the window on the other device.
     assert 0 < in_graph.counters["forecast_scored"] < in_graph.counters["passes"] * (n_layer - 1)
     assert in_graph.counters["prefetch_started"] > 0
+
+
+def answer_together(path: Path, options: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """Returns three answers that are decoded together on a strict device, and the store's counters.
+
+    Passes of up to four tokens compute from slots, as on CUDA.
+    """
+    solver.slot_tokens = lambda device: 4  # type: ignore[attr-defined]
+    [device] = strict_devices(1)
+    budgets = {"vram_cache": share_for(path, 32, device), "expert_cache": "100%", "placement": "slots"}
+    more = OPTIONS | {"logits_all": False, "n_seq_max": 3, "flash_attn": None}
+    with Llama(path, policy="lru", store=StoreOptions(device=device, staging=0), **budgets, **options, **more) as llm:
+        requests = [
+            ask(prompt="", context=(7, 8 + i), max_tokens=24, n_logprobs=5, logit_bias=endless(llm)) for i in range(3)
+        ]
+        received = answers_together(llm, requests)
+        assert link_figures(device).fault == ""
+        return [(each.error, each.text, each.logprobs) for each in received], llm.session.store.counters()
+
+
+def test_scores_of_several_sequences_come_from_the_graph(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny()
+    found = {}
+    for name, switches, options in (("", IN_GRAPH, {"predictor": "none"}), ("in", INPUTS, SKIP), ("g", IN_GRAPH, SKIP)):
+        monkeypatch.setenv("MOEGGUF_SWITCHES", switches)
+        found[name] = in_new_process(answer_together, path, options)
+    answers, counters = found["g"]
+    assert answers == found[""][0] == found["in"][0]
+    assert [error for error, *_ in answers] == [None] * 3
+    assert counters["tokens"] > 2 * counters["passes"], "most passes have three tokens"
+    assert counters["forecast_scored"] == counters["passes"] * (read_layout(path).n_layer - 1)
+    assert counters["prefetch_started"] > 0
+    assert abs(right(counters) - right(found["in"][1])) < 0.03

@@ -72,7 +72,7 @@ class Skip final : public InputPredictor {
     bool compute_logits(int il, int distance, float * logits) const;
     void keep_best_groups(float * scores, int n_expert);
 
-    Observation seen_; // the last observation in the pass
+    Observation seen_;            // the last observation in the pass
     std::vector<Router> routers_; // [n_layer]; a layer without a router has a matrix with 0 rows
     const int gating_, n_group_, n_group_used_;
     std::vector<float> group_, best_; // scratch

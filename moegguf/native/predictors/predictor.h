@@ -25,8 +25,8 @@ struct Observation {
     // input is available.
     const float * input = nullptr;
     int n_embd = 0;
-    // For each of the next n_scored layers with experts: the scores [n_expert] of the layer's router for the sequence's
-    // token at this layer, without the router's bias. NULL: like `input`.
+    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_expert of the layer], for the
+    // router's input at this layer. They lack the routers' biases. NULL: like `input`.
     const float * scores = nullptr;
     int n_scored = 0;
 };
