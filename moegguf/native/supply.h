@@ -125,12 +125,13 @@ struct Failure {
     uint64_t given_up = 0;    // value of Shared::given_up at the last call of note_failures()
 };
 
-// Host memory for expert ids that are copied between a device and the compute thread. The memory is pinned if
-// Remedy::pinned_ids is on and the device supports this. The device then copies directly.
+// Host memory for expert ids that are copied between a device and the compute thread, and for the scores that are
+// copied with the ids. The memory is pinned if Remedy::pinned_ids is on and the device supports this. The device then
+// copies directly.
 class HostIds {
   public:
-    // Returns memory for n ids of a device. Calls for one device share the memory until a call needs more. The earlier
-    // memory then stays allocated. Throws Error(MEMORY) if the system refuses memory.
+    // Returns memory for n ids and scores of a device. Calls for one device share the memory until a call needs more.
+    // The earlier memory then stays allocated. Throws Error(MEMORY) if the system refuses memory.
     int32_t * space(ggml_backend_dev_t device, size_t n);
 
   private:
@@ -179,7 +180,7 @@ struct Context {
     ggml_backend_sched_t scheduler = nullptr; // scheduler that computes the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
     int scored_layers = 0;                    // value of Forecaster::scored_layers() when that graph was built
-    HostIds ids;                              // host copies of ids that are in a device's memory
+    HostIds ids;                              // host copies of ids and scores that are in a device's memory
     std::vector<float> weights;               // host copy of routing weights that are in a device's memory
     std::vector<float> inputs;                // host copy of router inputs that are in a device's memory
 };

@@ -33,8 +33,7 @@ constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64;
 // All remedies except own_copies and graph_scores are on by default. With own_copies, two threads use one backend's
 // stream, and no test on a GPU has shown that this is safe. With graph_scores, a simulated device was not 5 % faster
 // (docs/gpu.md).
-constexpr uint32_t default_remedies =
-    all_remedies & ~((uint32_t)Remedy::own_copies | (uint32_t)Remedy::graph_scores);
+constexpr uint32_t default_remedies = all_remedies & ~((uint32_t)Remedy::own_copies | (uint32_t)Remedy::graph_scores);
 
 inline uint32_t read_switches() {
     const char * bits = getenv("MOEGGUF_SWITCHES");
