@@ -17,8 +17,8 @@ class MostUsed:
     """Keeps the experts that this request used most. The store evicts the expert with the lowest score first."""
 
     def scores(self, history: History, forecast: Forecast) -> Float32s:
-        """Returns a score for each expert (n_layer, n_expert): its uses in the answer, plus a tenth of its uses in the
-        prompt."""
+        """Returns a score for each expert (n_layer, n_expert): how often the answer used it, plus a tenth of how often
+        the prompt did."""
         return history.decode + 0.1 * history.prefill
 
 

@@ -1,6 +1,6 @@
 """A custom predictor. The store prefetches the experts that the predictor expects.
 
-Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching that
+Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching if it
 saves no time, is off here, so that experts are always prefetched. `moegguf trace simulate` accepts the class, too.
 """
 
@@ -14,7 +14,7 @@ from moegguf.native.events import Float32s, RoutingEvent
 
 
 class Followers(Predictor):
-    """Predicts for the next layer the experts that have followed this layer's experts so far."""
+    """Predicts that the next layer will use the experts that have followed this layer's experts most often so far."""
 
     def __init__(self, shape: MoeShape) -> None:
         super().__init__(shape, reach=1)  # layers ahead

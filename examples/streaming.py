@@ -1,7 +1,5 @@
-"""Two answers that are printed while the model computes them.
-
-Prints the parts of both answers as they arrive, each preceded by the number of its question. Then prints both complete
-answers.
+"""Prints two answers while the model computes them. Each part is printed as soon as it arrives, preceded by the number
+of its question. Both complete answers are printed at the end.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """An answer that follows a JSON schema.
 
-Prints a Python object with the fields of the schema. The sampler obeys the schema, so the answer of any model has this
-form. The demo model is too small to fill in sensible values.
+Prints a Python object with the fields of the schema. The sampler obeys the schema, so any model's answer has this form.
+The demo model is too small to fill in sensible values.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A tool that the model calls and this program runs.
 
-Prints the call, the tool's result, and the answer that the model gives with this result. The demo model is too small to
+Prints the call, the tool's result, and the answer that the model bases on this result. The demo model is too small to
 choose a tool or a city. `tool_choice="required"` therefore forces it to make a call.
 """
 

@@ -1,4 +1,4 @@
-"""Records the routing of a model, replays it with two policies, and plots it.
+"""Records a model's routing, replays it with two policies, and plots it.
 
 Writes routing.npz, routing.png and routing.svg into the folder that the first argument names (default: the current
 folder). Prints the number of recorded passes and tokens. With slots for a quarter of the experts, also prints the hit

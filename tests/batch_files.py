@@ -21,7 +21,7 @@ def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Returns each item as one line of JSON. An item of bytes is copied unchanged."""
+    """Returns each item as one line of JSON. A bytes item is copied unchanged."""
     return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
 
 
@@ -46,7 +46,7 @@ def usage(n_tokens: int) -> dict[str, Any]:
 class Endpoint:
     """Stands in for the server's endpoint: it answers each request with the text of the request's last message.
 
-    A text whose first word is "fail" gets a reply with status 400. A text whose first word is "hold" is answered when
+    For a text whose first word is "fail", the reply has status 400. A text whose first word is "hold" is answered when
     `released` is set.
     """
 

@@ -1,4 +1,4 @@
-"""Helpers of the catalog's tests: they fill a Hugging Face cache, upload files, and list names and files."""
+"""Helpers for the catalog's tests. They fill a Hugging Face cache, upload files, and list names and files."""
 
 import hashlib
 import os

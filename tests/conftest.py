@@ -1,7 +1,7 @@
 """Fixtures for all test folders: tiny models, written once per session, and `load`, which closes the models that it
 loaded.
 
-This module imports the native library only for tests with the fixture `load`.
+This module imports the native library only for tests that use the fixture `load`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_TEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine, in its own event loop."""
+    """Runs a coroutine test in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
@@ -60,8 +60,8 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Redirects the data and cache folders to temporary folders, for subprocesses too. This keeps what tests learn
-    about models out of the user's folders."""
+    """Redirects the data and cache folders to temporary folders, for subprocesses too. Tests therefore save nothing
+    about models in the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
@@ -126,11 +126,11 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, prints no log,
-    and has a context of 512 tokens.
+    """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, does not print a
+    log, and has a context of 512 tokens.
 
     The fixture closes these models after the test. By default a model has one compute thread, because more OpenMP
-    threads would spin while other processes use the cores. The number of threads changes no result.
+    threads would spin while other processes use the cores. The number of threads does not change any result.
     """
     from moegguf.engine.llama import Llama
 

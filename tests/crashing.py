@@ -133,7 +133,7 @@ def all_or_nothing() -> None:
 
 
 def take_over() -> None:
-    """Opens the folder of batches that an older version left, as a server of this version does."""
+    """Opens the folder of batches that an older version left behind, as a server of this version does."""
     import asyncio
 
     from batch_files import Endpoint
@@ -150,8 +150,8 @@ def take_over() -> None:
 
 
 def nothing_lost() -> None:
-    """Opens the folder again, as the next server does. Asserts that it has every batch, the two answers, and exactly
-    the files that the database knows."""
+    """Opens the folder again, as the next server does. Asserts that the folder contains every batch, the two answers,
+    and exactly the files that the database lists."""
     import sqlite3
 
     take_over()

@@ -1,9 +1,9 @@
 """A Hugging Face hub on loopback: repositories in memory, the endpoints that huggingface_hub calls, and faults on
 request.
 
-Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a repository's files has their
-sizes and digests. The reply to HEAD has the file's commit and linked ETag. GET redirects to a storage address that
-supports ranges. Most errors about repositories and files have an X-Error-Code.
+Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a repository's files includes their
+sizes and digests. The reply to HEAD includes the file's commit and linked ETag. GET redirects to a storage address that
+supports ranges. Most errors about repositories and files include an X-Error-Code.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class FakeRepo:
 
 
 class FakeHub:
-    """A hub with repositories."""
+    """A fake hub with its repositories."""
 
     TOKEN = "hf_" + "s" * 20
 
@@ -86,7 +86,7 @@ class FakeHub:
         self.tokens: list[str] = []
         # {path: answers to the next GETs of the file's bytes, one for each GET}.
         self.faults: dict[str, list[Fault]] = defaultdict(list)
-        # (status, headers) of the replies to the next requests for the list of any repository.
+        # (status, headers) of the replies to the next requests for any repository's list of files.
         self.listing_faults: list[tuple[int, dict[str, str]]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -100,7 +100,7 @@ class FakeHub:
 
     @property
     def storage_url(self) -> str:
-        """The hub's URL with another host name, since the real hub's storage is on another host. Clients do not send
+        """The hub's URL with another host name, because the real hub's storage is on another host. Clients do not send
         tokens there."""
         return f"http://localhost:{self.server.server_address[1]}"
 
@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        """Replies with an access token that may read, as if in exchange for the refresh token in the request."""
+        """Replies with a read-only access token, as if in exchange for the refresh token in the request."""
         self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
         self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
@@ -169,8 +169,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Returns True if the caller may not see the repository or its token is wrong. Then the error response has
-        already been sent."""
+        """Returns True after sending an error response, if the caller may not see the repository or the caller's token
+        is wrong."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:
@@ -263,7 +263,7 @@ def without_ranges(handler: Handler, data: bytes) -> None:
 
 
 def endless(handler: Handler, data: bytes) -> None:
-    """Sends more bytes than the file has, in chunks, without a length."""
+    """Sends more bytes than the file contains, in chunks, without a length."""
     handler.send_response(200)
     handler.send_header("Transfer-Encoding", "chunked")
     handler.end_headers()
@@ -308,8 +308,8 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """Yields a hub that this process uses. The process keeps its models, caches and tokens below `home` and finds no
-    others."""
+    """Yields a hub that this process uses. The process keeps its models, caches and tokens below `home` and does not
+    find any others."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)

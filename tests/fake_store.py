@@ -58,7 +58,7 @@ class RecordingStore:
 
 
 class CountingPolicy:
-    """A policy whose scores all equal the number of its calls so far."""
+    """A policy whose scores all equal the number of calls to it so far."""
 
     name = "counting"
 

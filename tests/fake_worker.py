@@ -6,7 +6,7 @@ The path of the model to load may be a JSON object. Its fields control the load:
 - "log": a file to which each load adds a line
 - "fractions": the number of progress messages
 - "wait": a file to wait for. The default is the file that FAKE_WORKER_WAIT names.
-- "die": a file with the number of loads that still crash
+- "die": a file with the number of further loads that crash
 - "fail": the class of an error
 - "stall": the load never finishes
 - "n_parallel": the number of requests that the worker claims to answer at a time
@@ -15,15 +15,15 @@ The prompt, or the last message, selects the answer. Any other message is echoed
 
 - "say WORD ..."
 - "count N"
-- "hold FILE": one delta, then waits for FILE or a cancel
-- "hang": one delta, then waits forever and ignores a cancel
+- "hold FILE": one delta, then waits for FILE or for cancellation
+- "hang": one delta, then waits forever, ignoring cancellation
 - "die": one delta, then SIGKILL
 - "die-silently FILE": SIGKILL while the number in FILE is above 0. Each time, the number decreases by 1.
 - "fail CLASS [TEXT]": an error, after TEXT
 - "think: THINKING|TEXT"
 - "slowly TEXT": repeats TEXT until cancelled
-- "stubborn TEXT": repeats TEXT until cancelled, then never ends
-- "progress": the progress of a long prompt, then waits for a cancel
+- "stubborn TEXT": repeats TEXT until cancelled, but the answer never ends
+- "progress": the progress of a long prompt, then waits for cancellation
 - "messages", "settings": the request itself
 - "cut": an answer after messages were left out of the prompt
 """
@@ -48,7 +48,7 @@ SNAPSHOT = {
     "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
 NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
-LOADED: dict[str, Any] = {}  # the fields of the JSON object in the path of the loaded model, which control this worker
+LOADED: dict[str, Any] = {}  # fields of the JSON object in the loaded model's path; they control this worker
 Event = dict[str, Any]
 
 

@@ -70,7 +70,7 @@ class Tensor:
 class Gguf:
     """A GGUF file under construction. `kv` holds encoded key-values, `tensors` the tensors in order.
 
-    If `n_kv` or `n_tensors` is None, the header has the real number.
+    If `n_kv` or `n_tensors` is None, the header contains the real number.
     """
 
     alignment: int = 32
@@ -142,7 +142,7 @@ def moe(
     `types` are the ggml types of gate, up and down. Keys in `skip_kv` are left out.
 
     If `split` is (index of the shard, number of shards, tensors in all shards), the file is one shard. Its layers are
-    `il_range`, or all layers if that is None. Only shard 0 has the model's keys.
+    `il_range`, or all layers if that is None. Only shard 0 contains the model's keys.
     """
     g = Gguf()
     numbers = {

@@ -97,12 +97,12 @@ def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
 
 
 def counted(name: str, trace: Trace) -> Predictor:
-    """Returns the predictor of this name, with arrays that `moegguf.learning` has counted from the trace."""
+    """Returns the predictor of this name, with arrays that `moegguf.learning` has computed from the trace."""
     return LEARNED[name](trace.shape, COUNTED[name](trace))
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
-    """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers before.
+    """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers earlier.
 
     Counts only layers with a prediction. Returns 0 if no layer has one.
     """

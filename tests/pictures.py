@@ -40,7 +40,8 @@ def deep_png(width: int, height: int) -> bytes:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG with the data of one pixel, whose header states the given width and height. Its checksum is not updated."""
+    """A PNG whose header states the given width and height, with the data of only one pixel. Its checksum is not
+    updated."""
     small = png(1, 1)
     return small[:16] + struct.pack(">II", width, height) + small[24:]
 

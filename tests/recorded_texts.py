@@ -1,6 +1,5 @@
-"""Compares texts with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes these files anew.
-
-Review how the files have changed afterwards.
+"""Compares texts with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` rewrites these files. Review the changes to
+the files afterwards.
 """
 
 import os

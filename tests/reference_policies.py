@@ -68,7 +68,7 @@ class LearnedRates:
         """Returns (n_expert,): the use of each expert by the tokens that followed tokens routed like the newest."""
         alike = self._alike.sum(0)[:n_earlier]
         weights = np.exp(self.SHARPNESS * (alike - alike.max()) / self._n_used)
-        # `expected` has the weight of each earlier token, by age. `found` has the weighted uses of each expert.
+        # `expected` holds the weight of each earlier token, by age. `found` holds the weighted uses of each expert.
         expected, found = np.zeros(n_earlier + 1), np.zeros(self.table.shape[1])
         for age, weight in enumerate(weights, 1):
             for later, share in enumerate(self.AFTER[:age], 1):

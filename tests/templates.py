@@ -1,10 +1,10 @@
-"""Chat templates for tests. Each has the marks that a well-known family of models writes.
+"""Chat templates for tests. Each uses the marks that a well-known family of models writes.
 
 The files are in `chat_templates/`:
 
 - PLAIN has no tools.
 - QWEN is like Qwen3 and Hermes: it has <think>, and <tool_call> with JSON.
-- MISTRAL refuses an unexpected order of roles, and has calls after [TOOL_CALLS].
+- MISTRAL refuses an unexpected order of roles, and writes calls after [TOOL_CALLS].
 - LLAMA is like Llama 3: a call is JSON that is the whole answer.
 - DEEPSEEK joins texts, so it needs the arguments of calls as text.
 - HARMONY is like gpt-oss: it has channels.

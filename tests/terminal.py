@@ -24,12 +24,12 @@ PROMPT = ">>> Send a message"
 
 
 def control(letter: str) -> str:
-    """Returns the character of the key Ctrl and `letter`."""
+    """Returns the character that pressing Ctrl and `letter` sends."""
     return chr(ord(letter.upper()) - ord("@"))
 
 
 class Terminal:
-    """Runs `command` on a pseudo-terminal. The end of the `with` block ends the command."""
+    """Runs `command` on a pseudo-terminal. Ends the command at the end of the `with` block."""
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
@@ -124,7 +124,7 @@ class Terminal:
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The condition may be true after the last output, which arrived with the end of the command.
+                # The last output, which arrived as the command ended, may have made the condition true.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:
@@ -153,7 +153,10 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.child.close(force=True)
+        try:
+            self.child.close(force=True)
+        except pexpect.ExceptionPexpect:  # raised 0.1 seconds after SIGKILL, but a busy machine may need longer
+            os.waitpid(self.child.pid, 0)
 
 
 def moegguf_command(*arguments: object) -> list[str]:

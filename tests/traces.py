@@ -2,7 +2,8 @@
 
 Equal arguments give equal traces. The state has a part for the topic (label and sequence), a part for the token, and a
 part that drifts slowly from token to token. It changes a little from layer to layer. Therefore popularity is uneven,
-labels prefer experts, neighbouring tokens share experts, layers predict each other, and token ids decide some experts.
+labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids decide some
+experts.
 """
 
 import dataclasses
@@ -43,10 +44,10 @@ def random_trace(
 ) -> Trace:
     """Returns a trace of sequences one after another.
 
-    Each has a prefill pass and then n_decode passes of one token. The last layer of a prefill pass has only the last
-    token. With n_prefill=0 there is no prefill pass. With a `structure` of 0 the states are only noise, and with 1 they
-    have no noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the trace leaves out the
-    inputs. Sequence i has label "kind<i % n_labels>".
+    Each has a prefill pass and then n_decode passes of one token. The last layer of a prefill pass contains only the
+    last token. With n_prefill=0 there is no prefill pass. With a `structure` of 0 the states are only noise, and with 1
+    they contain no noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the trace leaves out
+    the inputs. Sequence i has label "kind<i % n_labels>".
     """
     shape = shape or SMALL
     rng = np.random.default_rng([seed, 0])
@@ -78,7 +79,7 @@ def random_trace(
 def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
     """Returns a trace with all prompts in one pass, then passes with one token of each request.
 
-    The last pass also has the prompt of one more request.
+    The last pass also contains the prompt of one more request.
     """
     trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
     of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]

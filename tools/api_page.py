@@ -37,7 +37,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    """Returns the signature of a function or class, without the quotes around annotations that are strings."""
+    """Returns the signature of a function or class, with string annotations unquoted."""
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(value)))
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named like their commands, the smaller one first
+CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named like their commands; the smaller first
 
 
 def missing():
@@ -42,7 +42,7 @@ def print_requirements(name):
 
 def install_chromium():
     """Installs Chromium with apt-get if there is no Chromium or Chrome and this process runs as root. Prints a note if
-    there is no Chromium afterwards."""
+    there is still no Chromium afterwards."""
     if any(map(shutil.which, [*CHROMIUM, "chromium-browser", "google-chrome"])):
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):

@@ -1,13 +1,13 @@
 """Injects faults into moegguf's code, one at a time, and runs the tests that must catch each fault.
 
     python tools/fault_check.py                 # all of tools/faults.toml; minutes, as each C++ fault is a build
-    python tools/fault_check.py pin engine/     # faults whose name or file has one of these words
+    python tools/fault_check.py pin engine/     # faults whose name or file contains one of these words
     python tools/fault_check.py --anchors       # only checks that each fault's old text still occurs once
 
 A fault names a file, an old text that occurs once in this file, a new text that replaces it, and tests. One of the
 tests must fail. If a code change moved or removed an old text, find the line that the fault's name describes, and copy
-part of it into tools/faults.toml. Old texts are short, so that they survive changes around them. Remove a fault whose
-line no longer exists, and say why in the commit.
+part of it into tools/faults.toml. Old texts are short so that changes around them do not affect them. Remove a fault
+whose line no longer exists, and say why in the commit.
 
 Files are changed in place, and restored even after Ctrl-C. The C++ is built into build/native (run `make` once before),
 and the tests use the library from there. The exit status is 1 if a fault was not caught, or if its text was not found.
@@ -27,13 +27,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/native"
-LONGEST_TEST_S = 150  # time limit of one test; a test that hangs has caught the fault
+LONGEST_TEST_S = 150  # time limit for one test; a test that exceeds it has caught the fault
 LONGEST_RUN_S = 600
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old` with `new` in `file`. `tests` are arguments of pytest; at least one of these tests
+    """A fault that replaces `old` with `new` in `file`. `tests` are arguments for pytest; at least one of these tests
     must fail."""
 
     name: str
@@ -79,14 +79,14 @@ def put_in(fault: Fault) -> Iterator[None]:
 
 
 def build() -> str:
-    """Builds the store's library and the test equipment. Returns the output of a failed build, else ""."""
+    """Builds the store's library and the test equipment. Returns the output if the build failed, else ""."""
     ninja = [str(Path(sys.executable).with_name("ninja")), "-C", str(BUILD), "libmoegguf.so", "libmoegguf-testing.so"]
     found = subprocess.run(ninja, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return found.stdout if found.returncode else ""
 
 
 def failing(tests: Sequence[str], is_native: bool) -> str:
-    """Runs pytest until the first failure. Returns the failed test or another reason for the failure, or "" if all
+    """Runs pytest up to the first failure. Returns the failed test or another reason for the failure, or "" if all
     tests pass.
 
     For a native fault, the tests use the library of `build`, and Hypothesis does not shrink failing examples of tests

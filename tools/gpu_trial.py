@@ -152,7 +152,7 @@ class Trial:
     ) -> subprocess.CompletedProcess[str]:
         """Runs Python with these arguments in the source folder, and kills the process after `timeout_s` seconds.
 
-        The process's stderr is also saved in a file in log/.
+        Also saves the process's stderr to a file in log/.
         """
         own = of_processes(self.library or library_of(self.backend), self.work / "home")
         log = self.work / "log" / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
@@ -175,7 +175,7 @@ class Trial:
 def backend_named(name: str) -> Backend:
     """Returns the backend to build: Vulkan with a software driver if `name` is "software", else CUDA for this card.
 
-    Raises SystemExit if the driver, the card or CUDA's compiler is missing.
+    Raises SystemExit if the driver, the card or the CUDA compiler is missing.
     """
     if name == "software":
         driver = next(software_drivers(), None)
@@ -218,7 +218,7 @@ def arguments() -> argparse.Namespace:
 
 
 def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Runs the trial's steps. Returns 0 if all are done, AGAIN if more are left, and 1 if a step failed."""
+    """Runs the trial's steps. Returns 0 if all steps are done, AGAIN if some are left, and 1 if a step failed."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     rig = FULL if args.backend == "cuda" else small()
@@ -228,7 +228,7 @@ def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     state.forget(args.again)
 
     def say_and_write(text: str) -> None:
-        write_results(args.results or work, state)  # written often, because the call may be killed at any time
+        write_results(args.results or work, state)  # every time, because the call may be killed at any time
         say(text)
 
     chosen = tuple(filter(None, args.only.split(",")))

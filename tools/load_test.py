@@ -4,8 +4,8 @@
 
 A single client sends every question first. Then N clients send the questions repeatedly and read streamed answers. Each
 answer must equal the single client's answer for the same seed. If the model is not batch-invariant, one answer in
-thousands may differ on a server with --parallel. The differing answer is printed. --dialects sends the questions in the
-forms of several APIs. `make soak` runs this test together with kills, disconnects and changes of the budget.
+several thousand may differ on a server with --parallel. The differing answer is printed. --dialects sends the questions
+in the formats of several APIs. `make soak` runs this test together with kills, disconnects and budget changes.
 
 The exit status is 1 if an answer differs, a connection breaks, or memory of the server and its workers grows by more
 than --most-growth MB in the second half. Memory should stay constant over 2,000 requests:
@@ -36,10 +36,10 @@ QUESTIONS = (
     "What does moegguf do?", "Who are you?", "How do I set the memory budget?", "What is an expert?",
     "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
 )  # fmt: skip
-TIMEOUT_S = 600.0  # HTTP timeout, which must cover the time in the server's queue
+TIMEOUT_S = 600.0  # HTTP timeout, which must be long enough to cover the time in the server's queue
 MEMORY_SAMPLES = 20  # memory readings during a run without --requests; fewer if the run takes less than 10 s
-WORKER_ENDED = "worker process has ended"  # part of the server's error text if a worker dies during an answer
-MOST_GROWTH_MB = 16  # default limit of memory growth in the second half of a run
+WORKER_ENDED = "worker process has ended"  # part of the error that the server sends if a worker dies mid-answer
+MOST_GROWTH_MB = 16  # default limit on memory growth in the second half of a run
 
 
 Json = dict[str, Any]
@@ -66,7 +66,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A streaming API: `fields` makes the fields of a request's body, and `read` reads one object of the stream."""
+    """A streaming API: `fields` creates the fields of a request's body, and `read` reads one object of the stream."""
 
     path: str
     fields: Callable[[Question], Json]
@@ -198,7 +198,7 @@ def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
 
 
 class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
-    """The server replied with status 429 or 503, with or without a Retry-After header."""
+    """Raised if the server replies with status 429 or 503, with or without a Retry-After header."""
 
     def __init__(self, has_retry_after: bool) -> None:
         super().__init__()
@@ -210,8 +210,9 @@ async def request_answer(
 ) -> Answer:
     """Requests one streamed answer and returns it.
 
-    `most_parts`: disconnects after `most_parts` + 1 parts with text, and returns the answer so far; None: reads the
-    whole answer. Raises BusyServer, RuntimeError for any other error that the server reports, and httpx's errors.
+    `most_parts`: the client disconnects after `most_parts` + 1 parts with text, and the answer so far is returned.
+    None: the whole answer is read. Raises BusyServer, RuntimeError for any other error that the server reports, and
+    httpx's errors.
     """
     answer = Answer()
     start = time.perf_counter()
@@ -320,7 +321,8 @@ class Run:
 
 
 def processes_of(port: int) -> list[psutil.Process]:
-    """Returns a process that listens on a local port, then all its descendants; [] if no such process is found."""
+    """Returns a process that is listening on a local port, followed by all its descendants; [] if no such process is
+    found."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections()):
@@ -339,7 +341,7 @@ def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
 
 async def watch_memory(run: Run, port: int, every_s: float) -> None:
     """Records the memory of the server and its workers every `every_s` seconds, until the task is cancelled or no
-    process listens on `port`."""
+    process is listening on `port`."""
     while processes := processes_of(port):
         run.outcome.memory_bytes.append(memory_of(processes))
         await asyncio.sleep(every_s)

@@ -5,9 +5,9 @@
 
 Every mutant is loaded, tokenizes, reads a prompt and generates some tokens. The trial load (a first load in a child
 process) is off, so that only the checks of the header protect the program. A mutant of a projector reads images
-together with the good --text-model. A mutant that ends badly is run again with the trial load on, as users run it.
-The exit status is 1 if a mutant ends badly again: by a signal, after --limit seconds, or with an error that is not
-moegguf's own.
+together with the good --text-model. A mutant that ends badly is rerun with the trial load on, as users run it. The exit
+status is 1 if a mutant ends badly again: by a signal, after --limit seconds, or with an error that is not moegguf's
+own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def use(path: Path, text_model: Path | None) -> None:
 
 
 def use_projector(path: Path, text_model: Path) -> None:
-    """Loads the projector and generates a short answer about an image of each size. Raises the error of an answer."""
+    """Loads the projector and generates a short answer about an image of each size. Raises an answer's error, if there
+    is one."""
     with Engine(text_model, parallel=1, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%") as engine:
         for width, height in IMAGE_SIZES:
             message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}

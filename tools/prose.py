@@ -1,6 +1,6 @@
 """Fails if a docstring or comment breaks a rule of plain English. `make lint` runs this.
 
-python -m tools.prose                 # the packages that are in order, as `make lint` does
+python -m tools.prose                 # the packages that follow the rules, as `make lint` does
 python -m tools.prose PATH ...        # other files and folders
 python -m tools.prose --counts .      # only the number of findings of each package
 
@@ -185,7 +185,7 @@ def files_in(place: Path) -> Iterator[Path]:
 
 
 def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
-    """Yields a finding for each text in these files and folders that breaks a rule. The paths are relative to
+    """Yields a finding for each rule that a text in these files and folders breaks. The paths are relative to
     `root`."""
     for place in places:
         for path in files_in(root / place):
@@ -199,7 +199,7 @@ def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
 
 
 def package_of(path: str) -> str:
-    """Returns the folder that a file is counted in: its folder within moegguf/, else its top-level folder."""
+    """Returns the folder under which a file is counted: its folder within moegguf/, else its top-level folder."""
     folders = path.split("/")[:-1]
     return "/".join(folders[: 2 if folders[:1] == ["moegguf"] else 1])
 

@@ -67,7 +67,7 @@ PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 
 class ReleaseError(Exception):
-    """A file is not fit to be released. The error's message is the reason."""
+    """A file is not fit for release. The error's message is the reason."""
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def check_size(path: Path, kind: str) -> None:
 
 
 def check_version(path: Path, version: str) -> None:
-    """Raises ReleaseError unless the file name follows the pattern of release files and has this version."""
+    """Raises ReleaseError unless the file name follows the pattern of release files and contains this version."""
     if re.match(rf"moegguf(?:_[a-z0-9]+)?-{re.escape(version)}(?:-py3-|\.tar\.gz$)", path.name) is None:
         raise ReleaseError(f"its version must be {version}")
 
@@ -122,7 +122,7 @@ def is_for_this_machine(path: Path) -> bool:
 
 
 def environment_in(folder: Path) -> Path:
-    """Makes a new virtual environment in a folder. Returns the path of the environment's pip."""
+    """Creates a new virtual environment in a folder. Returns the path of the environment's pip."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     return folder / "venv/bin/pip"
 
@@ -172,7 +172,7 @@ def build_source(path: Path) -> None:
 
 
 def sums_of(paths: Iterable[Path]) -> str:
-    """Returns lines with the SHA-256 and the name of each file, as `sha256sum --check` reads them."""
+    """Returns lines with the SHA-256 and the name of each file, in the format that `sha256sum --check` reads."""
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
 
 

@@ -4,7 +4,7 @@
 Reports are printed at the end and stay in build/{tsan,asan,ubsan}/reports.
 
 python tools/sanitize.py thread
-python tools/sanitize.py --runs 20 --busy 1 thread    # races that only a loaded machine shows
+python tools/sanitize.py --runs 20 --busy 1 thread    # races that occur only on a loaded machine
 python tools/sanitize.py address -- tests/native/test_store_faults.py -x
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 FOLDER = {"thread": "tsan", "address": "asan", "undefined": "ubsan"}
-# Leak detection is off, because the interpreter never frees some memory. The fault tests look for leaks of the store.
+# Leak detection is off, because the interpreter never frees some memory. The fault tests check for leaks in the store.
 OPTIONS = {
     "TSAN_OPTIONS": f"suppressions={ROOT}/tests/native/tsan.supp halt_on_error=0 exitcode=66 report_signal_unsafe=0",
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
@@ -88,7 +88,7 @@ def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[
 
 
 def main() -> int:
-    """Runs the command line. Returns the first run's exit status that is not 0, or 0 if all runs passed."""
+    """Runs the command line. Returns the first non-zero exit status of a run, or 0 if all runs passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizer", choices=FOLDER)
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="run the tests N times")

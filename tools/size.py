@@ -3,8 +3,9 @@
 Python is counted in code tokens, without comments, docstrings and imports. C++, CUDA and JavaScript are counted in
 lines of code, without comments and blank lines. Comments and white space are free, so a sentence that explains
 something costs nothing. The folder recipes/ is not counted, because each of its programs made one model, and no other
-package imports them. A new limit is set 5 % above the package's current size. The commit that raises a limit says why.
-A package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often holds two thoughts.
+package imports them. A new limit is set 5 % above the package's current size. The commit that raises a limit explains
+why. A package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often expresses two
+thoughts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("moegguf", "tests", "tools", "predictors")
 NATIVE_SUFFIXES = (".cpp", ".h", ".cu", ".js")
-VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
+VENDORED = ("moegguf/server/static/vendor/",)  # libraries with licences of their own, which are not counted
 TOKENS_PER_LINE = 8.5
 
 TOKEN_LIMITS = {
@@ -70,7 +71,7 @@ class Size:
     """The size of a file or a package."""
 
     tokens: int = 0  # tokens of Python
-    lines: int = 0  # lines of Python that hold these tokens
+    lines: int = 0  # lines of Python that contain these tokens
     native_lines: int = 0  # lines of C++, CUDA and JavaScript
 
     def add(self, other: Size) -> None:
@@ -81,7 +82,7 @@ class Size:
 
 
 def _free_lines(source: str) -> set[int]:
-    """Returns the numbers of the lines that docstrings, other string statements and imports occupy."""
+    """Returns the line numbers of docstrings, other string statements and imports."""
     free = set[int]()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -91,7 +92,7 @@ def _free_lines(source: str) -> set[int]:
 
 
 def python_size(source: str) -> Size:
-    """Returns the code tokens of a Python file and the number of lines that hold them."""
+    """Returns the code tokens of a Python file and the number of lines that contain them."""
     free = _free_lines(source)
     n_tokens = 0
     lines = set[int]()
@@ -103,7 +104,7 @@ def python_size(source: str) -> Size:
 
 
 def native_size(source: str) -> Size:
-    """Returns the number of lines of C++, CUDA or JavaScript that hold more than comments and white space."""
+    """Returns the number of lines of C++, CUDA or JavaScript that contain more than comments and white space."""
 
     def without_comment(match: re.Match[str]) -> str:
         return " " + "\n" * match[0].count("\n") if match[0].startswith("/") else match[0]
@@ -119,7 +120,7 @@ def package_of(path: str) -> str:
 
 
 def _listed_files() -> Iterator[str]:
-    """Yields the paths of the existing files in PLACES that git tracks, without those in VENDORED."""
+    """Yields the paths of the existing files in PLACES that git tracks, except the files in VENDORED."""
     listed = subprocess.run(["git", "ls-files", "-z", *PLACES], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     for path in listed.stdout.split("\0"):
         if path and not path.startswith(VENDORED) and (ROOT / path).exists():

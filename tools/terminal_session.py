@@ -27,18 +27,18 @@ COLUMNS = 96
 LINES = 36
 TIMEOUT_S = 120
 SETTLED_S = 2
-NOBODY = "127.0.0.1:1"  # an address where no server listens
+NOBODY = "127.0.0.1:1"  # an address at which no server is listening
 SHELL = "$ "
 CHAT = ">>> "
 STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # generates the last answer again, whose experts are still in memory
+    (CHAT, "/regen"),  # generates the last answer again; its experts are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # links to fonts on a server, which are removed
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # links to fonts on a server; they are removed
 
 
 def record() -> pyte.Screen:
@@ -75,7 +75,7 @@ def record() -> pyte.Screen:
 
 
 def drawn(screen: pyte.Screen) -> str:
-    """Returns the screen as SVG, without trailing lines that are empty or hold only the shell's prompt."""
+    """Returns the screen as SVG, without trailing lines that are empty or contain only the shell's prompt."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
     last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
     for row in range(last + 1):

@@ -34,7 +34,7 @@ class Shape:
     arch: str
     n_embd: int
     n_layer: int
-    n_dense: int  # number of leading layers, which have no experts
+    n_dense: int  # number of leading layers without experts
     n_head: int
     n_head_kv: int
     d_head: int
@@ -218,7 +218,7 @@ class Quantiser:
 
 
 def count(quantiser: Quantiser, file: File) -> Counter[str]:
-    """Returns {name of a type: size in bytes of all matrices of the file that have this type}."""
+    """Returns {name of a type: total size in bytes of the file's matrices of this type}."""
     shape = SHAPES[file.shape]
     names = quantiser.ggml.types
     if isinstance(file.made, str):

@@ -154,7 +154,7 @@ def wanted_state(pin: dict[str, str]) -> str:
 
 
 def prepare() -> Path:
-    """Returns the folder of the patched llama.cpp. Makes it again if the pin or a patch has changed."""
+    """Returns the folder of the patched llama.cpp. Recreates the folder if the pin or a patch has changed."""
     pin = read_pin()
     tree = VENDOR / "llama.cpp"
     stamp = VENDOR / "llama.cpp.stamp"

@@ -4,7 +4,7 @@
 It needs Mesa's software driver and the tools that build the backend. If something is missing, the program names it and
 runs nothing. The first build is slow, because it compiles hundreds of shaders. The first run is slow, too, because the
 driver compiles each kernel at its first use. This takes 15 to 35 processor seconds for each new number of tokens in a
-pass and each quantisation. Kernels are kept in build/vulkan/shaders, and later runs need half a second.
+pass and each quantisation. Kernels are kept in build/vulkan/shaders, so later runs take half a second.
 
 python tools/vulkan_tests.py
 python tools/vulkan_tests.py --devices 0,0 -- -k second     # the software device twice, as two GPUs
@@ -37,7 +37,7 @@ def software_drivers() -> Iterator[Path]:
 
 
 def missing() -> Iterator[str]:
-    """Yields the names of things that a build or a run needs and this machine lacks."""
+    """Yields the names of everything that a build or a run needs and this machine lacks."""
     if not list(software_drivers()):
         yield "Mesa's software Vulkan"
     if not shutil.which("glslc"):

@@ -3,8 +3,8 @@
 ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
 quantisation that ggml can make, as plain weights and, where the processor has a layout for them, as interleaved
-weights. Attention reads a cache of several sequences. The cells of other sequences must not change a bit either: this
-is a property of a whole graph, which tests/live/test_width.py checks.
+weights. Attention reads a cache of several sequences. The cells of other sequences must not change a single bit,
+either. This is a property of a whole graph, so tests/live/test_width.py checks it instead.
 
 Operations with a recurrent state are computed for several sequences together, in passes of each width. The program
 compares every token's output, and every returned state, with the results for the sequence alone, token by token.
@@ -12,7 +12,8 @@ compares every token's output, and every returned state, with the results for th
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
 The program lists each operation with a changed row: the widths, and the number of changed rows at each width. `--all`
 lists the other operations too. The exit status is 1 if a row changes. With a model, the program lists the operations of
-the model's graph, and the checked operation that covers each. The exit status is then 1 if one is not checked.
+the model's graph, and the checked operation that covers each. The exit status is then 1 if any listed
+operation is not checked.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Case:
     compute: Compute
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """Returns {width: rows whose bits differ from the row computed alone}. Omits the widths that change no row."""
+        """Returns {width: rows whose bits differ from the row computed alone}. Omits widths at which no row changes."""
         alone = [self.compute([row]).tobytes() for row in range(max(widths))]
         found = {}
         for width in widths:
@@ -112,7 +113,7 @@ class StateCase:
     first: Array  # the states [N_STATES, ...] before the first token
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """Returns {width: tokens whose output or state changes}. Omits the widths that change no token.
+        """Returns {width: tokens whose output or state changes}. Omits widths at which no token changes.
 
         A token changes if its bits in passes of this width, with all sequences together, differ from the bits when each
         sequence is computed alone, token by token.
@@ -355,7 +356,7 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
 
 
 def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
-    """Yields cases of MUL_MAT and MUL_MAT_ID with plain and interleaved weights of each type.
+    """Yields cases for MUL_MAT and MUL_MAT_ID with plain and interleaved weights of each type.
 
     Omits the types in `left_out`, and types and layouts that the CPU does not support.
     """
@@ -448,7 +449,7 @@ def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_
 
 
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases of attention, norms, rope, softmax, top-k, gates, weighted sums and element-wise operations."""
+    """Yields cases for attention, norms, rope, softmax, top-k, gates, weighted sums and element-wise operations."""
     for is_flash in (True, False):
         yield Case(f"{'flash' if is_flash else 'plain'} attention", attention(ggml, is_flash, n_rows))
     rng = np.random.default_rng(4)
@@ -488,7 +489,7 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
 
 
 def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases of operations that mix residual streams, and a case of the scores of sparse attention."""
+    """Yields cases for operations that mix residual streams, and a case for the scores of sparse attention."""
     rng = np.random.default_rng(5)
     n_streams = 4
     n_mixed = (2 + n_streams) * n_streams
@@ -535,7 +536,7 @@ def outputs_and_states(
 
 
 def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of the gated delta net, with a gate for each head or, as in Kimi's delta attention, each channel.
+    """Yields cases for the gated delta net, with a gate for each head or, as in Kimi's delta attention, each channel.
 
     Both kinds have a case that returns only the last state, and a case that also returns earlier states.
     """
@@ -568,7 +569,7 @@ def advance_delta_net(
 
 
 def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of two scans: Mamba 2's with a decay for each head, and Mamba 1's with one for each state value."""
+    """Yields cases for two scans: Mamba 2's with a decay for each head, and Mamba 1's with one for each state value."""
     rng = np.random.default_rng(7)
 
     def tokens(*shape: int) -> Array:
@@ -602,7 +603,7 @@ def advance_scan(
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of the convolution before recurrent states, over four tokens, and of LFM2's, over three tokens."""
+    """Yields cases for the convolution before recurrent states, over four tokens, and for LFM2's, over three tokens."""
     rng = np.random.default_rng(8)
     n = 192
     x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)
@@ -629,7 +630,7 @@ def advance_convolution(
 
 
 def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the case of gated linear attention."""
+    """Yields the case for gated linear attention."""
     rng = np.random.default_rng(9)
     n_head, d = 4, 64
     k, v, q = rng.standard_normal((3, N_STATES, n_tokens, n_head, d)).astype(np.float32)
@@ -650,7 +651,7 @@ def advance_linear_attention(
 
 
 def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the cases of the checked operations that have a recurrent state."""
+    """Yields the cases for the checked operations that have a recurrent state."""
     yield from states_of_delta_nets(ggml, n_tokens)
     yield from states_of_scans(ggml, n_tokens)
     yield from states_of_convolutions(ggml, n_tokens)
@@ -699,7 +700,7 @@ def print_operations(model: Path) -> int:
 def cases(
     n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
 ) -> Iterator[Case | StateCase]:
-    """Yields the cases of all operations, with n_rows rows or tokens. Weights of products are [n_out, n_in].
+    """Yields the cases for all operations, with n_rows rows or tokens. Weights of products are [n_out, n_in].
 
     left_out: types of weights to leave out.
     """

@@ -1,4 +1,4 @@
-"""Runs benchmarks and turns their results into rows of tables. Also records traces.
+"""Runs benchmarks and turns their results into table rows. Also records traces.
 
 Promises: load, prompt and generation are timed separately, as in llama-bench, except in measurements of drafts. Systems
 in a comparison run in turns, and each run has its own process, under the same memory limit if one is set. The page

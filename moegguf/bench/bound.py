@@ -1,9 +1,9 @@
 """Computes the bound of a measurement: the maximum number of tokens per second that its file, slots and link allow.
 
-There are three kinds of work: reading experts from the file, copying experts to a device, and computing. The bound
-assumes that they overlap completely, so that the slowest kind determines the bound. `least_misses` computes the
-smallest possible set of reads from the routing of the measured tokens and the contents of the slots at the beginning.
-To record this routing, the same tokens are evaluated once more, without timing.
+There are three kinds of work: reading experts from the file, copying experts to a device, and computation. The bound
+assumes that they overlap completely, so the slowest kind determines the bound. `least_misses` computes the smallest
+possible set of reads from the routing of the measured tokens and the contents of the slots at the beginning. To record
+this routing, the same tokens are evaluated again, without timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.trace.trace import Trace
 
-IN_SLOT = 2  # value in `Store.residency` for an expert that is complete in a slot
+IN_SLOT = 2  # value in `Store.residency` for an expert that is completely loaded into a slot
 LIMITS = {
     "reads": "bound_read_ms_per_token",
     "copies": "bound_copy_ms_per_token",
@@ -47,22 +47,22 @@ class Held:
     in `Lookups`: (index of its layer among the layers with experts) * n_expert + expert."""
 
     everywhere: Ints  # experts in a slot of any tier
-    computing: Ints  # experts in a slot of the first tier, from which layers compute
+    computing: Ints  # experts in a slot of the first tier, which layers read from
 
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """Lower bounds on the bytes that must be moved to compute the tokens of a repetition."""
+    """Lower bounds on the bytes that must be moved to evaluate the tokens of a repetition."""
 
     read: int  # fewest bytes that must be read from the file
-    copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the speed of copies is unknown
-    # Bytes of weights that computing reads from memory: in each pass, the used experts and all other weights, once each
+    copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the copy speed is unknown
+    # Bytes of weights that computation reads from memory: each pass reads its experts and all other weights once
     weights: int = 0
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Speeds in bytes per second. A speed of 0 means unknown, and times computed from it are 0."""
+    """Speeds in bytes per second. A speed of 0 means that the speed is unknown; times computed from it are 0."""
 
     disk: float  # reads from the file
     copies: float = 0.0  # copies from RAM to a device
@@ -73,7 +73,7 @@ def bound_figures(
     least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
     """Returns the values of FIGURES for `n_tokens` tokens that took `taken_s` seconds. `idle_s` is the part of this
-    time, in seconds, that does not count as computing."""
+    time, in seconds, that does not count as computation."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -96,7 +96,7 @@ def bound_figures(
 
 
 def bound_by(figures: Mapping[str, float]) -> str:
-    """Returns the kind of work in LIMITS that takes the longest time, and so determines the bound."""
+    """Returns the kind of work in LIMITS that takes longest, and therefore determines the bound."""
     return max(LIMITS, key=lambda name: figures[LIMITS[name]])
 
 
@@ -119,7 +119,7 @@ class Bounds:
                 self._copies = llama.plan.placement.speeds.copies.bytes_per_s
 
     def held(self) -> Held:
-        """Waits until all transfers have ended. Returns the experts that are then in slots."""
+        """Waits until all transfers have finished. Returns the experts that are then in slots."""
         store = self._session.store
         store.drain()
         rows = [layer.il for layer in self._session.layout.layers]
@@ -166,7 +166,7 @@ class Bounds:
     def figures(
         self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stats: Stats
     ) -> dict[str, float]:
-        """Returns `bound_figures` for one repetition. `stats` is the change of the store's counters during the
-        repetition. Stalls and the time in the store's hooks do not count as computing."""
+        """Returns `bound_figures` for one repetition. `stats` is the change in the store's counters during the
+        repetition. Stalls and the time spent in the store's hooks do not count as computation."""
         speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
         return bound_figures(least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s)

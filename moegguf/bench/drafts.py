@@ -1,5 +1,5 @@
-"""Generates the same answers with and without drafts, in turns, and compares the times. The texts of the answers come
-from a file, not from the model."""
+"""Generates the same answers with and without drafts, alternately, and compares the times. The answer texts come from a
+file, not from the model."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def forced(tokens: Sequence[int]) -> Iterator[None]:
 
 
 def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
-    """Makes the engine generate `text`, cut to LONGEST tokens, as its answer to `prompt`. Returns the seconds from the
-    answer's first token to its end, and the counters for that interval."""
+    """Makes the engine generate `text`, truncated to LONGEST tokens, as its answer to `prompt`. Returns the seconds
+    from the first token to the end of the answer, and the counters for that interval."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
     with forced(tokens), nullcontext() if with_drafts else undrafted(engine):
         (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
@@ -64,10 +64,12 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
-    otherwise at least `n_prompts`, evenly spaced. For each item, adds one of the kind "other" with the same prompt,
-    whose answer is 90 different words chosen at random from the file."""
+    otherwise at least `n_prompts`, evenly spaced. For each item, adds an item of the kind "other" with the same prompt.
+    Its answer consists of 90 different words chosen at random from the file."""
     if not path:
-        raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
+        raise OptionError(
+            "this preset needs texts; give --set texts=FILE, a JSON list of objects with kind, prompt and answer."
+        )
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
     words = sorted({word for _, prompt, text in texts for word in (prompt + text).split()})
     others = [("other", text[1], " ".join(random.Random(i).sample(words, 90))) for i, text in enumerate(texts)]
@@ -76,11 +78,11 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 
 def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
-    """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row has the
-    median ratio, the ratio of the total times, and draft counters.
+    """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row
+    contains the median ratio, the ratio of the total times, and draft counters.
 
-    The texts of the answers come from the file `texts`, so they do not depend on the model. The model still computes
-    every token as if the answer were its own.
+    The answer texts come from the file `texts`, so they do not depend on the model. The model still evaluates every
+    token, as for an answer of its own.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}

@@ -127,7 +127,8 @@ def load(spec: Spec) -> Llama:
 
 
 class Feed:
-    """Makes the tokens of each test and repetition. Systems with the same model, seed and text get the same tokens."""
+    """Chooses the tokens for each test and repetition. Systems with the same model, seed and text get the same
+    tokens."""
 
     def __init__(self, llama: Llama, spec: Spec) -> None:
         self._seed = spec.seed
@@ -146,9 +147,8 @@ class Feed:
                 )
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """Returns `n` tokens for the repetition with this number: consecutive tokens of the text, which starts over
-        after its end, or random tokens if there is no text. If the model adds a BOS token, this token replaces the
-        first one."""
+        """Returns the `n` tokens of this repetition: consecutive tokens of the text, wrapping around at its end, or
+        random tokens if there is no text. If the model adds a BOS token, this token replaces the first one."""
         if self._text:
             start = repetition * n % len(self._text)
             tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
@@ -160,8 +160,8 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the token with the largest logit. `row` is the index of the row of logits; -1: the row of the last token
-    of sequence 0."""
+    """Returns the token with the largest logit. `row` is the index of the logits row; -1: the row of the last token of
+    sequence 0."""
     return int(llama.context.logits(row).argmax())
 
 
@@ -219,7 +219,7 @@ class Sequences:
 class Sample:
     """The results of one repetition."""
 
-    prompt_ns: int  # time to evaluate the timed tokens of the prompts
+    prompt_ns: int  # time to evaluate the timed prompt tokens
     token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
     tokens: list[int]  # most probable tokens after the prompt and after each step, or the engine's answer
     stats: Stats  # growth of the counters during the repetition
@@ -231,7 +231,7 @@ class Sample:
 
 
 def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequences:
-    """Makes the sequences of a repetition, and evaluates their first `n_depth` tokens, which are not timed."""
+    """Creates a repetition's sequences, and evaluates their first `n_depth` tokens, which are not timed."""
     sequences = Sequences(llama, test.n_parallel)
     if test.n_depth:
         sequences.evaluate([own[: test.n_depth] for own in tokens], Phase.PREFILL)
@@ -270,8 +270,8 @@ def measure(
 def run_test(
     llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
 ) -> dict[str, Any]:
-    """Runs all repetitions of one test. If the model has an expert store and `probe_s` is not 0, measures the reading
-    speed of the file before and after each repetition. With `bounds`, computes the bound of each repetition after all
+    """Runs all repetitions of one test. If the model has an expert store and `probe_s` is not 0, measures the file's
+    read speed before and after each repetition. With `bounds`, computes the bound of each repetition after all
     repetitions have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
@@ -383,7 +383,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
-    output of libraries does not mix with the result. Also makes this process end when its parent ends."""
+    library output does not mix with the result. Also makes this process exit when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

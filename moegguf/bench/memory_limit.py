@@ -46,12 +46,12 @@ def _write(path: Path, text: str) -> bool:
 class MemoryGroup:
     """One memory cgroup with a limit. The command that `command` returns runs inside it."""
 
-    version: int  # version of the kernel's cgroups, 1 or 2
+    version: int  # cgroup version, 1 or 2
     folder: Path
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Returns the command `arguments`, preceded by a shell that joins the group before it runs them. The limit
-        therefore applies to the child from its start."""
+        """Returns a command in which a shell first joins the group and then runs `arguments`. The limit therefore
+        applies to the child from its start."""
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
 
     @property
@@ -66,8 +66,8 @@ class MemoryGroup:
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
-        """Removes the group. Tries for 5 seconds, because the kernel may free the group's last pages only after a
-        while."""
+        """Removes the group. Tries for 5 seconds, because the kernel may take a while to free the group's last
+        pages."""
         for _ in range(50):
             try:
                 _rmdir(self.folder)
@@ -79,8 +79,7 @@ class MemoryGroup:
 
 
 def _limits_memory(version: int, folder: Path) -> bool:
-    """Returns whether a new group in `folder` can limit memory. Turns on the memory controller of cgroup v2 if
-    necessary."""
+    """Returns whether a new group in `folder` can limit memory. Turns on cgroup v2's memory controller if necessary."""
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"
@@ -102,9 +101,9 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller must call `remove` on
-    the group. Also removes groups that moegguf made in processes that no longer exist. Raises LimitError if no group
-    can be made."""
+    """Creates a memory cgroup with this limit and, if the kernel allows it, without swap. The caller must call `remove`
+    on the group. Also removes groups that were created by moegguf processes that no longer exist. Raises LimitError if
+    no group can be created."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
@@ -129,8 +128,8 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends, even if the parent was killed by SIGKILL. Works on Linux
-    only."""
+    """Makes the kernel kill this process when its parent exits, even if the parent was killed by SIGKILL. Works on
+    Linux only."""
     with contextlib.suppress(AttributeError, OSError):
         c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
@@ -148,11 +147,11 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Drops the pages of these files from the page cache. Returns the number of bytes that remained, usually because a
-    process maps them.
+    """Drops the pages of these files from the page cache. Returns the number of bytes that remain cached, usually
+    because a process maps them.
 
-    On systems without posix_fadvise (macOS, Windows), no page is dropped. Returns 0 there, and also if the pages cannot
-    be counted.
+    On systems without posix_fadvise (macOS, Windows), drops nothing and returns 0. Also returns 0 if the cached pages
+    cannot be counted.
     """
     kept = 0
     for path in paths:
@@ -168,10 +167,10 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def cached_bytes(fd: int) -> int:
-    """Returns how many bytes of an open file are in the page cache; 0 if the system does not report the number to this
-    user."""
+    """Returns how many bytes of an open file are in the page cache; 0 if the system does not disclose the number to
+    this user."""
     stat = os.fstat(fd)
-    # mincore() reports all pages as cached to a user who could not write the file, so its answer would be wrong.
+    # mincore() reports all pages as cached if the user has no write access to the file, so its answer may be wrong.
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:

@@ -1,4 +1,4 @@
-"""Measures individual parts of the store: how long evictions, and copies over a simulated link, take."""
+"""Measures individual parts of the store: evictions, and copies over a simulated link."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GGML_TYPE_F32 = 0
 
 
 class Evictions:
-    """A simulated store that gets random routing events of one token, layer after layer. Transfers take no time."""
+    """A simulated store that receives random single-token routing events, layer by layer. Transfers take no time."""
 
     def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
         self.shape = shape
@@ -52,7 +52,7 @@ class Evictions:
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
     def pass_us(self) -> float:
-        """Runs one pass. Returns the microseconds in the store's hooks, divided by the number of misses."""
+        """Runs one pass. Returns the time spent in the store's hooks, in microseconds per miss."""
         before = self.store.counters()
         for il in range(self.shape.n_layer):
             if self.policy in (SCORES, ALL_SCORES):
@@ -78,9 +78,9 @@ class Evictions:
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row has the microseconds that a miss takes if it gets a free slot, and if it evicts an expert (medians over
-    passes), and their difference. Except for the policy ALL_SCORES, a row also has the seconds that a million lookups
-    take in one call.
+    A row contains the time of a miss that gets a free slot, the time of a miss that evicts an expert, and their
+    difference, in microseconds (medians over passes). Except for the policy ALL_SCORES, it also contains the seconds
+    that a million lookups take in one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(
@@ -118,7 +118,7 @@ class _InitParams(c.Structure):
 
 def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[], None]]:
     """Returns `n_at_once` functions. Each function copies `n_bytes` to its own tensor on the device, and returns when
-    the copy has ended."""
+    the copy is complete."""
     library.load()
     ggml = c.CDLL(str(library.find_library() / "libggml.so"))
     for name in (
@@ -147,7 +147,7 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
     """Calls all functions at the same time, the first one in this thread and each of the others in its own thread.
-    Returns the seconds until all have ended."""
+    Returns the seconds until all of them have returned."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:
@@ -160,8 +160,8 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
     """Measures copies over a simulated link. Yields a row for one copy of each size, then for two copies at the same
-    time. A row also has the time predicted by the formula latency + bytes of all copies / bandwidth, and the GB/s at
-    which one thread copies within this machine's memory."""
+    time. A row also contains the time predicted by the formula latency + bytes of all copies / bandwidth, and the GB/s
+    at which one thread copies within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9

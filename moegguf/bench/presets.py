@@ -44,9 +44,9 @@ PRESETS = {
 
 
 def find_preset(name: str) -> Preset:
-    """Returns the preset of this name. Raises OptionError for an unknown name."""
+    """Returns the preset with this name. Raises OptionError for an unknown name."""
     if name not in PRESETS:
-        raise OptionError(f"--preset takes {', '.join(PRESETS)}, but not {name!r}.")
+        raise OptionError(f"--preset must be one of {', '.join(PRESETS)}, but is {name!r}.")
     return PRESETS[name]
 
 
@@ -59,7 +59,7 @@ def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
         key, _, text = change.partition("=")
         if key not in defaults:
             known = " ".join(f"{key}={value}" for key, value in defaults.items())
-            raise OptionError(f"--set {change}: the preset {name!r} has no setting {key!r}; it has {known}.")
+            raise OptionError(f"--set {change}: the preset {name!r} has no setting {key!r}; its settings are {known}.")
         kind = type(defaults[key])
         try:
             changed[key] = kind(text)

@@ -19,7 +19,7 @@ from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
-# Receives the name of the current step, and the finished share of the work (0 to 1)
+# Called with the name of the current step and the completed share of the work (0 to 1)
 Progress = Callable[[str, float], object]
 
 
@@ -27,7 +27,7 @@ Progress = Callable[[str, float], object]
 class RecordOptions:
     """Options for recording a trace, in addition to the options of `Llama`.
 
-    If the option `draft` of `Llama` is set, the recorded passes also contain the drafted tokens. A simulation repeats
+    If the option `draft` of `Llama` is set, the recorded passes also contain the drafted tokens. A simulation replays
     these passes, including the drafted tokens that the model rejected.
     """
 
@@ -35,7 +35,7 @@ class RecordOptions:
     inputs: bool = False  # also records the routers' inputs
     temperature: float = 0.8
     seed: int = 0
-    most_tokens: int = 0  # no further prompt is recorded once the run has evaluated this number of tokens; 0: no limit
+    most_tokens: int = 0  # no further prompt is recorded after this many evaluated tokens; 0: no limit
 
 
 def record(
@@ -51,8 +51,8 @@ def record(
 
     Each prompt is a new request. If a prompt has a completion, the completion's tokens are evaluated one by one
     (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is None
-    by default, as in `moegguf run`, so that the recorded routing is the routing of that command. Raises the errors of
-    `Llama`, and OptionError if the model has no experts.
+    by default, as in `moegguf run`, so that the recorded routing is the same as that command's. Raises the same errors
+    as `Llama`, and OptionError if the model has no experts.
     """
     llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
@@ -79,7 +79,7 @@ def record(
                 )
             return llm.stats()
     except BaseException:
-        # Ctrl-C may come after the file was made and before `llm.recording` is set.
+        # Ctrl-C may arrive after the file has been created and before `llm.recording` is set.
         partial_of(Path(out)).unlink(missing_ok=True)
         raise
 

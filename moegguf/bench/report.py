@@ -13,13 +13,13 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens in a report's tests
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens that a report's tests use
 WITHOUT = "mmap"  # llama.cpp in moegguf's build, without the expert cache
 DIGEST_DIGITS = 12
 
 
 def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> str:
-    """Returns text in Markdown about one model: machine, drive, file and build, then a table with the figures of each
+    """Returns Markdown text about one model: machine, drive, file and build, then a table with the figures of each
     system.
 
     `rows` come from `make_rows`, with the same tests for each system. `doctor` holds the sections that `diagnose`
@@ -61,8 +61,14 @@ def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
         ("model", f"{row.get('model_type', layout.arch)}, {format_bytes(layout.n_bytes)}; {digests}"),
         ("memory for experts", f"{row['expert_cache']}, {slots} experts"),
         ("build", f"llama.cpp {build.get('llama.cpp pin', '-')}; {doctor['moegguf'].get('system', '-')}"),
-        ("input", row["feed"].replace(str(TEXT), "the demo's README")),
+        ("input", _input(row["feed"])),
     ]  # fmt: skip
+
+
+def _input(feed: str) -> str:
+    """Returns a row's `feed` without the folder of its text file, which may contain the user's name."""
+    kind, _, path = feed.partition(" ")
+    return " ".join(filter(None, (kind, "the demo's README" if path == str(TEXT) else Path(path).name)))
 
 
 def _title(row: Row) -> str:

@@ -1,7 +1,7 @@
-"""Makes rows of results: llama-bench's fields, the store's counters, and ratios of systems in the same round.
+"""Builds result rows: llama-bench's fields, the store's counters, and ratios of systems in the same round.
 
 Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). Scripts that read llama-bench's output by column
-name can therefore read these rows, too.
+name can therefore also read these rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows. Fields in _AS_GIVEN are options of
-# the user. Fields in _ALWAYS are constant, because moegguf has no option for them.
+# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows. Fields in _AS_GIVEN are the user's
+# options. Fields in _ALWAYS are constant, because moegguf has no option for them.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
@@ -44,10 +44,10 @@ _ALWAYS = {
 
 
 class Figure(NamedTuple):
-    """Describes one figure about the store, and its column in the table. The value in a row is the median over the
-    repetitions of all rounds."""
+    """One figure about the store, and its column in the table. The value in a row is the median over the repetitions of
+    all rounds."""
 
-    # Computes the figure from a repetition's counters and the file's reading speed in bytes/s
+    # Computes the figure from a repetition's counters and the file's read speed in bytes/s
     of: Callable[[Stats, float], float]
     title: str = ""  # title of the figure's column in the table; "": no column
     factor: float = 1  # the table shows the value times this factor
@@ -80,7 +80,7 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-# GGUF key in a file with random weights: name of the model whose published reuse of experts the weights imitate
+# GGUF key in a file with random weights: name of the model whose published expert reuse the weights imitate
 LOCALITY_KEY = "moegguf.locality"
 
 
@@ -162,7 +162,7 @@ def _error(outcomes: Sequence[Outcome]) -> str:
 
 
 def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
-    """Returns the speed and the store's figures of a system in one test, over all rounds."""
+    """Returns a system's speed and store figures in one test, over all rounds."""
     tests = [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
@@ -197,8 +197,9 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Returns the speed and, if both have one, the stall of `own`, each divided by the value of `other` in the same
-    round (medians over rounds). Also returns whether both systems chose the same tokens."""
+    """Returns the speed of `own` relative to `other` in the same round (median over rounds), and whether both systems
+    chose the same tokens. Also returns the relative stall, if both have stall figures and `other` stalled in every
+    round."""
     theirs = _tests(other, index)
     pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs from the same round
     row: Row = {"error": _error(other)}
@@ -373,7 +374,7 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
         ("same tokens", -11, _same_tokens),
     ]
-    # The column is left out if there are no ratios of stalls, for example against plain llama.cpp
+    # The column is left out if there are no stall ratios, for example against plain llama.cpp
     if not any("stall_ratio" in pair for pair in pairs):
         del columns[5]
     return ["", *_table(columns, pairs)] if pairs else []
@@ -422,7 +423,7 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _gb_per_s(rows: Sequence[Row], name: str) -> str:
-    """Formats the median of a speed over the rows with three digits and "GB/s"."""
+    """Formats a speed's median over the rows with three digits and "GB/s"."""
     return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
 
 

@@ -1,9 +1,9 @@
 """Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
-separate process, under the memory limit if there is one.
+separate process, under the memory limit if one is set.
 
-Unless the options keep them, the model's pages are dropped from the page cache before each run, so that no run profits
-from pages that another run has read. After a run that fails, for example because the limit killed it, its system is not
-run again and its rows contain the error. The module bench/measure.py measures one run.
+Unless the options say otherwise, the model's pages are dropped from the page cache before each run, so that no run
+benefits from pages that another run has read. After a run that fails, for example because the limit killed it, its
+system is not run again and its rows contain the error. The module bench/measure.py measures one run.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-reordering": {"store": {"overlap": False}},
     # ProMoE's ablation (figures 13 and 14) begins with an LRU cache that waits for all experts of a layer (the strategy
     # "none") and adds one feature after another. "step-prefetch" adds prefetching, "step-chunks" reads prefetches in
-    # chunks, and "step-preemption" adds early preemption. With reordered inference as well, the result is ProMoE.
+    # chunks, and "step-preemption" adds early preemption. Adding reordered inference then results in ProMoE.
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Variants that change how a device computes prompts. With "no-staging", a pass has only as many tokens as the slots
+    # Variants that change how a device processes prompts. With "no-staging", a pass has no more tokens than the slots
     # can serve. With "staging-N", prompts use N staging tensors instead of the planned number.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
@@ -80,13 +80,13 @@ class Test:
 
     @property
     def n_measured(self) -> int:
-        """The number of timed tokens of all sequences together."""
+        """The total number of timed tokens of all sequences."""
         return self.n_parallel * (self.n_prompt + self.n_gen)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The options of one measuring process, which receives them as JSON.
+    """The options of one measurement process, which receives them as JSON.
 
     system: "moegguf", or one of three forms of llama.cpp. "stock" is llama.cpp without patches (bench/stock.py). "mmap"
     is moegguf's build without the expert cache, with the file mapped. "resident" is moegguf's build with every weight
@@ -100,14 +100,14 @@ class Spec:
     feed: "random" tokens as in llama-bench, tokens of the file `text` ("text"), or the model's own most probable tokens
     in the decoding steps ("greedy").
 
-    warm_start: begins with the experts that earlier runs used, and saves the uses of this run.
+    warm_start: starts with the experts that earlier runs used most, and saves this run's expert uses.
 
     vram_cache, mirror, placement: as in `Llama`.
 
     draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
 
-    simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
-    (0: as many as the CPU). Without vram_cache and placement, the device computes the layers and holds the slots.
+    simulate_link: a link such as "24GB/s,35us" to a simulated device, which runs on `simulate_threads` threads (0: the
+    same number as the CPU). Without vram_cache and placement, the layers run on the device, which also holds the slots.
     """
 
     model: str
@@ -178,8 +178,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """Returns the options from the text that `as_json` made. Raises OptionError for values that are not
-        allowed."""
+        """Parses the text that `as_json` returned. Raises OptionError for values that are not allowed."""
         values = json.loads(text)
         tests = tuple(Test(**test) for test in values["tests"])
         return cls(**values | {"tests": tests, "mirror": tuple(values["mirror"])})
@@ -192,7 +191,7 @@ class BenchedSystem:
     label: str  # name on the command line, or the strategy of a system with `compared`
     spec: Spec
     note: str = ""  # details of the run, printed below the table
-    compared: bool = False  # True: the rows of this system contain ratios to each system without `compared`
+    compared: bool = False  # True: this system's rows contain ratios to each system without `compared`
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -216,7 +215,7 @@ Runner = Callable[[BenchedSystem], Outcome]
 
 
 def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
-    """Returns the planned size in bytes of all weights, one sequence's KV cache and llama.cpp's buffers together."""
+    """Returns the planned total size, in bytes, of all weights, one sequence's KV cache and llama.cpp's buffers."""
     n_ctx = max(test.n_tokens for test in spec.tests)
     beside = Sizes(n_ctx, type_k=ggml_type(spec.type_k), type_v=ggml_type(spec.type_v)).needs(layout, spec.n_ubatch)
     return layout.expert_bytes + beside.total_bytes(0)
@@ -227,8 +226,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     also with "-plain" or "-repacked", and the names in VARIANTS and DECIDING.
 
     Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
-    would not fit into memory, so that llama.cpp would be killed, these systems do not repack and the weights stay in
-    the file. Raises OptionError for an unknown name.
+    does not fit into memory, llama.cpp would be killed. These systems then do not repack, and the weights stay in the
+    file. Raises OptionError for an unknown name.
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
@@ -313,8 +312,8 @@ def speeds(test: dict[str, Any]) -> list[float]:
 
 
 def test_name(test: dict[str, Any]) -> str:
-    """Returns llama-bench's name of a test: pp512, tg128, pp512+tg128. A depth adds " @ d256" at the end. Eight
-    sequences together add "8x " at the beginning."""
+    """Returns llama-bench's name for a test: pp512, tg128, pp512+tg128. A depth adds the suffix " @ d256". Eight
+    sequences evaluated together add the prefix "8x "."""
     together = f"{test['n_parallel']}x " if test["n_parallel"] > 1 else ""
     parts = [f"pp{test['n_prompt']}" if test["n_prompt"] else "", f"tg{test['n_gen']}" if test["n_gen"] else ""]
     return together + "+".join(filter(None, parts)) + (f" @ d{test['n_depth']}" if test["n_depth"] else "")
@@ -324,8 +323,7 @@ test_name.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def environment_of(spec: Spec, stock: Path | None = None) -> dict[str, str]:
-    """Returns the environment of a process that measures a system. `stock` is the folder of llama.cpp without
-    patches."""
+    """Returns the environment of a process that measures a system. `stock` is the folder of unpatched llama.cpp."""
     environment = child_environment(MOEGGUF_HOOKS=str(int(spec.system == "moegguf")))
     if spec.system == "stock":
         # No trial load, because it would test moegguf's store
@@ -347,7 +345,7 @@ class ProcessRunner:
     """Runs a system in a child process, under a memory limit if `limit_bytes` is given. First drops the model's pages
     from the page cache, unless `drop_cache` is False.
 
-    stock: the folder with the libraries of llama.cpp without patches, if one of the systems needs them.
+    stock: the folder with the libraries of unpatched llama.cpp, if one of the systems needs them.
     """
 
     limit_bytes: int | None = None

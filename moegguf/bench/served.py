@@ -50,7 +50,7 @@ class Server:
         assert self._process.stderr is not None
         line = next((line for line in self._process.stderr if "listening on " in line), None)
         if line is None:
-            raise MoeggufError("the server ended before it listened; `moegguf serve` prints the reason.")
+            raise MoeggufError("the server ended before it listened; run `moegguf serve` to see the reason.")
         port = line.partition("listening on ")[2].split()[0].rstrip(",").rpartition(":")[2]
         self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
 
@@ -60,7 +60,7 @@ class Server:
         return self._connection.getresponse()
 
     def kill(self) -> None:
-        """Kills the server and its child processes, unless the server has ended."""
+        """Kills the server and its child processes, unless the server has exited."""
         if self._process.poll() is not None:
             return
         processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
@@ -102,7 +102,7 @@ def in_process(engine: Engine) -> Iterator[str]:
 
 def drop_in(llm: Llama) -> Iterator[str]:
     """Yields the pieces of an answer from `create_chat_completion`, llama-cpp-python's API."""
-    llm.reset()  # empties the context, so that the whole prompt is computed
+    llm.reset()  # empties the context, so that the whole prompt is evaluated
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     sampling = {name: getattr(SAMPLING, name) for name in names}
     for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
@@ -121,9 +121,9 @@ def overhead(model: str, *, rounds: int) -> Iterator[Row]:
     """Yields a row for each of three ways to get an answer: from an Engine, from `create_chat_completion`, and over
     HTTP.
 
-    A row has the medians of the time to the first text and of the total time. The server's overhead in a row is its
-    total time divided by the row's total time, minus 1. All answers have the same seed, so the number of different
-    texts should be 1. Each measured answer follows an unmeasured answer of the same kind.
+    A row contains the median time to the first text and the median total time. The server's overhead in a row is the
+    total time over HTTP divided by the row's own total time, minus 1. All answers have the same seed, so the number of
+    different texts should be 1. Each measured answer follows an unmeasured answer of the same kind.
     """
     plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
     with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
@@ -179,10 +179,11 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
 def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
     """Yields a row about the first token of an answer in each of five cases.
 
-    In the first case the prompt is computed. In the next three its context is reused: from memory, after the model was
-    unloaded, and after the server and the worker were killed. The last case is another question with the same
-    beginning. If `folder` already holds the contexts of an earlier call, the prompt is not computed in the first case
-    either. Raises MoeggufError if another answer to this prompt has logprobs that differ from the first answer's.
+    In the first case the whole prompt is evaluated. In the next three its context is reused: from memory, after the
+    model has been unloaded, and after the server and the worker have been killed. The last case is another question
+    with the same beginning. If `folder` already holds the contexts of an earlier call, the prompt is not evaluated in
+    the first case either. Raises MoeggufError if another answer to this prompt has logprobs that differ from the first
+    answer's.
     """
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()

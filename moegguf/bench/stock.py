@@ -1,8 +1,8 @@
-"""Builds llama.cpp without patches, in the same release that moegguf uses. pip builds it once from the pinned source,
-and the result is kept.
+"""Builds unpatched llama.cpp, at the release that moegguf uses. pip builds it once from the pinned source, and the
+result is kept.
 
 libmoegguf is copied into the folder of these libraries, so that moegguf's own program can load and measure them. The
-program runs with MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.
+program runs with MOEGGUF_HOOKS=0, so that llama.cpp runs without libmoegguf's hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 
 def stock_library(progress: Callable[[str], object]) -> Path:
-    """Returns the folder with the libraries of llama.cpp without patches. Calls `progress` with a message before the
+    """Returns the folder with the libraries of unpatched llama.cpp. Calls `progress` with a message before the
     libraries are built. Raises LibraryError when pip fails."""
     own = library.find_library()
     pin = read_pin()

@@ -1,4 +1,4 @@
-"""Compares processes that each have loaded a model and compute in turns. `python -m moegguf.bench.turns '<spec as
+"""Compares processes that have each loaded a model and take turns running it. `python -m moegguf.bench.turns '<spec as
 JSON>'` runs one such process.
 
 A process is stopped while other processes have their turn. On a machine whose speed changes within seconds, a ratio of
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-# Number of tokens in the context for a turn. When the context is full, it is cut back to where decoding began.
+# Number of tokens in the context for a turn. A full context is truncated to the position at which decoding began.
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
@@ -66,7 +66,7 @@ class Turn:
 
     n_depth: int = 0  # tokens in the context before the turn, not timed
     n_prompt: int = 0  # tokens of the prompt, evaluated together
-    n_gen: int = 0  # minimum number of tokens to decode one by one after the prompt
+    n_gen: int = 0  # minimum number of tokens that are decoded one by one after the prompt
     seconds: float = 0.0  # minimum duration of decoding, in seconds
 
 
@@ -84,14 +84,14 @@ class Side:
         self.result()  # waits for the first result, which comes when the model is loaded
 
     def start(self, turn: Turn) -> None:
-        """Continues the stopped process, and starts a turn."""
+        """Resumes the stopped process, and starts a turn."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         print(json.dumps(asdict(turn)), file=self._process.stdin, flush=True)
 
     def result(self) -> Figures:
-        """Waits for the end of the turn and stops the process. Returns the turn's figures. Raises MoeggufError if the
-        turn failed or the process has ended."""
+        """Waits until the turn ends, and stops the process. Returns the turn's figures. Raises MoeggufError if the turn
+        failed or the process has exited."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         figures: dict[str, Any] = json.loads(line) if line else {"error": "a process with a loaded model has ended."}
@@ -107,8 +107,8 @@ class Side:
 
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
-    """Computes a turn. Returns the seconds of the prompt, the seconds of decoding, and the number of decoded tokens.
-    Also returns the mean number of threads for a turn with `seconds`, otherwise 0."""
+    """Runs a turn. Returns the prompt time and the decoding time in seconds, the number of decoded tokens, and the mean
+    number of threads (0 for a turn without `seconds`)."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -159,8 +159,8 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
     """Yields a row for each system: its tokens per second, and its speed relative to stock in neighbouring turns
     (median and quartiles).
 
-    This is the speed of prompts if `prompt` is above 0, otherwise of decoding. Every expert is in memory. `kernels` is
-    a list of values of MOEGGUF_KERNELS, separated by commas; moegguf also runs with each of them.
+    The speed is the prompt speed if `prompt` is above 0, otherwise the decoding speed. Every expert is in memory.
+    `kernels` is a list of values of MOEGGUF_KERNELS, separated by commas; moegguf also runs with each of them.
     """
     test = Test(prompt, CONTEXT_TOKENS, depth)
     own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
@@ -209,15 +209,15 @@ def beside_load(
     model: str, *, expert_cache: str, seconds: float, rounds: int, loads: str, systems: str
 ) -> Iterator[Row]:
     """Yields a row for each system under each load, with median speeds. "share" is the decoding speed divided by the
-    decoding speed in the first row. `systems` is a comma-separated list: numbers of moegguf's threads, "auto" (the
-    number follows the load) and "llama.cpp" (one thread for each processor)."""
+    decoding speed in the first row. `systems` is a comma-separated list: thread counts for moegguf, "auto" (the count
+    follows the load) and "llama.cpp" (one thread for each processor)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():
-        raise OptionError(f"loads is {loads!r}, but must have only {', '.join(LOADS)}, separated by commas.")
+        raise OptionError(f"loads may list only {', '.join(LOADS)}, separated by commas, but is {loads!r}.")
     if wrong := [name for name in known if not name.isdigit() and name not in ("auto", "llama.cpp")]:
         raise OptionError(
-            f"systems has {wrong[0]!r}, but must have only numbers of threads, auto and llama.cpp, separated by commas."
+            f"systems may list only numbers of threads, auto and llama.cpp, separated by commas, but has {wrong[0]!r}."
         )
     with ExitStack() as stack:
         opened = {}

@@ -55,7 +55,8 @@ class Chat:
             return 0
 
     def print_model_line(self) -> None:
-        """Prints one line with the model's name and facts, such as the size of its context and its expert slots."""
+        """Prints one line with the model's name and facts, such as its context length and its number of expert
+        slots."""
         print_message(f"{self.conversation.entry.name}: {', '.join(self.model.facts())}")
 
     def _handle_input(self) -> None:
@@ -180,8 +181,8 @@ def _load(chat: Chat, name: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    """Saves the conversation as a new model: the model's files, its parameters and the ones set in the chat, the system
-    message, and the messages without images."""
+    """Saves the conversation as a new model: the current model's files, its parameters plus the ones set in the chat,
+    the system message, and the messages without images."""
     from moegguf.models.recipe import Recipe
 
     conversation = chat.conversation

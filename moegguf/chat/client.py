@@ -27,7 +27,7 @@ Json = dict[str, Any]
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # long, because the server may have to load a model first
 CONNECT_S = 0.5
-KNOWN_S = 10.0  # time limit in seconds for each request that checks if a server knows a model
+KNOWN_S = 10.0  # time limit in seconds for each request that checks whether a server has a model
 MAX_ASKED_MODELS = 32  # maximum number of models that `running_server` looks up on the server
 MAX_ERROR_BYTES = 64 << 10
 WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # {address that a server binds to: address for clients}
@@ -83,7 +83,7 @@ class Client:
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
     ) -> Generator[Json]:
         """Sends a POST request with `body`, or a GET request if `body` is None. Yields the JSON of each line of the
-        response as it arrives. Closing the generator ends the request."""
+        response as it arrives. Closing the generator aborts the request."""
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():
@@ -122,8 +122,8 @@ class Client:
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """Returns a client for the server at MOEGGUF_HOST if this is a moegguf server that knows the first MAX_ASKED_MODELS
-    of these models.
+    """Returns a client for the server at MOEGGUF_HOST if that server is moegguf and has the first MAX_ASKED_MODELS of
+    `models`.
 
     Returns None if there is no such server, or if one of the names is an existing path. If the server needs a key, also
     prints a note.
@@ -150,7 +150,7 @@ def running_server(models: Sequence[str]) -> Client | None:
 
 
 def not_json() -> ServerError:
-    """Returns the error for a response that is not JSON, which no moegguf or Ollama server would send."""
+    """Returns the error for a response that is not JSON, which a moegguf or Ollama server never sends."""
     return ServerError("the server's response is not JSON; is another program at its address?")
 
 

@@ -50,7 +50,7 @@ class Conversation:
         return self.entry, list(self.messages), self.pending_text
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restores the model, the messages and the pending text of `snapshot`."""
+        """Restores the model, the messages and the pending text from `snapshot`."""
         self.entry, self.messages, self.pending_text = snapshot[0], list(snapshot[1]), snapshot[2]
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads the state of a model's experts from a server's JSON, and prints the state of experts as a map."""
+"""Reads the state of a model's experts from a server's JSON, and prints it as a map."""
 
 from __future__ import annotations
 

@@ -31,14 +31,15 @@ Result = TypeVar("Result")
 class LocalModel:
     """A model that this program loads into a worker process.
 
-    The event loop of the model manager runs only while one of the methods waits for a result. The loop runs in the
-    thread of the caller, so Ctrl-C interrupts it.
+    The model manager's event loop runs only while one of the methods waits for a result. The loop runs in the caller's
+    thread, so Ctrl-C interrupts it.
     """
 
     url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker process, which becomes ready while this program finds and describes the model."""
+        """Starts a worker process in advance, so that it initializes while this program finds and describes the
+        model."""
         self.spinner = spinner
         # There is only one user, who can end this program at any time. So loads and cancelled answers need no time
         # limit.
@@ -206,7 +207,7 @@ class LocalModel:
         self._run(self._opened.aclose())
 
     def close(self) -> None:
-        """Unloads the model and ends all worker processes."""
+        """Unloads the model and stops all worker processes."""
         self._unload()
         self._run(self._workers.close())
         self._runner.close()

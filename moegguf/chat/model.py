@@ -40,7 +40,7 @@ class Answer:
     is_interrupted: bool = False
 
     def add(self, event: Event) -> None:
-        """Adds the text or the summary in an event to the answer."""
+        """Adds an event's text or summary to the answer."""
         if isinstance(event, Delta):
             self.text += event.text
             self.thinking += event.thinking
@@ -62,13 +62,13 @@ class ChatModel:
         self._load_s = 0.0  # seconds that the last load took; 0 once an answer has begun
 
     def load(self, conversation: Conversation) -> None:
-        """Loads the conversation's model. If the load fails, removes the parameters for loading that were set in the
-        chat, unless the server was only busy."""
+        """Loads the conversation's model. If the load fails, removes the loading parameters that were set in the chat,
+        unless the server was only busy."""
         start_s = time.perf_counter()
         try:
             self.connection.load(conversation)
         except BaseException as error:  # also on an interrupt: the chat continues with the previous model
-            if getattr(error, "status", None) != BUSY:  # a busy server says nothing about the parameters
+            if getattr(error, "status", None) != BUSY:  # if the server is busy, the parameters may be valid
                 kept = conversation.parameters.items()
                 conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
@@ -88,8 +88,8 @@ class ChatModel:
         return self._last
 
     def facts(self) -> list[str]:
-        """Returns short phrases about the model: its memory, the size of the context, the number of expert slots, the
-        server's address. Leaves out facts that are not known."""
+        """Returns short phrases about the model: its memory, context length, number of expert slots, and the server's
+        address. Omits unknown facts."""
         n_ctx, stats, url = self.connection.n_ctx, self.connection.stats, self.connection.url
         facts = [f"takes {format_bytes(n)}"] if (n := self.connection.size_bytes) else []
         if n_ctx:
@@ -103,8 +103,8 @@ class ChatModel:
         return [*facts, f"in the server at {url}"] if url else facts
 
     def statistics(self, *, with_load: bool) -> list[str]:
-        """Returns lines about the last answer, or [] if there was no answer since the load. `with_load`: True if the
-        time of a load before the answer is included."""
+        """Returns lines about the last answer, or [] if there was no answer since the load. `with_load`: True to
+        include the time of a load that preceded the answer."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
         if (answer := self._last) is None:

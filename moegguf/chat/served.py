@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it for
+    """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it loaded for
     `keep_alive` after an answer (None: the server's setting). `entry`: the model's name and the settings of its
-    Modelfile. `names`: the object that finds and creates models, which is this object."""
+    Modelfile. `names`: the object that finds and creates models; here, this object itself."""
 
     must_load = False
     stats = placement = None  # unknown: the server's counters include other clients' answers
@@ -60,7 +60,7 @@ class ServedModel:
         return _named(name, self._show(name))
 
     def entries(self, prefix: str) -> list[ModelEntry]:
-        """Returns the server's models whose names begin with `prefix`, in any case."""
+        """Returns the server's models whose names begin with `prefix`, ignoring case."""
         return [
             ModelEntry(
                 m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
@@ -111,7 +111,7 @@ class ServedModel:
         self.spinner.show(f"loading {entry.name} in the server at {self.url}")
         options = of_loading(conversation.user_parameters())
         body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
-        kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 would unload it
+        kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 unloads the model
         self._client.post("/api/generate", body | kept)
         self.entry, self.reads_images = entry, "vision" in shown["capabilities"]
 

@@ -1,5 +1,5 @@
-"""Prints an answer while it is generated: first the thinking (in grey on a terminal), then the text. Ctrl-C cancels
-the answer. Also finds the images in typed messages."""
+"""Prints an answer as it is generated: first the thinking (in grey on a terminal), then the text. Ctrl-C cancels the
+answer. Also finds the images in typed messages."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def visible(text: str) -> str:
 
 
 class Wrapper:
-    """Breaks lines between words while a text is still being generated. `width` returns the number of columns of the
-    terminal. Every call of `feed` calls it again.
+    """Breaks lines between words while a text is still being generated. `width` returns the terminal's width in
+    columns; each call of `feed` calls `width` again.
 
-    A word is printed as it arrives. If it becomes too long for its line, it is erased and printed again on the next
-    line. A word that fills the whole line is broken instead. Lines may break between any two wide (CJK) characters. The
-    text must not contain codes for colours, because their characters would be counted as columns.
+    A word is printed as it arrives. If it becomes too long for its line, it is erased and reprinted on the next line. A
+    word that fills the whole line is broken instead. Lines may break between any two wide (CJK) characters. The text
+    must not contain colour codes, because their characters would be counted as columns.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -98,8 +98,8 @@ FALLBACK_SIZE = (80, 24)
 
 class Printer:
     """Prints deltas on stdout, as UTF-8 in any locale. On a terminal, replaces control characters in the model's
-    output, and breaks lines between words unless `wrap` is False or TERM is "dumb". Other outputs get no added line
-    breaks and no colours."""
+    output, and breaks lines between words unless `wrap` is False or TERM is "dumb". On any other output, adds neither
+    line breaks nor colours."""
 
     def __init__(self, *, wrap: bool, hide_thinking: bool) -> None:
         self._terminal = sys.stdout.isatty()
@@ -142,11 +142,11 @@ CANCEL_TIMEOUT_S = 0.5  # seconds; if a cancelled answer takes longer, a message
 def print_answer(
     model: ChatModel, conversation: Conversation, end: str = "\n", exit_timeout_s: float | None = None
 ) -> Answer:
-    """Prints the answer to the last message and returns the answer. Prints `end` after a complete answer, and a note if
-    the context was too small. A MoeggufError is not raised, but stored in `Answer.error`.
+    """Prints the answer to the last message, and returns it. Prints `end` after a complete answer, and a note if the
+    context was too small. A MoeggufError is not raised, but stored in `Answer.error`.
 
-    Ctrl-C cancels the answer. A second Ctrl-C ends the process. The process also ends if the cancelled answer does not
-    stop within CANCEL_TIMEOUT_S plus `exit_timeout_s` seconds (None: no limit).
+    Ctrl-C cancels the answer. A second Ctrl-C terminates the process. The process also exits if the cancelled answer
+    does not stop within CANCEL_TIMEOUT_S plus `exit_timeout_s` seconds (None: no limit).
     """
     spinner = model.spinner
     spinner.show("")
@@ -247,7 +247,7 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 
 
 def begins_with_image(text: str) -> bool:
-    """Returns True if the text begins with the path of an existing file with the extension of an image."""
+    """Returns True if the text begins with the path of an existing file that has an image extension."""
     match = _PATH.match(text.lstrip())
     return match is not None and _file(match)[1] is not None
 

@@ -70,7 +70,7 @@ def root(
 
 def print_help(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND", help="Such as `run`, or `trace simulate`.")
+        list[str] | None, typer.Argument(metavar="COMMAND", help="A command such as `run` or `trace simulate`.")
     ] = None,
 ) -> None:
     """Print the help of moegguf, or of a command."""
@@ -85,7 +85,7 @@ command("start", cls=ServeCommand, hidden=True)(serve)
 command(short_help="Start a coding agent with a model.")(launch)
 command(short_help="Fetch a model.")(model_commands.pull)
 command("list")(model_commands.list_models)
-command(short_help="List well-known models: which run here, how fast.")(model_commands.library)
+command(short_help="List well-known models, and their speed here.")(model_commands.library)
 command("ls", hidden=True)(model_commands.list_models)
 command()(model_commands.show)
 command("rm", short_help="Remove models.")(model_commands.remove)
@@ -96,10 +96,10 @@ command(short_help="List the models that a server has loaded.")(model_commands.p
 command()(model_commands.stop)
 command(short_help="Show or change a loaded model's memory.")(model_commands.budget)
 command(short_help="Watch the experts of loaded models.")(top)
-command(short_help="Estimate memory and speed before loading.")(model_commands.estimate)
+command(short_help="Estimate a model's memory and speed.")(model_commands.estimate)
 command(short_help="Print what a bug report needs.")(model_commands.doctor)
 command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
-command(short_help="Learn what the papers' strategies need.")(learn)
+command(short_help="Train what the papers' strategies need.")(learn)
 app.add_typer(trace, short_help="Record a model's routing, and replay it.")
 app.add_typer(contexts, short_help="List or delete contexts that are kept on disk.")
 command("help", short_help="Print the help of a command.")(print_help)

@@ -56,19 +56,21 @@ RequestFile = Annotated[
     str,
     typer.Argument(
         metavar="REQUESTS",
-        help='A line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; - for stdin.',
+        help='File with one request per line: {"custom_id", "method": "POST", "url": "/v1/chat/completions",'
+        ' "body"}. - reads stdin.',
     ),
 ]
 FLAGS = (
     Flag("output", "--output -o", "FILE", OFTEN,
-         "Where the answers go: a file, a pipe, or - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout"
-         " for a pipe]"),
-    Flag("model", "--model -m", "MODEL", OFTEN, "The model of requests that name none."),
+         "File for the answers, a pipe, or - for stdout.  [default: NAME.answers.jsonl beside REQUESTS; stdout if"
+         " REQUESTS is a pipe]"),
+    Flag("model", "--model -m", "MODEL", OFTEN, "Model for requests that do not name one."),
     Flag("parallel", "--parallel", "N", OFTEN,
-         "Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
+         "Number of requests to answer at once.  [default: MOEGGUF_BATCH_PARALLEL, or 16; for models loaded here, at"
+         " least 32]",
          None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
     Flag("local", "--local", None, MODEL,
-         "Load models here even when a server runs; options of loading imply it.", False, bool),
+         "Load models here even if a server is running. Options of loading imply --local.", False, bool),
 )  # fmt: skip
 
 
@@ -76,9 +78,9 @@ FLAGS = (
 def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    A running server that has the models answers, other clients first; else they are loaded here. The same command
-    goes on where it was stopped or killed, and answers each request once. Until the end answers are in
-    FILE.partial.db. The exit code is 1 when a request failed: its line says why.
+    If a running server has the models, it answers, after its other clients. Otherwise, the models are loaded here.
+    After an interruption, the same command continues; each request is answered once. Until the end, the answers are in
+    FILE.partial.db. The exit code is 1 if a request failed. Its line in the output has the reason.
     """
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS
@@ -200,7 +202,7 @@ def _open_requests(path: str) -> BinaryIO:
 
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
-    """Opens the journal of answers beside the file `target`. Without `target`, the journal is in a temporary folder.
+    """Opens the journal of answers next to the file `target`. Without `target`, the journal is in a temporary folder.
     Raises BatchFileError or StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
@@ -252,8 +254,8 @@ async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
     """Returns the progress as text: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left".
 
-    The speed counts the tokens of answers, or the tokens of prompts if the answers have no tokens. `before` are the
-    counts at the start, `seconds` ago.
+    The speed counts the tokens of answers, or the tokens of prompts if the answers have no tokens. `before`: the counts
+    at the start, `seconds` ago.
     """
     failed = f", {now.failed:,} failed" if now.failed else ""
     parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]

@@ -24,80 +24,88 @@ if TYPE_CHECKING:
 
 FLAGS = (
     Flag("model", "-m --model", "MODEL", OFTEN,
-         "GGUF file (the first one of a split model) or a name; may be repeated.", []),
-    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "The same, pulled from Hugging Face.", []),
-    Flag("n_prompt", "-p --n-prompt", "N,...", OFTEN, "Tokens of a prompt.", ["512"]),
-    Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Tokens to generate.", ["128"]),
-    Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test.", []),
-    Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Tokens before the test, not timed.", ["0"]),
-    Flag("parallel", "-np --parallel", "N,...", SAMPLING, "Sequences that are computed together.", ["1"]),
-    Flag("repetitions", "-r --repetitions", "N", OFTEN, "Times each test runs in a process.", 5, int, {"min": 1}),
+         "GGUF file (of a split model, the first file) or a name. May be repeated.", []),
+    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "A model on Hugging Face, which is fetched.",
+         []),
+    Flag("n_prompt", "-p --n-prompt", "N,...", OFTEN, "Number of tokens in a prompt.", ["512"]),
+    Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Number of tokens to generate.", ["128"]),
+    Flag("pg", "-pg", "PP,TG", SAMPLING, "Test a prompt of PP tokens followed by TG generated tokens.", []),
+    Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Number of untimed tokens before the test.", ["0"]),
+    Flag("parallel", "-np --parallel", "N,...", SAMPLING, "Number of sequences that are computed together.", ["1"]),
+    Flag("repetitions", "-r --repetitions", "N", OFTEN, "Number of times that a process runs each test.", 5, int,
+         {"min": 1}),
     Flag("text", "--text", "FILE", SAMPLING,
-         "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
+         "Use the tokens of this file. The default is random tokens, whose hit rates are unrealistic.",
          None, Path | None, {"exists": True, "dir_okay": False}),
     Flag("greedy", "--greedy", None, SAMPLING,
-         "Generate the likeliest token, not random ones; set a prompt length with -d.", False, bool),
-    Flag("seed", "--seed", "N", SAMPLING, "Of the random tokens.", 0, int, {"min": 0}),
-    Flag("no_warmup", "--no-warmup", None, SAMPLING, "No untimed run before each test.", False, bool),
-    Flag("delay_s", "--delay", "SECONDS", SAMPLING, "Seconds before each test.", 0, float, {"min": 0}),
-    Flag("n_batch", "-b --batch-size", "N,...", MODEL, "Tokens of one call.", ["2048"]),
-    Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Tokens of one pass.", ["512"]),
-    Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Type of the K cache.", ["f16"]),
-    Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Type of the V cache.", ["f16"]),
-    Flag("n_threads", "-t --threads", "N,...", MODEL, "auto, as without it: the processors this process may use.",
-         []),
-    Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Layers on a GPU; -1: all.", ["-1"]),
-    Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "on, off or auto.", ["auto"]),
+         "Generate the likeliest token instead of random tokens. Set the prompt's length with -d.", False, bool),
+    Flag("seed", "--seed", "N", SAMPLING, "Seed for the random tokens.", 0, int, {"min": 0}),
+    Flag("no_warmup", "--no-warmup", None, SAMPLING, "Do not run each test once without timing it first.", False, bool),
+    Flag("delay_s", "--delay", "SECONDS", SAMPLING, "Pause before each test.", 0, float, {"min": 0}),
+    Flag("n_batch", "-b --batch-size", "N,...", MODEL, "Number of tokens per call.", ["2048"]),
+    Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Number of tokens per pass.", ["512"]),
+    Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Data type of the K cache.", ["f16"]),
+    Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Data type of the V cache.", ["f16"]),
+    Flag("n_threads", "-t --threads", "N,...", MODEL,
+         "Number of CPU threads.  [default: all processors that this process may use, the same as auto]", []),
+    Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Number of layers on a GPU. -1: all layers.", ["-1"]),
+    Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "Fused (flash) attention.", ["auto"]),
     Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
          'Memory for experts: "auto", "4GiB", "50%".', ["auto"]),
-    Flag("readers", "--readers", "N", RESEARCH, "Threads that read experts.", 4, int, {"min": 1}),
+    Flag("readers", "--readers", "N", RESEARCH, "Number of threads that read experts.", 4, int, {"min": 1}),
     Flag("no_repack", "--no-repack", None, RESEARCH, "Do not repack experts for faster kernels.", False, bool),
     Flag("no_overlap", "--no-overlap", None, RESEARCH,
-         "Wait for all of an expert before computing with it.", False, bool),
+         "Compute with an expert only after all of it has been read.", False, bool),
     Flag("no_sweep", "--no-sweep", None, RESEARCH,
-         "Do not fetch the next layer ahead during a prompt.", False, bool),
+         "Do not fetch the next layer ahead during prompts.", False, bool),
     Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False, bool),
     Flag("placement", "--placement", "WHERE,...", MEMORY,
-         "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
-         " --against.", "", str),
+         "Contents of the GPU memory: auto, layers, slots or cpu. Several placements alternate, as with --against.",
+         "", str),
     Flag("draft", "--draft", "HOW,...", SAMPLING,
-         "Measure greedy answers with drafts: auto, ngram, mtp or off, the others alternating with the first as by"
-         " --against; needs --greedy, and a prompt of -d tokens.", "", str),
+         "Measure greedy answers with drafts: auto, ngram, mtp or off. Several values alternate, as with --against."
+         " Needs --greedy, and a prompt of -d tokens.", "", str),
     Flag("simulate_link", "--simulate-link", "BANDWIDTH[,LATENCY]", RESEARCH,
-         'Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
+         'Put layers and slots on a simulated device behind a link of this speed, in real time: "24GB/s,35us".',
          None, str | None),
     Flag("simulate_threads", "--simulate-threads", "N", RESEARCH,
-         "Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
+         "Number of threads of the simulated device. With a smaller -t, the device is faster than the CPU. 0: as"
+         " many as the CPU has.",
          0, int, {"min": 0, "max": 512}),
     Flag("strategy", "--strategy", "NAME,...", RESEARCH,
-         "What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
+         "What decides which experts are kept and fetched, as in `moegguf run`. Several strategies alternate, as"
+         " with --against.",
          "moegguf", str),
     Flag("warm_start", "--warm-start/--no-warm-start", None, MEMORY,
-         "Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
+         "Begin with the experts that earlier runs used most, and remember the experts of this run, even those of"
+         " random tokens.",
          False, bool),
     Flag("against", "--against", "SYSTEMS", OFTEN,
-         "Alternate with llama.cpp (stock: without patches; mmap, resident: the same build without the cache; a suffix"
-         " -plain or -repacked chooses the layout of weights), another strategy, or the first system without one"
-         " feature; a wrong name lists them all.", []),
-    Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
+         "Systems to alternate with: llama.cpp (stock: without patches; mmap, resident: this build without the"
+         " cache; suffixes -plain and -repacked set the layout of weights), another strategy, or the first system"
+         " without one feature. An unknown name lists all of them.", []),
+    Flag("rounds", "--rounds", "N", RESEARCH, "Number of rounds. 3 by default with --against, otherwise 1.",
          None, int | None, {"min": 1}),
     Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
          None, str | None),
-    Flag("require_limit", "--require-limit", None, MEMORY, "Fail where no such cgroup can be made.", False, bool),
+    Flag("require_limit", "--require-limit", None, MEMORY, "Fail if no such cgroup can be created.", False, bool),
     Flag("keep_page_cache", "--keep-page-cache", None, MEMORY,
          "Do not drop the file from the page cache before each run.", False, bool),
-    Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: md, json, jsonl, csv or sql.", "md", str),
     Flag("report", "--report", None, OFTEN,
-         "One block to paste: machine, drive, model, and speeds and memory with and without moegguf (-o md).",
+         "Print one block to paste into a report: machine, drive, model, and speeds and memory with and without"
+         " moegguf (needs -o md).",
          False, bool),
     Flag("bound", "--bound", None, OFTEN,
-         "Print also the most tokens/s that file, budget and link allow, and the share reached; takes twice as long.",
+         "Also print the highest speed that file, budget and link allow, and the share of it that was reached. Takes"
+         " twice as long.",
          False, bool),
     Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
     Flag("preset", "--preset", "NAME", RESEARCH,
-         "Another measurement: turns (against llama.cpp in short turns), busy (beside busy processes), drafts, server"
-         " (its overhead), resume (first tokens of known prompts), eviction or link (parts alone)."),
-    Flag("settings", "--set", "NAME=VALUE", RESEARCH, "A setting of the preset; a wrong name lists them.", []),
+         "Run another measurement: turns (short turns with llama.cpp), busy (beside busy processes), drafts, server"
+         " (its overhead), resume (first tokens of known prompts), eviction or link (these parts alone)."),
+    Flag("settings", "--set", "NAME=VALUE", RESEARCH, "A setting of the preset. An unknown name lists all of them.",
+         []),
 )  # fmt: skip
 
 
@@ -116,7 +124,7 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
     for word in split(values):
         match = _RANGE.fullmatch(word)
         if match is None:
-            raise OptionError(f"{flag} takes numbers such as 512, 128,256 or 64-512*2, but not {word!r}.")
+            raise OptionError(f"{flag} must be whole numbers such as 512, 128,256 or 64-512*2, but has {word!r}.")
         at = int(match[1])
         step = int(match[4] or 1)
         is_product = match[3] == "*"
@@ -131,12 +139,13 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
 
 
 def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
-    """Parses the values of -pg, such as "512,128": tokens of a prompt and of a generation. Raises OptionError."""
+    """Parses the values of -pg, such as "512,128": the numbers of prompt tokens and generated tokens. Raises
+    OptionError."""
     pairs = []
     for value in values:
         numbers = parse_ints([value], "-pg")
         if len(numbers) != 2:
-            raise OptionError(f"-pg takes a prompt and a generation such as 512,128, but not {value!r}.")
+            raise OptionError(f"-pg must be two numbers of tokens (prompt, answer) such as 512,128, but is {value!r}.")
         pairs.append((numbers[0], numbers[1]))
     return pairs
 
@@ -170,7 +179,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     output = chosen["output"]
     rounds = chosen["rounds"]
     if output not in FORMATS:
-        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
+        raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
     # OWN comes first if it is given, so that the other strategies alternate with it.
     chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))
@@ -225,7 +234,7 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
     others = [flag.flags.split()[-1] for flag in FLAGS if flag.name not in taken and chosen[flag.name] != flag.default]
     others += [OPTIONS[name].flags[0] for name in given]
     if others:
-        raise OptionError(f"--preset takes -m, -o and --set, but not {', '.join(others)}.")
+        raise OptionError(f"--preset allows only -m, -o and --set; leave out {', '.join(others)}.")
     chosen["model"] = chosen["model"] or ["demo"] * (not chosen["hf_repo"])
     model, *more = _models(chosen)
     if more:

@@ -28,23 +28,23 @@ POLL_S = 0.1
 LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A program; without one, they are listed.")]
-Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="After `--`: the program's own arguments.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The program. Without NAME, the programs are listed.")]
+Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="The program's own arguments, after `--`.")]
 ModelName = Annotated[
     str | None,
     typer.Option(
         "--model", "-m", metavar="MODEL", autocompletion=complete_model,
-        help="The model; it is fetched where it is missing.  [default: the one that is loaded, or the newest]",
+        help="The model, which is fetched if it is missing.  [default: the loaded model, or the newest]",
     ),
 ]  # fmt: skip
-Config = Annotated[bool, typer.Option("--config", help="Print the program's settings, and start nothing.")]
+Config = Annotated[bool, typer.Option("--config", help="Print the program's settings and start nothing.")]
 
 
 def launch(name: Name = None, words: Words = None, model: ModelName = None, config: Config = False) -> int:
     """Start a coding agent or a chat program with a model of this server.
 
-    The server is started for that time where none is running. Files of other programs are not changed: their settings
-    are in their environment, or printed for you to paste.
+    If no server is running, one is started for the session. The files of other programs are not changed: settings are
+    passed in the environment, or printed for you to paste.
     """
     if name is None:
         for known, each in CLIENTS.items():
@@ -80,8 +80,8 @@ def _leave_to_program(*_: object) -> None:
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key. Otherwise, if
-    `model` is missing from a server on this machine, fetches it."""
+    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the API key. Otherwise,
+    if `model` is missing from a server on this machine, fetches it."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -107,7 +107,7 @@ def _name_on_server(model: str) -> str:
 
 def _default_model(client: Client) -> str:
     """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If no
-    server answers, returns the name of the newest model on this machine. In each case skips the demo if possible."""
+    server answers, returns the name of the newest model on this machine. Prefers any other model to the demo."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 
@@ -165,7 +165,7 @@ def _started(client: Client) -> Iterator[None]:
             [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also stops the server
     try:
         _wait(client, server)
         yield

@@ -29,35 +29,37 @@ if TYPE_CHECKING:
 TEXTS = Path(__file__).parents[1] / "learning" / "texts.jsonl"
 SOURCES = {"prompts": "--prompts", "trace": "--trace", "from_server": "--from-server"}
 Model = Annotated[
-    str, model_argument("A GGUF file (of a split model the first), `demo`, or a name that `moegguf list` shows.")
+    str, model_argument("A GGUF file (of a split model, the first file), `demo`, or a name from `moegguf list`.")
 ]
 FEW_TOKENS = 1000  # below this number of recorded tokens, a warning is printed
 
 LEARN_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
-         "promoe, expertflow, duoserve, moe-infinity, separated by commas.  [default: all of them]", []),
+         "Strategies to train, separated by commas: promoe, expertflow, duoserve, moe-infinity.  [default: all of"
+         " them]", []),
     Flag("prompts", "--prompts", "FILE", OFTEN,
-         "Your own texts: a .jsonl with a prompt per line, or text, one per paragraph.  [default: texts that come with"
-         " moegguf]", None, Path | None, {"exists": True, "dir_okay": False}),
+         "Your own texts: a .jsonl file with one prompt per line, or a text file with one text per paragraph."
+         "  [default: texts that moegguf includes]", None, Path | None, {"exists": True, "dir_okay": False}),
     Flag("from_server", "--from-server", None, OFTEN,
-         "Learn from the responses of /v1/responses that a server of yours has stored here, those without a key.",
+         "Learn from the responses of /v1/responses that your server stored on this machine without an API key.",
          False, bool),
-    Flag("trace", "--trace", "FILE", OFTEN, "Learn from a trace that is recorded already (`trace record --inputs`).",
+    Flag("trace", "--trace", "FILE", OFTEN, "Learn from a recorded trace (`moegguf trace record --inputs`).",
          None, Path | None, {"exists": True, "dir_okay": False}),
-    Flag("tokens", "--tokens", "N", OFTEN, "Begin no more texts after N tokens.", 8192, int, {"min": 1}),
-    Flag("max_tokens", "--max-tokens -n", "N", OFTEN, "Longest answer to a text, unless the text sets one.", 64, int,
-         {"min": 1}),
-    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size: the longest text with its answer.", 1024, int, {"min": 1}),
-    Flag("seed", "--seed", "N", OFTEN, "Random seed, of answers and of training.", 0, int),
+    Flag("tokens", "--tokens", "N", OFTEN, "Start no further text after N tokens.", 8192, int, {"min": 1}),
+    Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
+         "Maximum length of an answer in tokens, unless the text sets one.", 64, int, {"min": 1}),
+    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens, enough for the longest text and its answer.",
+         1024, int, {"min": 1}),
+    Flag("seed", "--seed", "N", OFTEN, "Random seed for answers and training.", 0, int),
 )  # fmt: skip
 
 
 @flags("expert_cache", "n_threads", own=LEARN_FLAGS)
 def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
-    """Learn what the papers' strategies need to know of MODEL, and save it beside the model.
+    """Train what the papers' strategies need for MODEL, and save it beside the model.
 
-    The model answers texts while its routing is recorded; then networks are trained, and tried on
-    texts that were held out. Ctrl-C leaves what was learned before as it was.
+    The model answers texts while its routing is recorded. Then networks are trained, and tested on texts that were
+    held out. Ctrl-C leaves earlier results unchanged.
     """
     _limit_threads(given.get("n_threads"))
     from moegguf.gguf.experts import read_layout

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from moegguf.engine.kv_block_store import StoredBlock
 
 Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
-Loaded = Annotated[str, model_argument("A name that `ps` shows.")]
+Loaded = Annotated[str, model_argument("A name from `moegguf ps`.")]
 
 
 def pull(model: Name, insecure: Insecure = False) -> None:
-    """Fetch a model of the library or of Hugging Face, or what is missing of it.
+    """Fetch a model from the library or from Hugging Face, or only its missing files.
 
-    Ctrl-C keeps what was downloaded; the same command resumes.
+    Ctrl-C keeps the downloaded data; the same command then resumes.
     """
     from moegguf.models.catalog import Catalog
     from moegguf.models.pull import pull as fetch
@@ -49,7 +49,7 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
 
 
 def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List well-known models by short names: which would run here, and how fast."""
+    """List well-known models by short name, with the expected speed on this machine."""
     from moegguf.engine.machine import load_warning
     from moegguf.terminal.facts import library_facts
     from moegguf.terminal.tables import print_json, print_library
@@ -75,7 +75,7 @@ SHOWN = {
 }  # fmt: skip
 SHOW_FLAGS = (
     *(Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool) for name, what in SHOWN.items()),
-    Flag("verbose", "--verbose -v", None, OFTEN, "All metadata and tensors, too.", False, bool),
+    Flag("verbose", "--verbose -v", None, OFTEN, "Also print all metadata and tensors.", False, bool),
 )
 
 
@@ -107,25 +107,25 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
     typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
-def remove(models: Annotated[list[str], model_argument("Names that `list` shows.")]) -> None:
-    """Remove models: the name, and its files where nothing else uses them."""
+def remove(models: Annotated[list[str], model_argument("Names from `moegguf list`.")]) -> None:
+    """Remove models: their names, and the files that no other name uses."""
     from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
 
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        with suppress(MoeggufError):  # no server is running, or it does not know the model
+        with suppress(MoeggufError):  # no server is running, or the server does not have the model
             Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")
 
 
 def copy(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A name that `list` shows.")],
-    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="Another name for it.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A name from `moegguf list`.")],
+    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The new name.")],
 ) -> None:
-    """Give a model another name; no bytes are copied."""
+    """Give a model another name. No data is copied."""
     from moegguf.models.catalog import Catalog
 
     Catalog().copy(source, destination)
@@ -133,9 +133,9 @@ def copy(
 
 
 def create(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The new name.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the new model.")],
     file: Annotated[
-        typer.FileBinaryRead, typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.")
+        typer.FileBinaryRead, typer.Option("--file", "-f", metavar="MODELFILE", help="The Modelfile. - reads stdin.")
     ] = "Modelfile",  # type: ignore[assignment]  # the file's name: typer opens the file
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
@@ -152,9 +152,9 @@ def push(model: Name, insecure: Insecure = False) -> None:
 
 
 DEVICE_FLAGS = (
-    Flag("device_memory", "--device-memory", "SIZE", OFTEN, "What a device of so much memory would give."),
-    Flag("device_bandwidth", "--device-bandwidth", "SIZE/s", OFTEN, "Of that memory, such as 448GB/s."),
-    Flag("link", "--link", "SIZE/s[,LATENCY]", OFTEN, "Between host and device: 24GB/s is PCIe 4 x16."),
+    Flag("device_memory", "--device-memory", "SIZE", OFTEN, "Memory of a device to predict for, such as 24GB."),
+    Flag("device_bandwidth", "--device-bandwidth", "SIZE/s", OFTEN, "Bandwidth of that memory, such as 448GB/s."),
+    Flag("link", "--link", "SIZE/s[,LATENCY]", OFTEN, "Link between host and device. 24GB/s: PCIe 4 x16."),
 )
 
 
@@ -167,9 +167,10 @@ PLANNED = (
 
 @flags(*PLANNED, own=DEVICE_FLAGS)
 def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
-    """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched.
+    """Estimate the memory and speed of a model without loading it, or fetching it from Hugging Face.
 
-    With --device-memory, --device-bandwidth and --link also where experts would go on a machine with such a device.
+    --device-memory, --device-bandwidth and --link together describe a device that this machine may lack. The estimate
+    then also shows where experts would be placed, and the speeds.
     """
     from moegguf.engine.machine import load_warning
     from moegguf.terminal.facts import SupposedDevice, estimate_model
@@ -187,16 +188,16 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
         print_message(warning)
 
 
-Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")]
+Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measure the disk of this model.")]
 
 
 Checked = Annotated[
-    bool, typer.Option("--check", help="Runs the demo model with few slots and checks the expert store's bookkeeping.")
+    bool, typer.Option("--check", help="Run the demo model with few slots, and check the expert store's bookkeeping.")
 ]
 
 
 def doctor(model: Measured = None, as_json: AsJson = False, check: Checked = False) -> None:
-    """Print what a bug report needs: CPU, memory, disk speed, build, backends. Or check the expert store."""
+    """Print what a bug report needs: CPU, memory, disk speed, build, backends. With --check, check the expert store."""
     from moegguf.engine.doctor import check_store, diagnose
     from moegguf.terminal.tables import print_doctor, print_json
 
@@ -212,7 +213,7 @@ contexts = typer.Typer(name="contexts", help="List the computed contexts that ar
 
 @contexts.callback(invoke_without_command=True)
 def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the computed contexts that are kept on disk, by model, or delete them (`clear`)."""
+    """List the computed contexts that are kept on disk, by model, or delete them with `clear`."""
     if context.invoked_subcommand is not None:
         return
     from moegguf.quantities import human_bytes, human_time, utc_time
@@ -245,10 +246,10 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
 
 @contexts.command()
 def clear(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model that `moegguf contexts` lists.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="The contexts of all models.")] = False,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model from `moegguf contexts`.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Delete the contexts of all models.")] = False,
 ) -> None:
-    """Delete the contexts of a model, or of all models (--all). A running model keeps those that it has in memory."""
+    """Delete a model's contexts, or with --all every model's. A loaded model keeps the contexts that are in memory."""
     if every == (model is not None):
         given = f"{model!r} and --all are both" if every else "neither is"
         raise typer.BadParameter(f"give either a MODEL that `moegguf contexts` lists, or --all, but {given} given")
@@ -273,7 +274,7 @@ def _by_model() -> dict[str, list[StoredBlock]]:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
+    """List the models that a running server has loaded, and the number of prompt tokens that they reused."""
     from moegguf.chat.client import Client
     from moegguf.quantities import human_bytes, human_time, percent, processor_split
     from moegguf.terminal.tables import print_columns, print_json
@@ -314,18 +315,18 @@ def budget(
     model: Loaded,
     expert_cache: Annotated[
         str | None,
-        typer.Argument(metavar="BUDGET", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
+        typer.Argument(metavar="BUDGET", help='RAM for experts: "50%", "2GiB", or "auto" (as much as at load).'),
     ] = None,
     vram_cache: Annotated[
         str | None,
         typer.Option(
             metavar="BUDGET",
-            help="On the GPU that computes the model, in the same forms. As when loading, prompts are staged in a part"
-            " of it, which stays as large as it was.",
+            help="GPU memory for experts, in the same forms. A part of it may stage prompts, as at load; this part"
+            " keeps its size.",
         ),
     ] = None,
 ) -> None:
-    """Show or change a loaded model's memory for experts in a running server, also while it answers."""
+    """Show or change the memory for a loaded model's experts in a running server, even while the model answers."""
     from moegguf.chat.client import Client
     from moegguf.quantities import format_bytes
 

@@ -85,7 +85,7 @@ def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
         "min": option.least,
-        "max": option.most if option.scope == "server" or option.most == 1 else None,  # others are checked later
+        "max": option.most if option.scope == "server" or option.most == 1 else None,  # or checked later
         "parser": parse_threads if option.kind == "threads" else None,
     }
     kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
@@ -96,9 +96,9 @@ def _flag_of(option: Option) -> Flag:
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that adds the flags of the options `names`, and the flags in `own`, to a command.
 
-    The command gets the dict `given` with the values of the options that the user has set, converted to the types of
-    the Python API. It gets the values of `own` flags as keyword arguments of the same names. Raises OptionError or
-    BudgetError for invalid values.
+    The command receives the dict `given` with the values of the options that the user has set, converted to the types
+    of the Python API. It receives the values of `own` flags as keyword arguments of the same names. Raises OptionError
+    or BudgetError for invalid values.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def parse_threads(text: str) -> int | None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names that begin with `incomplete`, in any case, for completion in a shell: models on this machine,
+    """Returns the names that begin with `incomplete`, ignoring case, for completion in a shell: models on this machine,
     then models of the library."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import library
@@ -163,16 +163,16 @@ def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
 
 
 Model = Annotated[str, model_argument(
-    "A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are fetched),"
-    " a GGUF file (of a split model the first), or `demo`.")]  # fmt: skip
-Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
+    "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file (of a split model,"
+    " the first file), or `demo`.")]  # fmt: skip
+Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only models whose names begin with PREFIX.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 
 
 def hub_name(repository: str) -> str:
-    """Returns the model's full name for a repository on Hugging Face, given as "USER/REPOSITORY[:QUANT]" as in
-    llama.cpp's `-hf`. Raises typer.BadParameter if the text does not name a repository."""
+    """Returns the full name of the model on Hugging Face that "USER/REPOSITORY[:QUANT]" names, as in llama.cpp's `-hf`.
+    Raises typer.BadParameter if the text does not name a repository."""
     from moegguf.models.names import hub_name_of
 
     if (name := hub_name_of(repository)) is None:

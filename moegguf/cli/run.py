@@ -69,31 +69,34 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> i
 
 THINK = "--think"
 
-NAMES = "A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`."
+NAMES = "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`."
 ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
 Prompt = Annotated[
     list[str] | None,
-    typer.Argument(metavar="PROMPT", help='The prompt, after piped input. "" loads the model in a server.'),
+    typer.Argument(
+        metavar="PROMPT", help='The prompt, which follows piped input. "" only loads the model in a server.'
+    ),
 ]
 FLAGS = (
-    Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "The same as PROMPT."),
-    Flag("model_file", "--model -m", "MODEL", MODEL, "The same as MODEL; of a split model the first file."),
-    Flag("hub_model", "--hf-repo -hf", "USER/REPOSITORY[:QUANT]", MODEL, "The model, from Hugging Face."),
+    Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "Same as PROMPT."),
+    Flag("model_file", "--model -m", "MODEL", MODEL, "Same as MODEL. Of a split model, the first file."),
+    Flag("hub_model", "--hf-repo -hf", "USER/REPOSITORY[:QUANT]", MODEL, "A model on Hugging Face."),
     Flag("system", "--system --system-prompt -sys", "TEXT", OFTEN, "The system message."),
-    Flag("format", "--format", "json|SCHEMA", OUTPUT, "The answer is JSON, or follows a JSON schema."),
-    Flag("think", THINK, "[=LEVEL]", OUTPUT, "Thinking: true (alone), false, low, medium, high or max."),
+    Flag("format", "--format", "json|SCHEMA", OUTPUT, "Answer in JSON, or in JSON that follows a schema."),
+    Flag("think", THINK, "[=LEVEL]", OUTPUT, "Thinking: true (same as no LEVEL), false, low, medium, high or max."),
     Flag("hide_thinking", "--hidethinking", None, OUTPUT, "Do not show the thinking.", False, bool),
-    Flag("no_word_wrap", "--nowordwrap", None, OUTPUT, "Leave long lines to the terminal.", False, bool),
+    Flag("no_word_wrap", "--nowordwrap", None, OUTPUT, "Do not wrap long lines between words.", False, bool),
     Flag("context_shift", "--context-shift/--no-context-shift", None, OUTPUT,
-         "Go on in a full context without its older half, or end the answer.", True, bool),
-    Flag("keep_alive", "--keepalive", "TIME", MODEL, "How long a server keeps it afterwards."),
+         "When the context is full, drop its older half and continue, or end the answer.", True, bool),
+    Flag("keep_alive", "--keepalive", "TIME", MODEL, "Time for which a server keeps the model loaded afterwards."),
     Flag("insecure", "--insecure", None, OUTPUT, "Accepted, as Ollama has it; no effect.", False, bool,
          {"hidden": True}),
     Flag("local", "--local", None, MODEL,
-         "Load the model for this command even when a server runs; options of loading imply it, but for --ctx.",
+         "Load the model in this process even if a server is running. Options of loading imply --local, except for"
+         " --ctx.",
          False, bool),
-    Flag("verbose", "--verbose -v", None, OFTEN, "Statistics on stderr; twice llama.cpp's log.", 0, int,
-         {"count": True, "show_default": False}),
+    Flag("verbose", "--verbose -v", None, OFTEN, "Print statistics on stderr. Given twice: llama.cpp's log, too.", 0,
+         int, {"count": True, "show_default": False}),
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
 OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
@@ -132,7 +135,7 @@ def model_and_words(
 
 @flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
 def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
-    """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
+    """Answer PROMPT on stdout, or chat if there is no PROMPT. A running server that has the model gives the answers."""
     _check(given, chosen["keep_alive"])
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
     of_loading = [name for name in given if OPTIONS[name].scope == "load"]

@@ -25,9 +25,12 @@ WITHOUT_FLAG = [
     for option in OPTIONS.values()
     if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS, *BUDGET_FLAGS)
 ]
-Models = Annotated[list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")]
+Models = Annotated[
+    list[str] | None,
+    model_argument("Models to load at the start: names, or GGUF files, which are served under their file names."),
+]
 PORT = Flag(
-    "port", "--port", "N", OFTEN, "Another port; 0 takes a free one.", None, int | None, {"min": 0, "max": 65535}
+    "port", "--port", "N", OFTEN, "Port to listen on. 0: any free port.", None, int | None, {"min": 0, "max": 65535}
 )
 
 
@@ -36,9 +39,9 @@ class ServeCommand(Command):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Writes the environment variables of options that have no flag in this command, and of huggingface_hub."""
-        with formatter.section("Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set)"):
+        with formatter.section("Environment (OLLAMA_NAME is used if MOEGGUF_NAME is not set)"):
             formatter.write_dl([(f"MOEGGUF_{option.variable}", option.help) for option in WITHOUT_FLAG])
-            formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
+            formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE: as in huggingface_hub")
 
 
 @flags(
@@ -51,7 +54,7 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     settings = replace(serve_settings(port, given), loading=loading)
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
-        raise OptionError(f"{named} belongs to one model: name it, as in `moegguf serve MODEL`, and no other.")
+        raise OptionError(f"{named} belongs to one model; name exactly one, as in `moegguf serve MODEL`.")
     entries = []
     for model in models or ():
         from moegguf.models.sources import file_name
@@ -94,7 +97,7 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
     """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. Notes
-    beside the address list the clients that need a key."""
+    next to the address list the clients that need a key."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

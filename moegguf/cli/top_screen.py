@@ -35,7 +35,7 @@ class ModelView:
     """The facts about one loaded model that were received so far.
 
     `stats` are the statistics since the model was loaded. `now` is the growth of `stats` over the last interval between
-    snapshots in which the model computed something.
+    snapshots in which the model was active.
     """
 
     def __init__(self, name: str) -> None:
@@ -184,8 +184,8 @@ def _hit_rate(counted: Lookups) -> str:
 
 
 def _stall(counted: Stats) -> str:
-    """Returns the share of the computing time that layers spent waiting for experts, as text. The text is "-" if
-    nothing was computed."""
+    """Returns the share of the compute time that layers spent waiting for experts, as text. The text is "-" if nothing
+    was computed."""
     return percent(min(1.0, counted.stall_s / counted.eval_s) if counted.eval_s else None)
 
 

@@ -40,75 +40,83 @@ def root(context: typer.Context) -> None:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
 Files = Annotated[
-    list[Path],
-    typer.Argument(metavar="FILES", exists=True, dir_okay=False, help="Routing that was recorded elsewhere."),
+    list[Path], typer.Argument(metavar="FILES", exists=True, dir_okay=False, help="Files with recorded routing.")
 ]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
 
 RECORD_FLAGS = (
     Flag("prompts", "--prompts", "FILE", OFTEN,
-         "A .jsonl with a prompt per line (prompt, label, n_predict, completion), or text, one per paragraph.",
+         "A .jsonl file with one prompt per line (prompt, label, n_predict, completion), or a text file with one"
+         " prompt per paragraph.",
          ..., Path, {"exists": True, "dir_okay": False}),
     Flag("out", "--out -o", "FILE", OFTEN, "The file to write.", ..., Path, {"dir_okay": False}),
-    Flag("max_tokens", "--max-tokens -n", "N", OFTEN, "Longest answer, unless the prompt sets one; 0: prompts only.",
-         128, int, {"min": 0}),
-    Flag("inputs", "--inputs", None, OFTEN, "Also record the routers' input vectors, which training and skip need.",
-         False, bool),
-    Flag("policy", "--policy", "NAME", OFTEN, "Eviction policy while recording.", "lru", str),
-    Flag("predictor", "--predictor", "NAME", OFTEN, "Predictor while recording.  [default: none]"),
+    Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
+         "Maximum length of an answer in tokens, unless the prompt sets one. 0: prompts only.", 128, int, {"min": 0}),
+    Flag("inputs", "--inputs", None, OFTEN,
+         "Also record the routers' input vectors, which training and the predictor skip need.", False, bool),
+    Flag("policy", "--policy", "NAME", OFTEN,
+         "Policies, separated by commas, or all: names, FILE.py:CLASS, or with --vram-cache also vram=NAME,ram=NAME."
+         " [default: all]", "lru", str),
+    Flag("predictor", "--predictor", "NAME", OFTEN,
+         "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]"),
     Flag("lockstep", "--lockstep", None, OFTEN,
-         "Apply decisions at fixed points, so that a replay repeats them; slow.", False, bool),
-    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size.  [default: the model's, up to 4096]", None, int | None,
-         {"min": 1}),
-    Flag("temperature", "--temperature", "T", OFTEN, "0 takes the likeliest token.", 0.8, float, {"min": 0.0}),
+         "Apply decisions at fixed points, so that a replay can repeat them. Slow.", False, bool),
+    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens.  [default: the model's, up to 4096]", None,
+         int | None, {"min": 1}),
+    Flag("temperature", "--temperature", "T", OFTEN, "Randomness of the answers. 0: always the likeliest token.", 0.8,
+         float, {"min": 0.0}),
     Flag("seed", "--seed", "N", OFTEN, "Random seed.", 0, int),
 )  # fmt: skip
 IMPORT_FLAGS = (
     Flag("out", "--out -o", "FILE", OFTEN, "The trace to write.", ..., Path, {"dir_okay": False}),
     Flag("model", "--model", "MODEL", OFTEN,
          "The recorded model as GGUF, whose shape the trace gets in place of the following."),
-    Flag("experts", "--experts", "N", OFTEN, "Experts of a layer.", None, int | None, {"min": 1}),
-    Flag("used", "--used", "N", OFTEN, "Experts that a token uses in a layer.", None, int | None, {"min": 1}),
+    Flag("experts", "--experts", "N", OFTEN, "Number of experts per layer.", None, int | None, {"min": 1}),
+    Flag("used", "--used", "N", OFTEN, "Number of experts that a token uses in a layer.", None, int | None, {"min": 1}),
     Flag("layers", "--layers", "N,...", OFTEN,
-         "Numbers of the layers with experts, such as 1-26.  [default: from 0 on]"),
-    Flag("expert_size", "--expert-size", "SIZE", OFTEN, "Bytes of one expert, such as 9MiB."),
-    Flag("prompt_tokens", "--prompt-tokens", "N", OFTEN, "Tokens of each prompt whose file does not say.",
+         "Indices of the layers with experts, such as 1-26.  [default: from 0 on]"),
+    Flag("expert_size", "--expert-size", "SIZE", OFTEN, "Size of one expert, such as 9MiB."),
+    Flag("prompt_tokens", "--prompt-tokens", "N", OFTEN, "Number of prompt tokens, for files that do not state it.",
          1, int, {"min": 0}),
 )  # fmt: skip
 FORMATS = ("table", "csv", "json")
 SIMULATE_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
-         "Whole strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
-         " moegguf. --policy, --predictor and --prefetch then name one part that replaces theirs.", []),
+         "Strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve, moegguf."
+         " Each of --policy, --predictor and --prefetch then replaces one part of a strategy.", []),
     Flag("policy", "--policy", "NAMES", OFTEN,
-         "Policies, separated by commas, or all: names, FILE.py:CLASS, with --vram-cache also vram=NAME,ram=NAME."
+         "Policies, separated by commas, or all: names, FILE.py:CLASS, or with --vram-cache also vram=NAME,ram=NAME."
          "  [default: all]", []),
     Flag("predictor", "--predictor", "NAMES", OFTEN,
          "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]", []),
     Flag("expert_cache", "--expert-cache", "SHARES", OFTEN,
          "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%", str),
     Flag("vram_cache", "--vram-cache", "SHARES", OFTEN,
-         "A GPU's memory for experts, as shares of all, separated by commas; --expert-cache is RAM below it."
-         " Prompts are staged in a part of it. With --tensor-split of all GPUs, or of each.  [default: no GPU]"),
-    Flag("tokens", "--tokens", "N", OFTEN, "Replay whole requests with about N decoded tokens; 0: all.",
-         0, int, {"min": 0}),
+         "GPU memory for experts, as shares of all experts, separated by commas. --expert-cache is then the RAM"
+         " below it. A part of this memory stages prompts. With --tensor-split: the share of all GPUs, or one share"
+         " per GPU.  [default: no GPU]"),
+    Flag("tokens", "--tokens", "N", OFTEN,
+         "Replay whole requests with about N decoded tokens in total. 0: all requests.", 0, int, {"min": 0}),
     Flag("model", "--model", "MODEL", OFTEN, "The recorded model, for predictors that use its routers."),
-    Flag("predictors", "--predictors", "FOLDER", OFTEN, "Folder of trained predictors.",
+    Flag("predictors", "--predictors", "FOLDER", OFTEN, "Folder with trained predictors.",
          None, Path | None, {"file_okay": False, "exists": True}),
-    Flag("link", "--link", "GB/S", OFTEN, "Speed of a modelled link to the experts.",
+    Flag("link", "--link", "GB/S", OFTEN, "Speed of a simulated link to the experts.",
          None, float | None, {"min": 1e-6}),
-    Flag("latency", "--latency", "US", OFTEN, "Of one transfer on that link.", 0.0, float, {"min": 0}),
+    Flag("latency", "--latency", "US", OFTEN, "Latency of one transfer on that link.", 0.0, float, {"min": 0}),
     Flag("device_link", "--device-link", "LINK", OFTEN,
-         "A modelled link from RAM to the GPU: 24GB/s,35us; one for each.", []),
-    Flag("tensor_split", "--tensor-split -ts", "N,N", OFTEN, "Layers of several GPUs, in proportion: 3,1."),
+         "A simulated link from RAM to the GPU, such as 24GB/s,35us. May be repeated, once per GPU.", []),
+    Flag("tensor_split", "--tensor-split -ts", "N,N", OFTEN,
+         "Proportions in which several GPUs share the layers, such as 3,1."),
     Flag("layer_compute", "--layer-compute", "US", OFTEN,
-         "Compute time per layer and token on the modelled link.", 0.0, float, {"min": 0}),
+         "Compute time per layer and token with a simulated link.", 0.0, float, {"min": 0}),
     Flag("prefetch", "--prefetch/--no-prefetch", None, OFTEN,
-         "Act on predictions. Without --link every expert that is fetched ahead arrives in time.", None, bool | None),
-    Flag("output", "-o --output", "FORMAT", OFTEN, "table, csv (with every counter) or json.", "table", str),
+         "Fetch the predicted experts. Without --link, every expert that is fetched ahead arrives in time.", None,
+         bool | None),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: table, csv (with all counters) or json.", "table",
+         str),
     Flag("save", "--save", None, OFTEN,
-         "Save beside the model what `auto` chooses by, half of the requests; the others are reported, one behind the"
-         " other, and for `estimate` also each from an empty cache.", False, bool),
+         "Use half of the requests to choose what `auto` uses, and save the choice beside the model. Report the"
+         " other half, in sequence and, for `estimate`, each request also from an empty cache.", False, bool),
 )  # fmt: skip
 
 
@@ -123,7 +131,7 @@ def showing_progress() -> Iterator[Progress]:
 
     def show(step: str, share: float) -> None:
         nonlocal last
-        if interrupted:  # raised again, since an exception in a callback from C is lost
+        if interrupted:  # re-raised, since an exception in a callback from C is lost
             raise KeyboardInterrupt
         bar.show(step, share)
         stage, _, detail = step.partition(":")
@@ -166,7 +174,7 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
             share = 0.0
         if not 0 < share <= 1:
             raise OptionError(
-                f"{option} takes shares such as 10%,25%,50%, each above 0% and up to 100%, but not {word!r}."
+                f"{option} must be shares such as 10%,25%,50%, each above 0% and up to 100%, but has {word!r}."
             )
         shares.append(share)
     return shares if of_each else list(dict.fromkeys(shares))
@@ -175,7 +183,7 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
 @trace.command(cls=Command, short_help="Record the routing of a model.")
 @flags("expert_cache", "n_threads", "draft", own=RECORD_FLAGS)
 def record(model: Model, *, given: Given, **chosen: Any) -> None:
-    """Run MODEL over prompts and record which experts every token was routed to.
+    """Run MODEL on prompts and record the experts that every token is routed to.
 
     Each prompt is a separate request. Ctrl-C writes no file.
     """
@@ -212,12 +220,13 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
 
 
-@trace.command("import", cls=Command, short_help="Make a trace of routing that another program recorded.")
+@trace.command("import", cls=Command, short_help="Convert routing that another program recorded.")
 @flags(own=IMPORT_FLAGS)
 def import_(files: Files, *, given: Given, **chosen: Any) -> None:
-    """Make a trace of the routing in FILES, which transformers, vLLM or another program recorded.
+    """Convert routing that transformers, vLLM or another program recorded in FILES to a trace.
 
-    Arrays (.npz, .npy, .safetensors) hold one request each, tables (.csv, .jsonl) any number: docs/testbed.md.
+    An array file (.npz, .npy, .safetensors) holds one request, and a table (.csv, .jsonl) any number of requests. See
+    docs/testbed.md.
     """
     from moegguf.models.catalog import find_model
     from moegguf.quantities import parse_size
@@ -243,9 +252,9 @@ def import_(files: Files, *, given: Given, **chosen: Any) -> None:
     print_message(f"{out}: {len(made.sequences())} request(s), {made.n_tokens} tokens")
 
 
-@trace.command(cls=Command, short_help="What a trace holds.")
+@trace.command(cls=Command, short_help="Print a summary of a trace.")
 def show(file: File, as_json: AsJson = False) -> None:
-    """Print the shape, the requests and the reuse of experts of TRACE."""
+    """Print the shape of TRACE, its requests, and their reuse of experts."""
     from moegguf.cli.trace_tables import print_summary
     from moegguf.terminal.tables import print_json
     from moegguf.trace.format import read
@@ -258,10 +267,11 @@ def show(file: File, as_json: AsJson = False) -> None:
 @trace.command(cls=Command, short_help="Replay with other policies and budgets.")
 @flags(own=SIMULATE_FLAGS)
 def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
-    """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk.
+    """Replay TRACE with other policies and budgets. The store and the controller are the real ones; there is no model
+    and no disk.
 
-    With --vram-cache, layers compute on a GPU, which has its own cache of experts above the one in RAM; with
-    --tensor-split, they compute on several GPUs.
+    With --vram-cache, a simulated GPU has a cache of experts above the cache in RAM. With --tensor-split, several GPUs
+    share the layers.
     """
     from moegguf.cli.trace_tables import as_csv, print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions
@@ -327,7 +337,7 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
     """Raises OptionError for an unknown output format, for options that exclude each other, and for options that need
     another option."""
     if chosen["output"] not in FORMATS:
-        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
+        raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {chosen['output']!r:.40}.")
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):
         raise OptionError(
             "--save measures for `auto`, which chooses built-in policies and predictors; leave out FILE.py:CLASS."

@@ -1,10 +1,10 @@
 """Finds and saves files about a model's routing: measured hit rates, trained predictors, the EAM collection, and the
 uses of experts.
 
-Search order: the caller's own folder if there is one, a folder beside the model (`MODEL.gguf.moegguf`), the user's data
-folder, the package (`predictors/NAME`). New files are written beside the model if that folder is writable, otherwise to
-the user's folder. A file belongs to a model if it has the model's fingerprint, a hash of the model's routers. The
-model's name does not matter.
+Search order: the caller's own folder if one is given, a folder next to the model (`MODEL.gguf.moegguf`), the user's
+data folder, the package (`predictors/NAME`). New files are written to the folder next to the model if that folder is
+writable, otherwise to the user's folder. A file belongs to a model if it has the model's fingerprint, a hash of the
+model's routers. The model's name does not matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Artifacts:
 
     @property
     def model_folder(self) -> Path | None:
-        """The folder for files beside the model; None if there is only a trace."""
+        """The folder for files next to the model; None if there is only a trace."""
         if self.layout is None:
             return None
         path = self.layout.shards[0].path
@@ -64,7 +64,7 @@ class Artifacts:
 
     @property
     def user_folder(self) -> Path:
-        """The folder for this model in the user's data folder."""
+        """The model's folder in the user's data folder."""
         return data_folder() / "models" / self.fingerprint
 
     def folders(self) -> Iterator[Path]:
@@ -82,13 +82,13 @@ class Artifacts:
                             yield path.parent
 
     def find(self, name: str) -> Iterator[Path]:
-        """Yields the existing files of this name in search order. Skips folders that cannot be searched. Does not check
-        whether a file belongs to this model."""
+        """Yields the existing files with this name in search order. Skips folders that cannot be searched. Does not
+        check whether a file belongs to this model."""
         return (folder / name for folder in self.folders() if _is_file(folder / name))
 
     def routers(self) -> Routers:
-        """Reads the model's own routers from its file. Raises OptionError if there is only a trace, and the errors of
-        `read_routers`."""
+        """Reads the model's own routers from its file. Raises OptionError if there is only a trace. Otherwise raises
+        the same errors as `read_routers`."""
         if self.layout is None:
             raise OptionError("this predictor needs the routers of the model: name the model, too (--model).")
         return read_routers(self.layout)
@@ -144,7 +144,7 @@ class Artifacts:
             warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
 
     def writable_folder(self) -> Path:
-        """Returns the folder beside the model if it is writable and outside the package, else the user's folder for
+        """Returns the folder next to the model if it is writable and outside the package, else the user's folder for
         this model. Creates the folder if it does not exist. Raises OSError."""
         folder = self.model_folder
         if folder is None or any(folder.is_relative_to(part) for part in package_folders()) or not _writable(folder):

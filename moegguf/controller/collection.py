@@ -1,7 +1,7 @@
 """MoE-Infinity's collection of expert activation matrices (EAMs, section 4.5 and appendix B.1).
 
 An entry is the EAM of one request (rEAM): counts of tokens per (layer, expert). Only tokens of the answer are counted,
-because only passes that decode are compared with entries (`moegguf/native/predictors/counts.cpp`).
+because only decode passes are compared with entries (`moegguf/native/predictors/counts.cpp`).
 `moegguf/controller/artifacts.py` saves the collection in a file.
 """
 
@@ -38,13 +38,13 @@ class Eamc:
 
     @property
     def state(self) -> Counts:
-        """A copy of the entries, (n_entries, n_layer, n_expert). `from_state` makes a collection from it."""
+        """A copy of the entries, (n_entries, n_layer, n_expert). `from_state` creates a collection from it."""
         return np.array(self._entries, np.float32).reshape(-1, *self._table)
 
     @classmethod
     def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
-        """Makes a collection from the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
-        there are more, and leaves out entries that `add` rejects."""
+        """Creates a collection from the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries
+        if there are more, and leaves out entries that `add` rejects."""
         _, n_layer, n_expert = state.shape
         eamc = cls(n_layer, n_expert, capacity)
         for ream in state[-eamc.capacity :]:
@@ -58,7 +58,7 @@ class Eamc:
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """Returns a copy of the entries in the form that files store."""
+        """Returns a copy of the entries in the form that files contain."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -78,8 +78,8 @@ class Eamc:
         """Adds the rEAM of a request. If the collection is full, the new rEAM replaces the entry most similar to it,
         which keeps the entries diverse (appendix B.1).
 
-        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one
-        without counts, with NaN, infinite or negative counts, or of the wrong shape.
+        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one of
+        the wrong shape, without counts, or with NaN, infinite or negative counts.
         """
         if ream.shape != self._table:
             return False

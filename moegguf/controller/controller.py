@@ -38,7 +38,7 @@ class ActingOptions:
     strict: bool = False  # True: a failing policy or predictor raises CallbackError, and there is no time limit
     # True: the store applies its own predictions at a fixed point of each pass, so that a run is reproducible
     lockstep: bool = False
-    # The watchdog's clock in ns; None: the caller counts tokens by `count_token`
+    # The watchdog's clock in ns; None: the caller counts tokens with `count_token`
     clock_ns: Callable[[], int] | None = None
     # A function that returns the link's total busy time so far in ns; None: the watchdog ignores the link
     link_ns: Callable[[], int] | None = None
@@ -152,8 +152,9 @@ class Controller:
         self.seconds += time.perf_counter() - start
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
-        """Reports the next pass to the watchdog, if there is one. `phase` is DECODE only if the pass has no tokens of a
-        prompt. `n_sequences` is the number of its sequences; drafted tokens may be counted as further sequences."""
+        """Reports the next pass to the watchdog. Does nothing without a watchdog. `phase` is DECODE only if the pass
+        has no prompt tokens. `n_sequences` is the number of sequences in the pass; drafted tokens may be counted as
+        additional sequences."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -162,7 +163,7 @@ class Controller:
             self.watchdog.pause()
         try:
             self._direct_store()
-        except MoeggufError as error:  # too little memory for another thread, for example
+        except MoeggufError as error:  # there may be too little memory for another thread, for example
             self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:
@@ -181,8 +182,8 @@ class Controller:
                 self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
-        """Adds the requests that have ended to the EAM collection, if the predictor has one. The store's predictor is
-        off while the collection changes."""
+        """Adds finished requests to the EAM collection, if the predictor has one. The store's predictor is off while
+        the collection changes."""
         learner = self.predictor
         if not isinstance(learner, EamcPredictor):
             return
@@ -230,8 +231,8 @@ class Controller:
                 f"scores must have the shape {self.shape.table} (layers, experts), but have {np.shape(scores)};"
                 " correct the policy"
             )
-        # While a prompt is computed, the policy's scores are not used: each pass of a prompt needs every layer once, in
-        # order. The store's own prefetching of the next layer serves such a pass better than any probability
+        # While a prompt is processed, the policy's scores are not used: each pass of a prompt needs every layer once,
+        # in order. The store's own prefetching of the next layer serves such a pass better than any probability
         # (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
         if phase == Phase.PREFILL:
             self._clear_scores()

@@ -17,8 +17,8 @@ class Forecast:
 
     With `again`, every layer in the window is predicted at each routing event. The new prediction, which was made at a
     nearer layer, replaces the old one. Without `again`, as in the paper, layers that have a prediction are skipped. The
-    first time, all layers of the window are predicted, and later, at layer i, only layer i + window (footnote 1). This
-    calls the predictor less often, but each prediction is made farther ahead.
+    first time, all layers of the window are predicted, and later, at layer i, only layer i + window (footnote 1). The
+    predictor is then called less often, but predicts farther ahead.
     """
 
     def __init__(self, shape: MoeShape, window: int, again: bool = True) -> None:
@@ -34,8 +34,8 @@ class Forecast:
         self._known.clear()
 
     def begin_pass(self, predictor: Predictor) -> None:
-        """Discards all predictions. Then predicts the first layers, as far as the window reaches, before any routing
-        event of the pass. Raises the errors of `advance`."""
+        """Discards all predictions. Then predicts the first layers, up to the window's length, before any routing event
+        of the pass. Raises the same errors as `advance`."""
         self.clear()
         self._predict(predictor, row=-1)
 

@@ -1,6 +1,6 @@
 """Counts the routing seen so far, at each routing event. Policies in Python and the EAM collection read these counts.
 
-EAM, iEAM and rEAM are terms of MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
+EAM, iEAM and rEAM are terms from MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
 counts the current pass. An rEAM counts one request so far, with separate tables for prefill and decode. If a pass has
 tokens of several requests, its iEAM counts all of them, and each request keeps its own rEAM.
 """
@@ -17,8 +17,8 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-# A request that is absent from more than this number of passes in a row counts as ended. The number is meant to be
-# larger than the number of passes for which a scheduler pauses a request.
+# A request that is absent from more than this number of passes in a row is assumed to have ended. The number should
+# exceed the number of passes for which a scheduler may pause a request.
 ABSENT_PASSES = 64
 # Maximum number of requests whose rEAMs are kept at the same time, unless a single pass has more requests
 MOST_REQUESTS = 256
@@ -26,7 +26,7 @@ MOST_REQUESTS = 256
 
 @dataclass
 class Request:
-    """The token counts of one request that has not ended."""
+    """The token counts of one unfinished request."""
 
     counts: Counts  # the rEAMs, (phase, n_layer, n_expert)
     last_pass: int = 0  # number of the last pass that had tokens of this request
@@ -35,9 +35,10 @@ class Request:
 class History:
     """Tables (n_layer, n_expert) of counts over the routing seen so far.
 
-    No event marks the end of a request. A request counts as ended after more than ABSENT_PASSES passes in a row without
-    any of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next
-    pass. If there are more than MOST_REQUESTS requests, those that have been absent longest count as ended.
+    No event marks the end of a request. A request is assumed to have ended after more than ABSENT_PASSES passes in a
+    row without any of its tokens. A request that was alone in a pass is also assumed to have ended if a new request is
+    alone in the next pass. If there are more than MOST_REQUESTS requests, those that have been absent longest are
+    assumed to have ended.
     """
 
     def __init__(self, shape: MoeShape) -> None:
@@ -48,15 +49,15 @@ class History:
         self.uses: Counts = np.zeros(shape.table, np.float32)  # number of routing events that used the expert
         self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: counts of the current pass so far
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
-        # The sum of the rEAMs of the current pass's requests, for each phase, with their counts from earlier passes
+        # Sum of the rEAMs of the requests in the current pass, for each phase; includes counts from earlier passes
         self.prefill, self.decode = self._reams
-        self.il = -1  # number of the layer of the last event
+        self.il = -1  # layer number of the last event
         self.pass_ = -1
         self.sequence = -1  # number of the last event's request, or of the first one if there are several
         self.phase = Phase.PREFILL
         self.new_pass = False  # True: the last event began a pass
-        self.new_request = False  # True: the last event had tokens of a request that was not seen before
-        self.requests: dict[int, Request] = {}  # {sequence: request} of requests that have not ended
+        self.new_request = False  # True: the last event had tokens of a new request
+        self.requests: dict[int, Request] = {}  # {sequence: request} of unfinished requests
         self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
         self._present: frozenset[int] = frozenset()  # sequences of the current pass
@@ -101,7 +102,7 @@ class History:
         for sequence in self._present - present if one_by_one else ():
             self._end(sequence)
         for sequence in present:
-            # Removed and inserted again, so that requests are in order of their last use
+            # Removed and reinserted, to keep requests in order of their last use
             request = self.requests.pop(sequence, None)
             self.requests[sequence] = request or Request(np.zeros_like(self._reams))
             self.requests[sequence].last_pass = self._n_pass
@@ -114,7 +115,7 @@ class History:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Recomputes the sums of the rEAMs of the current pass's requests."""
+        """Recomputes the sum of the current requests' rEAMs, for each phase."""
         self._reams[:] = 0
         for sequence in sorted(self._present):
             self._reams += self.requests[sequence].counts

@@ -21,7 +21,7 @@ from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
 LEAST_GAIN = 0.005  # smaller differences between hit rates are treated as noise between traces
-NEAR_SHARE = 0.05  # two shares of experts in memory that differ by at most this count as equal
+NEAR_SHARE = 0.05  # two shares of experts in memory are treated as equal if they differ by at most this
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class ControllerChoice:
 
 
 # The choice for a model without a measurement. It had the best results in replays of the demo model's routing, of the
-# routing of random weights, and of synthetic routing with a published reuse of experts. In a live run the watchdog
+# routing of random weights, and of synthetic routing that imitates published expert reuse. In a live run the watchdog
 # switches prefetching off when it does not save enough time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
@@ -46,15 +46,15 @@ UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
-    A policy is chosen by `hit_rates`. `ranges` and `bound` were measured on other requests, so that the printed figures
-    are independent of the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
-    `about` holds their number under "ranges".
+    The policy is chosen according to `hit_rates`. `ranges` and `bound` were measured on other requests, so the printed
+    figures are independent of the choice. A policy's range contains the hit rates of 98 % of these other requests.
+    `about["ranges"]` is the number of these requests.
     """
 
     fingerprint: str  # fingerprint of the model's routers
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
     predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
-    prefetch: str = "none"  # predictor with which a live run prefetches; "none": it does not prefetch
+    prefetch: str = "none"  # predictor that a live run prefetches with; "none": no prefetching
     # Facts about the measurement, such as the numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}

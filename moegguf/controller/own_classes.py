@@ -1,7 +1,7 @@
-"""Loads a user's own policies and predictors, which are named as "FILE.py:CLASS".
+"""Loads a user's own policies and predictors, given as "FILE.py:CLASS".
 
-The file runs with the rights of this process. A command line, the environment and a caller in Python can name such a
-file. A request over HTTP, a Modelfile and a file of measurements cannot.
+The file runs with this process's privileges. A command line, the environment and a caller in Python can refer to such a
+file. An HTTP request, a Modelfile and a file of measurements cannot.
 """
 
 from __future__ import annotations

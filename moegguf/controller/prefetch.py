@@ -33,7 +33,7 @@ class PrefetchOptions:
     window: int = 2
     # True: each layer is predicted again whenever a nearer layer is routed; False: only once per pass (`Forecast`)
     again: bool = True
-    # Maximum number of bytes prefetched in a pass; None: half of the bytes of the experts that a token uses
+    # Maximum number of bytes prefetched in a pass; None: half of a token's expert bytes
     budget_bytes: int | None = None
     least_probability: float = 0.2  # less probable experts, and experts with probability 0, are not prefetched
     # True: the expert with the largest product of probability and layer proximity goes first; False: the nearest layer

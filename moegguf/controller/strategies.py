@@ -1,7 +1,7 @@
 """Defines strategies by name, from four papers and other sources. A strategy names an eviction policy, a predictor,
 prefetching options, and switches of the store.
 
-Each of these parts can also be chosen separately. docs/evidence/strategies.md cites the place in the papers for each
+Each of these parts can also be chosen separately. docs/evidence/strategies.md cites the passage in the papers for each
 part.
 """
 
@@ -85,7 +85,7 @@ STRATEGIES = {
 
 
 def find_strategy(name: str) -> Strategy:
-    """Returns the strategy of this name; "" means moegguf's own strategy. Raises OptionError for an unknown name."""
+    """Returns the strategy with this name; "" means moegguf's own strategy. Raises OptionError for an unknown name."""
     found = STRATEGIES.get(name or OWN)
     if found is None:
         raise OptionError(f"there is no strategy {name[:60]!r}; known strategies: {', '.join(STRATEGIES)}.")

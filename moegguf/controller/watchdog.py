@@ -17,7 +17,7 @@ class WatchdogOptions:
     """Lengths and thresholds of the trials that compare decoding with and without prefetching.
 
     After `least_periods` pairs of periods (one without and one with prefetching), a trial may end early at the end of
-    any pair. A larger `certainty` lets fewer trials end early by chance.
+    any pair. A larger `certainty` makes it less likely that a trial ends early by chance.
     """
 
     off_tokens: int = 8  # tokens in a period without prefetching
@@ -42,7 +42,7 @@ class Watchdog:
 
     The criterion is time, which includes both the stall and the cost of moving bytes. On a machine with few cores,
     prefetching can cost more compute time than it saves in stall. The controller observes, counts and predicts in all
-    periods of a trial, so that the periods differ only in prefetching.
+    periods of a trial, so the periods differ only in prefetching.
 
     A trial alternates periods without and with prefetching. Periods without prefetching are shorter by default, because
     prefetching usually saves time. The first token of a period is left out, because the preceding period affects it.
@@ -53,9 +53,9 @@ class Watchdog:
     not decide the result.
     At the end of a trial the medians of the periods decide whether prefetching stays on until the next trial.
 
-    If several sequences are decoded together, one token of each sequence counts as one token. A trial compares passes
-    with the same number of sequences. Other passes do not count. After more than `off_tokens` other passes in a row,
-    the trial restarts with the last pass's number of sequences.
+    If a pass decodes one token for each of several sequences, these count as a single token. A trial compares passes
+    with the same number of sequences. Other passes are ignored. After more than `off_tokens` other passes in a row, the
+    trial restarts with the last pass's number of sequences.
 
     Prefetching can save at most the time that the link spends copying. `link_ns` returns the link's busy time so far in
     ns. With a `link_ns`, a trial begins only if the link was busy for at least the share `busy` of a token's time
@@ -118,8 +118,8 @@ class Watchdog:
                 self._end_period()
 
     def pause(self) -> None:
-        """Records that the next pass computes a prompt. The time from the last call of `token` to the next one does not
-        count."""
+        """Records that the next pass processes a prompt. The time between the last call of `token` and the next one is
+        not counted."""
         self._previous_ns = None
 
     def _weigh(self, busy_share: float) -> None:

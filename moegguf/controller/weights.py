@@ -1,5 +1,5 @@
-"""Reads and writes files of trained predictors, EAM collections and uses of experts: safetensors, with facts as JSON in
-the header.
+"""Reads and writes files of trained predictors, EAM collections and expert uses: safetensors, with facts as JSON in the
+header.
 
 Reading a file cannot execute code, unlike reading a pickle. A file is ignored, with one warning, if it is damaged, too
 large, or made for another model, shape or version. A file without an array or fact that its reader needs is ignored
@@ -75,8 +75,8 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the facts in a file's header. Returns an empty dict, without a warning, if they cannot be read. Checks
-    nothing else in the file."""
+    """Returns the facts in a file's header. Returns an empty dict, without a warning, if they cannot be read. Does not
+    check anything else in the file."""
     try:
         with safe_open(path, "numpy") as file:
             facts = json.loads((file.metadata() or {})["moegguf"])["facts"]
@@ -90,7 +90,7 @@ def load(
 ) -> T | None:
     """Returns `build(weights)` for the file's weights. Returns None, after one warning, if the file cannot be used.
 
-    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit. `Weights.array` raises
+    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit the model. `Weights.array` raises
     ValueError for an array that does not fit.
     """
     try:

@@ -46,7 +46,7 @@ class Build:
 
 
 def find_cards(root: Path = ROOT) -> list[Card]:
-    """Returns at most one card of each vendor. GPUs that are built into Intel's and AMD's processors are left out."""
+    """Returns at most one card from each vendor. GPUs that are built into Intel's and AMD's processors are left out."""
     found = list(_pci_vendors(root))
     nodes = root / "dev"
     is_reachable = any(nodes.glob("dri/renderD*"))
@@ -179,7 +179,7 @@ def _describe_integrated(device: BackendDevice) -> str:
 
 
 def card_note(placement: str | None = None) -> str:
-    """Returns the sentence of `describe_cards` for this machine. Returns "" if the placement (the argument, or
+    """Returns the result of `describe_cards` for this machine. Returns "" if the placement (the argument, or
     MOEGGUF_PLACEMENT) is "cpu", or if CUDA_VISIBLE_DEVICES hides all devices.
 
     Raises LibraryError.

@@ -49,23 +49,23 @@ Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
 _NO_MEMORY = "llama_decode returned -2"
 _FAILED = "llama_decode returned -3"  # a backend could not compute the graph
-_ABORTED = "llama_decode returned 2"  # our abort callback ended the pass, after a failure or cancel()
+_ABORTED = "llama_decode returned 2"  # our abort callback stopped the pass, after a failure or cancel()
 
 
 class ClosedModel:
-    """Takes the place of the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute
-    raises ClosedError."""
+    """Replaces the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute raises
+    ClosedError."""
 
     def __getattr__(self, _name: str) -> Any:
         raise ClosedError("the model is closed; load it again.")
 
 
 class Requests:
-    """Numbers the requests of one context. Generating calls run one after the other (`run`).
+    """Numbers the requests of one context. Calls that generate text run one after the other (`run`).
 
-    A generating call is one request: its first evaluation is the prompt, and all later evaluations decode. Outside such
-    a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens decode.
-    Routing events carry the request's number and phase, because llama.cpp reports neither.
+    Each such call is one request: its first evaluation is the prompt, and all later evaluations belong to the phase
+    DECODE. Outside such a call, an evaluation in an empty context begins a new request, and later evaluations of single
+    tokens belong to DECODE. Routing events carry the request's number and phase, because llama.cpp reports neither.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Requests:
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """Runs `steps` as one request, until the last step or until the generator is closed.
 
-        Waits while a request of another thread runs, but not for an unfinished request of the calling thread.
+        Waits while another thread's request is running, but not for an unfinished request of the calling thread.
 
         If the thread begins another request before this request has ended, the next step of this request raises
         GenerationCancelled.
@@ -116,7 +116,7 @@ class Requests:
         """Returns the phase of the next `n_tokens` tokens, which follow the first `n_past` tokens of the context.
 
         If the tokens begin a new request, adds one to `self.sequence`, the number of the current request. The first
-        request has number 0. Call this method once for each evaluation.
+        request is number 0. Call this method once for each evaluation.
         """
         if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
             self._at_prompt = False
@@ -188,7 +188,7 @@ class Context:
         return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
-        """Raises CallbackError if a policy, predictor or listener of this model is the caller. Such a call would never
+        """Raises CallbackError if the caller is a policy, predictor or listener of this model. Such a call would never
         return, because the model waits until its callback has returned."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(
@@ -202,7 +202,7 @@ class Context:
             self._session.store.pause_fill(on)
 
     def check_weights(self) -> None:
-        """Raises CapabilityError if the model has no weights (vocab_only). Raises ClosedError, ForkError."""
+        """Raises CapabilityError if the model has no weights (vocab_only). Also raises ClosedError and ForkError."""
         self.check_open()
         if self._llm.model_params.vocab_only:
             raise CapabilityError(
@@ -211,8 +211,8 @@ class Context:
             )
 
     def check_generates(self) -> None:
-        """Raises CapabilityError if the model cannot generate: it has no weights, or it only computes embeddings and
-        so has no KV cache. Raises ClosedError, ForkError."""
+        """Raises CapabilityError if the model cannot generate: it has no weights, or it only computes embeddings and so
+        has no KV cache. Also raises ClosedError and ForkError."""
         self.check_weights()
         if self._llm._ctx.memory is None:
             arch = self._llm.metadata.get("general.architecture", "such")
@@ -233,9 +233,9 @@ class Context:
         """Returns a generator that runs `steps`, which evaluate tokens, as one request. Requests of other threads wait
         until this request ends.
 
-        keeps_logits: the request may begin with the logits left by the previous request.
+        keeps_logits: the request may start from the logits that the previous request left.
 
-        Raises CallbackError, ClosedError, ForkError.
+        Raises CallbackError, ClosedError or ForkError.
         """
 
         self.check_caller()
@@ -269,10 +269,10 @@ class Context:
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
         """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of the logits row of each
-        chunk's last token, or None if the KV cache has no room for the tokens. The rows of a chunk's draft tokens
-        follow directly. After an exception the caller must truncate the sequences, because some of the tokens may be in
-        the context. After a pass with drafts the caller must also truncate the sequences, because rejected draft tokens
-        stay in the context."""
+        chunk's last token, or None if the KV cache has no room for the tokens. The rows of the chunk's draft tokens
+        directly follow that row. After an exception the caller must truncate the sequences, because some of the tokens
+        may be in the context. After a pass with drafts the caller must also truncate the sequences, because rejected
+        draft tokens stay in the context."""
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -313,8 +313,8 @@ class Context:
         return rows
 
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Announces the next pass to the controller, and its tokens with their requests and phases to the store. The
-        tokens are left out if the store does not need them."""
+        """Announces the next pass to the controller. Also announces its tokens, with their requests and phases, to the
+        store if the store needs them."""
         first, session = chunks[0], self._session
         if session is None:
             return
@@ -331,7 +331,7 @@ class Context:
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
         """Evaluates the image at `span` of `prompt`. Sequence 0 must already hold the tokens before the image. request:
-        the request's number in routing events. Raises the errors of an evaluation, and OptionError for a damaged
+        the request's number in routing events. Raises the same errors as an evaluation, and OptionError for a damaged
         image."""
         with self._guarded():
             llm, projector = self._llm, self.open_projector()
@@ -350,7 +350,7 @@ class Context:
             self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
-        """Returns the projector, loading it at the first call; None without `mmproj`. Raises ModelFormatError."""
+        """Returns the projector, loading it on the first call; None without `mmproj`. Raises ModelFormatError."""
         with self._projector_lock:  # another thread may count a prompt's tokens at the same time
             if self._projector is None and self._mmproj:
                 self.check_open()
@@ -358,8 +358,8 @@ class Context:
             return self._projector
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
-        """Runs `call`, which evaluates `tokens` itself, as one request, and returns its result. tokens: empty if
-        unknown."""
+        """Runs `call` as one request and returns its result. `call` evaluates the tokens itself. tokens: the tokens
+        that `call` evaluates; empty if unknown."""
         with self._guarded():
             self._rollback.clear()
             self._llm._requires_eval = True
@@ -382,9 +382,9 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the lock while the `with` block evaluates. A failure restores sequence 0 to its earlier tokens. With a
-        recurrent state, it instead empties the sequence of the failed pass, or all sequences if the pass had several.
-        Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
+        """Holds the lock while the `with` block evaluates tokens. A failure restores sequence 0 to its earlier tokens.
+        With a recurrent state, it instead empties the sequence of the failed pass, or all sequences if the pass had
+        several. Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
         self.check_caller()
         with self.lock:
             self.check_weights()
@@ -396,7 +396,7 @@ class Context:
                 yield
                 if session is not None:
                     session.raise_failure()
-            except BaseException as error:  # also KeyboardInterrupt: no token may remain half computed
+            except BaseException as error:  # also on KeyboardInterrupt: no token may remain half computed
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
                     self._drop_failed()
@@ -423,7 +423,7 @@ class Context:
         """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
 
         None restores the scale that was set at load time, and 0 switches the adapter off. Tokens that are already in
-        the context were computed with their earlier scale, which this class does not record. Does nothing for a model
+        the context were evaluated with an earlier scale, which this class does not record. Does nothing for a model
         without an adapter.
         """
         llm, bindings = self._llm, self._bindings
@@ -451,16 +451,17 @@ class Context:
             )
 
     def logits(self, row: int = -1) -> Floats:
-        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises the errors of `check_logits`."""
+        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises the same errors as
+        `check_logits`."""
         self.check_logits(row)
         return np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),))
 
     # The KV cache. `n_tokens` is a number of tokens from the beginning of a sequence.
 
     def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can only go back by as many
-        tokens as there are valid snapshots. With a sliding window, cells that the next token needs must not have been
-        reused."""
+        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can be rolled back by at
+        most as many tokens as there are valid snapshots. With a sliding window, cells that the next token needs must
+        not have been reused."""
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if position == 0:
             return True
@@ -482,8 +483,8 @@ class Context:
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
         """Removes a sequence's tokens from position `first` up to but not including `last` (-1: to the end). Used for
-        models with a recurrent state. Returns False, and changes nothing, if the state cannot go back so far. The base
-        class passes sequence -1, which stands for sequence 0 here."""
+        models with a recurrent state. Returns False, and changes nothing, if the state cannot be rolled back that far.
+        The base class passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
         n_lost = self._end(sequence) - first
         if first > 0 and n_lost > self._rollback.n_back(sequence):
@@ -525,8 +526,8 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Forgets the snapshots of a sequence into which a saved state was written, because they belong to other
-        tokens."""
+        """Discards a sequence's snapshots after a saved state has been written into the sequence, because the snapshots
+        belong to other tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:
@@ -547,7 +548,8 @@ class Context:
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
         """Copies the first `n_tokens` of `source` into `target`, and drops the earlier tokens of `target`. Returns
         False, and changes nothing, if some of the tokens to copy have left a sliding window. With a recurrent state,
-        returns False instead if `source` does not end after these tokens, or has not been evaluated since a rollback.
+        returns False instead if `source` does not have exactly these tokens, or has not been evaluated since a
+        rollback.
         """
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:
@@ -592,16 +594,16 @@ class Context:
         return True
 
     def warm_up(self, n_tokens: int) -> None:
-        """Evaluates a pass of `n_tokens`, so that backends allocate the memory that they keep. Empties the context
+        """Evaluates a pass of `n_tokens`, so that backends allocate their permanent memory now. Empties the context
         afterwards.
 
-        All tokens of the pass are identical, so that the pass uses few experts.
+        All tokens of the pass are identical, so the pass uses few experts.
         """
         self.eval([0] * n_tokens)
         self.clear()
 
     def clear(self) -> None:
-        """Empties all sequences, so that the next token has position 0."""
+        """Empties all sequences, so the next token is at position 0."""
         self._bindings.llama_memory_clear(self._llm._ctx.memory, False)
         self._rollback.clear()
         self._llm.reset()
@@ -617,8 +619,8 @@ class Context:
         return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops the `n_discard` tokens of sequence 0 that follow its first `n_keep`. Moves all later tokens to lower
-        positions, so that no gap is left. Needs `can_shift`."""
+        """Drops the `n_discard` tokens of sequence 0 that follow its first `n_keep`. Moves all later tokens down, so
+        that no gap is left. Needs `can_shift`."""
         self.check_caller()
         with self.lock:
             self.check_open()

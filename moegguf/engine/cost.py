@@ -18,14 +18,14 @@ Speeds are measured with kernels and copies. A device that was not measured is a
 bandwidth. Its times are the constants in this file, which agree with published measurements.
 
 A pass of a prompt takes at least the time to read the weights of each used expert once. It also takes at least the time
-of as many single tokens, divided by DEVICE_GAIN or CPU_GAIN. Reads from the disk overlap with all computing, and copies
-to the device overlap with the device's computing. The best placement takes the least time for a typical request: a
-prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
+of the same number of single tokens, divided by DEVICE_GAIN or CPU_GAIN. Reads from the disk overlap with all
+computation, and copies to the device overlap with the device's computation. The best placement takes the least time for
+a typical request: a prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 
 Expected hit rates are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests fall
 within the range. Otherwise the range contains all published hit rates for models of this shape, or for all models if
-there are none. Placements are compared by one curve of hit rates. Within one placement, more slots leave less memory
-for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known,
+there are none. Placements are compared using a single hit-rate curve. Within one placement, more slots leave less
+memory for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known,
 according to the bytes that a request moves (`request_cost`).
 """
 
@@ -63,11 +63,11 @@ PICK_NODES = (
     2  # additional small nodes for each expert that a token uses: a view of its output, and an addition to the sum
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
-LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
+LONG_PROMPT_TOKENS = 4096  # longest prompt considered, for example a document or a long conversation
 # speed per token of large passes, relative to single tokens: 9 to 12 on H100 and H200, 5 on 16 Xeon cores
 DEVICE_GAIN, CPU_GAIN = 10, 5
-SPEED_SPREAD = 0.7  # low end of an expected speed, as a share of the prediction: reading slows computing down
-MEMORY_PER_DISK = 16  # assumed bytes read from memory while one byte is read from a disk or copied over a link
+SPEED_SPREAD = 0.7  # low end of an expected speed, as a share of the prediction: reading slows down computation
+MEMORY_PER_DISK = 16  # assumed bytes that memory delivers while one byte is read from a disk or copied over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
 
@@ -77,14 +77,14 @@ class ModelBytes:
     """The bytes that one token reads, and the counts that its time depends on."""
 
     n_layer: int  # layers with experts
-    token_bytes: int  # bytes of the experts that the token uses
+    token_bytes: int  # bytes of the token's experts
     dense_bytes: int  # bytes of all other weights that the token reads, and of the used part of the KV cache
     n_expert_used: int = 8  # experts that the token uses in each layer
     n_layer_all: int = 0  # all layers
 
     @property
     def n_nodes(self) -> int:
-        """Estimated number of nodes of a token's graph that read few or no weights."""
+        """Estimated number of nodes in a token's graph that read few or no weights."""
         return self.n_layer_all * LAYER_NODES + self.n_layer * self.n_expert_used * PICK_NODES
 
     @classmethod
@@ -99,14 +99,14 @@ class Speeds:
     """The speeds of a device and its host: times in seconds, and bytes of weights that are multiplied per second."""
 
     device_bytes_per_s: float
-    copies: Link  # copies of missed experts from RAM to the device; the latency counts once for all misses of a layer
+    copies: Link  # copies of missed experts from RAM to the device; each layer with misses pays the latency once
     cpu_bytes_per_s: float
     stop_s: float = STOP_S  # seconds that a stop takes at a layer
     cpu_layer_s: float = CPU_LAYER_S  # seconds to move a layer's activations to the CPU and back
     device_node_s: float = 0.0  # seconds that a small graph node takes on the device
     cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
-    source: str = ""  # origin of these speeds, in words
+    source: str = ""  # origin of these speeds, as text
     device_dense_bytes_per_s: float = 0.0  # speed for weights outside experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 
@@ -131,8 +131,8 @@ class Speeds:
 
     @classmethod
     def of_cpu(cls, memory_bytes_per_s: float, disk_bytes_per_s: float) -> Speeds:
-        """Returns the speeds of a machine whose CPU computes everything. The device's speeds are meaningless in this
-        case."""
+        """Returns the speeds of a machine on which everything runs on the CPU. The device's speeds are meaningless in
+        this case."""
         copies = Link(memory_bytes_per_s)
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
@@ -143,7 +143,7 @@ class Placement:
 
     kind: Kind
     tokens_per_s: float  # speed of generating an answer
-    prompt_tokens_per_s: float = math.inf  # speed of reading a prompt of PROMPT_TOKENS
+    prompt_tokens_per_s: float = math.inf  # speed of processing a prompt of PROMPT_TOKENS
     long_prompt_tokens: int = 0  # the longest prompt that the context holds, up to LONG_PROMPT_TOKENS
     long_prompt_tokens_per_s: float = math.inf
     n_layers: int = 0  # number of whole layers on the device
@@ -152,12 +152,13 @@ class Placement:
 
     @property
     def request_s(self) -> float:
-        """Predicted seconds of a typical request: PROMPT_TOKENS tokens, answered with ANSWER_TOKENS tokens."""
+        """Predicted duration in seconds of a typical request: a prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS
+        tokens."""
         return PROMPT_TOKENS / self.prompt_tokens_per_s + ANSWER_TOKENS / self.tokens_per_s
 
     @property
     def speeds(self) -> str:
-        """The speeds of the prompt and the answer, as part of a sentence."""
+        """The prompt and answer speeds, worded as part of a sentence."""
         prompt, answer = format_speed(self.prompt_tokens_per_s), format_speed(self.tokens_per_s)
         return f"{prompt} tokens/s of a prompt and {answer} of an answer"
 
@@ -171,17 +172,16 @@ class Placement:
 
 
 def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
-    """Returns the seconds per token if the CPU computes everything. from_disk: share of the bytes of the token's
-    experts that must be read from disk."""
+    """Returns the seconds per token if everything runs on the CPU. from_disk: share of the token's expert bytes that
+    must be read from disk."""
     dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
     experts_s = model.token_bytes * (1 / speeds.cpu_bytes_per_s + from_disk / speeds.disk_bytes_per_s)
     return dense_s + experts_s + model.n_nodes * speeds.cpu_node_s
 
 
 def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_disk: float = 0.0) -> float:
-    """Returns the seconds per token if the CPU computes the experts of `n_rest` layers.
-
-    rest: these layers' share of the token's expert bytes. The device computes everything else.
+    """Returns the seconds per token if the experts of `n_rest` layers run on the CPU, and everything else on the
+    device. rest: these layers' share of the token's expert bytes.
     """
     dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
     byte_s = (1 - rest) / speeds.device_bytes_per_s + rest / speeds.cpu_bytes_per_s
@@ -190,7 +190,7 @@ def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_d
 
 
 def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0) -> float:
-    """Returns the seconds per token if the device computes everything from slots with this hit rate.
+    """Returns the seconds per token if everything runs on the device, from slots with this hit rate.
 
     A hit rate of 1 means that every expert has a slot.
     """
@@ -206,11 +206,11 @@ def prompt_tokens_per_s(
     on_cpu: float = 0.0, dense_on_cpu: bool = False, copied: float = 0.0, read: float = 0.0,
     n_prompt: int = PROMPT_TOKENS,
 ) -> float:  # fmt: skip
-    """Returns the speed, in tokens per second, at which a prompt of `n_prompt` tokens is read.
+    """Returns the speed, in tokens per second, at which a prompt of `n_prompt` tokens is processed.
 
-    on_cpu: share of the experts that the CPU computes. dense_on_cpu: the CPU also computes everything else.
+    on_cpu: share of the experts that run on the CPU. dense_on_cpu: everything else runs on the CPU, too.
 
-    copied: share of the experts that are copied to the device. read: share of the experts that is read from the disk.
+    copied: share of the experts that are copied to the device. read: share of the experts that are read from the disk.
     """
     n_tokens = min(n_ubatch, n_prompt)
     touched = touched_bytes(layout, n_tokens)
@@ -254,9 +254,9 @@ def request_cost(
     """Returns the cost of one or two requests as a number of bytes that are read from the disk or copied to a device.
 
     One request is typical. If `n_ctx` allows a longer prompt, a second request has a prompt of `n_ctx` tokens, but at
-    most LONG_PROMPT_TOKENS. Prompts are read in passes of `n_ubatch` tokens, and answers token by token. A byte that a
-    prompt reads from memory counts as 1 / MEMORY_PER_DISK of a byte. Computing a prompt counts as the bytes that the
-    disk could read in that time.
+    most LONG_PROMPT_TOKENS. Prompts are processed in passes of `n_ubatch` tokens, and answers token by token. A byte
+    that a prompt reads from memory counts as 1 / MEMORY_PER_DISK of a byte. A prompt's compute time counts as the bytes
+    that the disk could read in that time.
 
     prompts_take_slots: prompts have the hit rate of answers. Otherwise their hit rate is the share of experts with
     slots.
@@ -310,9 +310,9 @@ class HitRates:
         return cls(layout, None, of_answers)
 
     def curve(self) -> HitCurve:
-        """Returns the curve of hit rates for the policy that was measured to be best with slots for half of the
-        experts. Without a measurement, returns the published curve for models of this shape. The curve is corrected by
-        the hit rates that answers have reached on this machine."""
+        """Returns the hit-rate curve of the policy that was measured to be best with slots for half of the experts.
+        Without a measurement, returns the published curve for models of this shape. The curve is corrected by the hit
+        rates that answers have reached on this machine."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")

@@ -18,7 +18,7 @@ NO_GPU = (
     "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
     " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
 )
-QUERY_S = 60  # limit in seconds for the process of `query_gpus`; a driver may take long to start
+QUERY_S = 60  # time limit in seconds for the process that `query_gpus` starts; a driver may take a long time to start
 
 KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # names of the values of enum ggml_backend_dev_type
 
@@ -79,13 +79,13 @@ def gpus() -> list[Device]:
 
 
 def has_gpu() -> bool:
-    """Returns True if ggml has found a GPU; integrated GPUs do not count. Unlike `gpus`, this call reserves no memory
+    """Returns True if ggml has found a GPU, ignoring integrated GPUs. Unlike `gpus`, this call does not reserve memory
     on the GPU."""
     return any(device.kind == "GPU" for device in all_devices())
 
 
 def find_gpus(name: str | None = None) -> list[Device]:
-    """Returns a list with the GPU of this name, or with all GPUs if `name` is None.
+    """Returns a list with the GPU that has this name, or with all GPUs if `name` is None.
 
     Raises BudgetError if there is no GPU, and OptionError if no GPU has this name.
     """

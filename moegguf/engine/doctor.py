@@ -50,9 +50,9 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
     """Returns {section: facts} for this process and machine. The disk section measures the disk that holds `model`;
     without `model`, the disk of the file that `_disk` chooses.
 
-    Raises nothing.
+    Does not raise exceptions.
     """
-    environment = _fact(_environment)  # is collected first, because loading the library sets an environment variable
+    environment = _fact(_environment)  # collected first, because loading the library sets an environment variable
     sections: dict[str, Callable[[], Facts]] = {
         "moegguf": _versions,
         "build": _build,
@@ -161,8 +161,8 @@ def _device(device: BackendDevice) -> Facts:
 
 
 def _cards() -> Facts:
-    """Returns the graphics cards that the system lists, the installed backend plug-ins, and the problems of backends.
-    `note` is the sentence of `card_note`, or None."""
+    """Returns the graphics cards that the system lists, the installed backend plug-ins, and backend problems. `note` is
+    the sentence of `card_note`, or None."""
     problems = library.backend_problems()
     return {
         "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
@@ -204,7 +204,7 @@ def _disk(model: str | None) -> Facts:
 def _folders() -> Facts:
     """Returns the path and size of the folders that moegguf uses.
 
-    The models folder is inside the data folder, unless MOEGGUF_MODELS names another. Other programs also use the
+    The models folder is inside the data folder, unless MOEGGUF_MODELS names another one. Other programs also use the
     downloads folder.
     """
     folders: dict[str, Callable[[], Path]] = {
@@ -226,12 +226,12 @@ def folder_size(folder: Path) -> int:
     """Returns the total size, in bytes, of the files below a folder. Skips subfolders that this user may not list.
     Returns 0 if the folder does not exist.
 
-    A file with several hard links counts once. A symbolic link counts as itself, so its target is not counted.
+    Counts a file with several hard links once. Counts a symbolic link itself, not its target.
     """
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # another process may just have deleted the file
+            with suppress(OSError):  # another process may have just deleted the file
                 status = os.lstat(os.path.join(parent, name))
                 sizes[status.st_dev, status.st_ino] = status.st_size
     return sum(sizes.values())

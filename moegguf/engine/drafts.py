@@ -1,10 +1,10 @@
 """Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
 
 llama.cpp's own speculative code makes drafts (`native/drafts`, a library that is loaded only when drafts are used).
-There are two kinds of drafts. For the first kind, the sequence's earlier text is searched for its last tokens, and the
+There are two kinds of drafts. For the first kind, the sequence's last tokens are looked up in its earlier text, and the
 tokens that followed them there become the draft. For the second kind, a draft context generates tokens. The draft
-context computes a second, smaller model, or the extra heads in the model's file that predict further tokens
-(multi-token prediction, MTP).
+context runs a second, smaller model, or the extra heads in the model's file that predict further tokens (multi-token
+prediction, MTP).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moegguf.native import library
 from moegguf.options import DRAFTS
 
 N_MAX = 24  # maximum number of tokens in a draft
-NGRAM_KEYS = (8, 3)  # number of most recent tokens that the long and the short n-gram must find in earlier text
+NGRAM_KEYS = (8, 3)  # number of most recent tokens that must occur earlier in the text: long and short n-gram
 
 
 class Source(IntEnum):
@@ -86,11 +86,11 @@ def _check(reason: bytes | None, *_: object) -> None:
 class Drafts:
     """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: how many of the most recent tokens the long and the short n-gram must find in earlier text. target, draft:
-    addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` computes the
-    heads of the target's model. `least_key`: a draft is possible only if at least this many of the most recent tokens
-    also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods except
-    `close` raise MoeggufError, for example if the vocabularies differ.
+    keys: number of most recent tokens that must occur earlier in the text, for the long and the short n-gram. target,
+    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` runs
+    the heads of the target's model. `least_key`: a draft is possible only if at least this many of the most recent
+    tokens also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods
+    except `close` raise MoeggufError, for example if the vocabularies differ.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class Drafts:
         ]
 
     def evaluated(self, batch: c.Structure) -> None:
-        """Passes a llama_batch that the target context has just evaluated to the native drafter. If heads draft, they
-        evaluate the batch, too."""
+        """Passes a llama_batch that the target context has just evaluated to the native drafter. If the drafts come
+        from heads, the heads evaluate the batch, too."""
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
-        """Notes that the first `n` tokens of the sequence's last draft were accepted."""
+        """Records that the first `n` tokens of the sequence's last draft were accepted."""
         self._library.drafts_accept(self._handle, sequence, n)
 
     def close(self) -> None:
@@ -138,8 +138,9 @@ class Drafts:
 
 def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
     """Returns the layout to load for this `draft` option. The layout includes the model's heads (MTP) if the heads may
-    draft. With "auto", the heads may draft only if flash_attn is not False: without flash attention, the bits of a
-    token depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no heads."""
+    draft. With "auto", the heads may draft only if flash_attn is not False: without flash attention, a token's exact
+    results depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no
+    heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp' needs prediction heads of a supported architecture ({', '.join(HEADS_ARCHS)}), but"
@@ -154,7 +155,7 @@ class ModelDrafts:
 
     draft: one of DRAFTS, or the name or path of a model with the same vocabulary. "auto" drafts only if every answer
     stays the same, bit for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is
-    made, so that the plan counts only the memory that is left.
+    made, so the plan uses only the memory that is left.
 
     Raises OptionError if there is no such model, and ModelFormatError if llama.cpp cannot load it.
     """
@@ -182,8 +183,9 @@ class ModelDrafts:
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
         """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
-        if `draft` is "auto" and the model is not batch-invariant. Also drafts nothing if the model's state cannot go
-        back; warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies differ."""
+        if `draft` is "auto" and the model is not batch-invariant. Also does nothing if the model's state cannot be
+        rolled back; then warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
+        differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX
@@ -230,7 +232,7 @@ class ModelDrafts:
         return context
 
     def close(self) -> None:
-        """Frees the drafts. Must be called before the model is freed. A second call does nothing."""
+        """Frees everything used for drafting. Must be called before the model is freed. A second call does nothing."""
         if self.drafts is not None:
             self.drafts.close()
         if self._context:

@@ -1,4 +1,4 @@
-"""Keeps the last errors that llama.cpp and libmtmd have logged. moegguf's error messages state them as reasons."""
+"""Keeps the last errors that llama.cpp and libmtmd have logged. moegguf's error messages include them as reasons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ErrorLog:
         install(self._callback, None)
 
     def forget(self) -> None:
-        """Forgets earlier errors. Called before an operation, so that `reason` returns only errors of that
+        """Discards earlier errors. Called before an operation, so that `reason` returns only errors of that
         operation."""
         self._errors.clear()
 

@@ -1,4 +1,4 @@
-"""Keeps facts about a model on this machine in the cache folder, so that each fact is determined only once."""
+"""Keeps facts about a model on this machine in the cache folder, so each fact is determined only once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One kind of fact about a model, in a file in the cache folder. The fact is valid only while the model's headers,
-    the build of the native library, the processor and `about` stay the same.
+    """One kind of fact about a model, stored in a file in the cache folder. The fact is valid only while the model's
+    headers, the build of the native library, the processor and `about` stay the same.
 
     The fact depends on the processor, because several machines may share a home folder.
 
@@ -42,7 +42,7 @@ class KnownFact:
         return None
 
     def write(self, fact: Any) -> None:
-        """Saves a fact. Warns if the folder cannot be written."""
+        """Saves a fact. Warns if the folder is not writable."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(fact).encode())

@@ -1,9 +1,9 @@
 """A folder of blocks, which are parts of computed contexts. Each block is a file. The caller names it by a hash of
 everything that its bytes depend on.
 
-A block is written under a temporary name and renamed, and has a checksum of its name and bytes. A block that is
-damaged, truncated, not a regular file or under a wrong name counts as missing; `read` deletes it. Therefore blocks need
-not be flushed to disk. Several processes may share a folder; a file that another process has deleted also counts as
+A block is written under a temporary name and then renamed. It contains a checksum of its name and bytes. A block that
+is damaged, truncated, misnamed or not a regular file is treated as missing; `read` deletes it. Therefore blocks need
+not be flushed to disk. Several processes may share a folder; a file that another process has deleted is also treated as
 missing. An error while the folder is opened or a block is written turns the store off, with one warning. States of
 sequences are read from their files into a KV cache (`native/kv_blocks.cpp`). This module knows nothing about models, or
 about the contents of blocks.
@@ -51,8 +51,8 @@ class About:
 
     model: str
     n_tokens: int  # number of tokens from the beginning of the context to the end of the block
-    # number of tokens that this block adds to the total that users see. 0: other blocks add its tokens (it holds cells
-    # of a sliding window, or a state beside blocks of cells), or it has none.
+    # number of tokens that this block adds to the total shown to users. 0: the block has no tokens, or other blocks add
+    # them (it holds cells of a sliding window, or a state in addition to blocks of cells).
     n_own_tokens: int
 
 
@@ -111,7 +111,7 @@ def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
 
 
 class KVBlocks:
-    """A list of blocks. Blocks are added one by one, and then all their states are read from their files together."""
+    """A list of blocks. Blocks are added one by one, and then the states of all blocks are read together."""
 
     def __init__(self) -> None:
         self._library = library.load()
@@ -124,8 +124,8 @@ class KVBlocks:
         self._library.moegguf_kv_blocks_close(self._handle)
 
     def add(self, block: StoredBlock) -> int:
-        """Adds a block. Returns an address that stands for the block's state. The same thread must pass it to
-        MemoryParts.set_state next."""
+        """Adds a block. Returns an address that represents the block's state. The same thread must then pass this
+        address to MemoryParts.set_state."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
         given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
@@ -218,7 +218,7 @@ class KvBlockStore:
         return True
 
     def touch(self, names: Sequence[str]) -> None:
-        """Marks these blocks as used now. The first block gets the latest time and so is deleted last, because the
+        """Marks these blocks as just used. The first block gets the latest time, so it is deleted last, because the
         other blocks are useless without it."""
         now = time.time_ns()
         for age, name in enumerate(names):

@@ -74,7 +74,7 @@ class ControllerOptions:
 
     @property
     def is_plain(self) -> bool:
-        """True for LRU without predictions and prefetching, for which the store needs no controller."""
+        """True for LRU without predictions or prefetching. The store then needs no controller."""
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
@@ -95,7 +95,7 @@ class LiveController:
         self._measured: Measured | None = None
         self._listening = False
         self._has_absent_experts = True  # True: some experts may have no slot
-        self._n_ended = 0  # number of requests that have ended
+        self._n_ended = 0  # number of finished requests
         self._choose_tiers()
         if self.options.is_plain:
             return
@@ -105,7 +105,7 @@ class LiveController:
             if self.choice == self._choose(plain=True):
                 raise
             self._build(plain=True)
-            # There is no warning if nothing was measured and moegguf cannot read the routers.
+            # No warning if nothing was measured and moegguf cannot read the routers.
             if self._measured or not isinstance(error, ModelFormatError):
                 warnings.warn(
                     f"the policy or predictor that was chosen for this model is not available: {error} Going on with"
@@ -116,7 +116,7 @@ class LiveController:
             self.update()
 
     def _build(self, plain: bool = False) -> None:
-        """Makes the controller that the options choose. plain: as in `_choose`. Every failure is raised as a
+        """Creates the controller that the options choose. plain: as in `_choose`. Every failure is raised as a
         MoeggufError."""
         policy: str | AnyPolicy = self.options.policy
         predictor, prefetch = self.options.predictor, self.options.prefetch
@@ -153,7 +153,7 @@ class LiveController:
 
     def _choose_tiers(self) -> None:
         """Sets the policy of slots in RAM below a device, if there are such slots. Afterwards `options` holds the
-        policy of the tier that computes. Does nothing if the policy is an object."""
+        policy of the tier that layers read experts from. Does nothing if the policy is an object."""
         text = self.options.policy
         if not isinstance(text, str):
             return
@@ -186,7 +186,7 @@ class LiveController:
                 predictor="none" if plain else measured.predictors.get(str(options.policy), "none")
             )
         elif plain or self.n_sequences > 1 or options.predictor is not None or options.prefetch is False:
-            # passes of several sequences leave the link no time to prefetch (`docs/evidence/batches.md`)
+            # passes with several sequences leave the link no time for prefetching (`docs/evidence/batches.md`)
             found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED
@@ -225,13 +225,13 @@ class LiveController:
 
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
         """Reports the next pass to the controller, unless every expert has a slot. The phase DECODE means that the pass
-        has `n_sequences` tokens of answers, and no tokens of a prompt."""
+        has `n_sequences` answer tokens, and no prompt tokens."""
         if self.controller is not None and self._has_absent_experts:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
-        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change
-        size."""
+        """Starts or stops listening, depending on whether there is anything to decide. Call this after pools have
+        changed size."""
         self._has_absent_experts, listeners = not self.session.store.info()["resident"], self.session.listeners
         needed = self.controller is not None and self._has_absent_experts and self.controller.needs_events
         if needed != self._listening:
@@ -239,8 +239,8 @@ class LiveController:
         self._listening = needed
 
     def figures(self) -> dict[str, Any]:
-        """Returns the names of policy and predictor, and the state of prefetching. With a controller, also returns the
-        time that decisions take.
+        """Returns the names of the policy and the predictor, and the state of prefetching. With a controller, also
+        returns the time that decisions take.
 
         Prefetching is "off" (also if every expert is in memory), "on", "measuring" (alternating on and off) or "paused"
         (it saved too little, or a device's link was not busy).
@@ -275,11 +275,11 @@ class LiveController:
         return figures
 
     def close(self) -> None:
-        """Stops deciding. With the predictor `eamc`, saves its collection. Call this before the store is closed. A
-        second call does nothing."""
+        """Stops making decisions. With the predictor `eamc`, saves its collection. Call this before the store is
+        closed. A second call does nothing."""
         if self.controller is None:
             return
-        # events that still arrive are not needed, so listening stops first
+        # stops listening first, because events that still arrive are not needed
         if self.controller.native and not self.controller.scores:
             self.session.listeners.remove(self)
         self.controller.stop()
@@ -292,6 +292,6 @@ class LiveController:
 
 
 def _titled(choice: ControllerChoice) -> str:
-    """Returns the names of a choice as words for a message."""
+    """Formats the names of a choice for a message."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
     return policy if choice.predictor == "none" else f"{policy} with predictions by {choice.predictor}"

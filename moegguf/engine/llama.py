@@ -1,6 +1,6 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-This class only connects other objects: the loader makes them, the context evaluates tokens, and the session holds the
+This class only connects other objects: the loader creates them, the context evaluates tokens, and the session holds the
 experts. All keywords of llama-cpp-python's class are still accepted.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model. The experts of a Mixture of Experts use no more memory than a given budget.
+    """A GGUF model. The experts of a Mixture-of-Experts model use no more memory than a given budget.
 
     Example:
         >>> import moegguf
@@ -101,16 +101,16 @@ class Llama(UpstreamLlama):
             model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or a number of bytes. None: MOEGGUF_EXPERT_CACHE, else "auto". Ignored for a model without experts.
-            vram_cache: memory of a GPU for experts, in the same forms. expert_cache is then the RAM from which missed
+            vram_cache: GPU memory for experts, in the same forms. expert_cache is then the RAM from which missed
                 experts are copied. Several GPUs share the memory according to tensor_split, split_mode and main_gpu;
                 "8GiB,4GiB" is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
-                MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
-                GPU computes.
-            placement: the experts in the memory of a GPU: "layers" (all experts of some layers; the CPU computes the
-                experts of the other layers), "slots" (experts as they are used; the GPU computes everything), "cpu" (no
-                GPU), or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs,
-                slots. None: MOEGGUF_PLACEMENT.
-            strategy: the method that decides on experts: "moegguf" (the parts that were measured to be best), "lru",
+                MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that run
+                on the GPU.
+            placement: which experts are in GPU memory: "layers" (all experts of some layers; the experts of the other
+                layers run on the CPU), "slots" (experts as they are used; everything runs on the GPU), "cpu" (no GPU),
+                or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs, slots.
+                None: MOEGGUF_PLACEMENT.
+            strategy: the method that manages experts: "moegguf" (the parts that were measured to be best), "lru",
                 "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
                 (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
                 strategy. None: MOEGGUF_STRATEGY, else "moegguf".
@@ -123,43 +123,45 @@ class Llama(UpstreamLlama):
                 object, or "FILE.py:CLASS".
             lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
                 This makes passes slower.
-            prefetch: True fetches predicted experts ahead while that saves time; a `PrefetchOptions` sets limits. None:
-                the strategy decides.
+            prefetch: True fetches predicted experts in advance as long as this saves time; a `PrefetchOptions` sets
+                limits. None: the strategy decides.
             warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
-                the uses of experts in this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
+                this run's expert uses. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk space, at most 16
-                GiB) or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, even in
-                another process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with
-                `trace`, `lockstep`, `logits_all` or `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
+                GiB) or 0. If a prompt begins with the same tokens as an earlier one, the context of this beginning is
+                read from disk, even in another process (engine/prefix_cache.py). This class uses it for batch-invariant
+                models, and never with `trace`, `lockstep`, `logits_all` or `embedding`. None: MOEGGUF_CONTEXT_STORE,
+                else "auto".
             trace: the path of a file in which to record routing, or a `TraceOptions`.
             n_seq_max: number of sequences, of `n_ctx` tokens each, that the context holds, for `moegguf.Engine`; this
                 class itself uses one. The property `n_seq_max` is 1 for models that can only have one.
             kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least
                 n_ctx. None: n_seq_max * n_ctx, or less if experts need the memory
                 (`moegguf.engine.memory.choose_context`).
-            n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None (used by commands): the length that
-                leaves the most memory to experts; 0: the model's own length.
+            n_ctx: context length in tokens; 512 by default, as in llama-cpp-python. None (used by commands): the length
+                that leaves the most memory to experts; 0: the model's own length.
             flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
-                used if the computing devices support it, as in `moegguf.Engine`, `run` and `serve`.
+                used if the compute devices support it, as in `moegguf.Engine`, `run` and `serve`.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass, while that
                 saves time. "ngram": tokens that followed the same tokens earlier in the text. "mtp": if nothing
                 repeats, tokens of the extra heads in the model's file. "auto": "mtp" if the file has these heads, else
                 "ngram", but only if the model is `batch_invariant`, so that every answer is the same as without drafts.
-                "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
-                "auto"; "off" with `trace` or `lockstep`. This class's own methods draft nothing.
+                "off": no drafts. Any other value: a second, smaller model with the same vocabulary. None:
+                MOEGGUF_DRAFT, else "auto"; "off" with `trace` or `lockstep`. This class's own methods draft nothing.
             mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
                 each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (for a
                 split model, of its first file), or the folder of copies with the model's own file names. A copy that
                 differs raises OptionError. A copy that cannot be read, or fails later, is left out with a warning. A
                 model without experts has no use for mirrors.
             plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
-            progress: called with 0.0 to 1.0 while the weights are read. The load ends with GenerationCancelled if it
+            progress: called with 0.0 to 1.0 while the weights are read. The load fails with GenerationCancelled if it
                 returns False, and with CallbackError if it raises.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
-                `n_threads_batch`, one thread computes for each processor that this process may use, and fewer threads
-                compute while other processes use processors. `use_mmap` has no effect on a model with experts. With
-                `vocab_only`, text is tokenized and nothing is computed; the file may then contain only a vocabulary.
+                `n_threads_batch`, there is one compute thread for each processor that this process may use, and fewer
+                of them run while other processes are using processors. `use_mmap` has no effect on a model with
+                experts. With `vocab_only`, text is tokenized and nothing is computed; the file may then contain only a
+                vocabulary.
 
         Raises:
             ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the file ended
@@ -195,7 +197,7 @@ class Llama(UpstreamLlama):
             **own, **vars(chosen), **given,
         )  # fmt: skip
         if draft is None and (trace or lockstep):
-            own["draft"] = "off"  # drafts would change the routing that is recorded or repeated
+            own["draft"] = "off"  # drafts would change the routing that is recorded or replayed
         kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
@@ -220,7 +222,7 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also KeyboardInterrupt: nothing of a failed load may remain
+        except BaseException:  # also on KeyboardInterrupt: no part of a failed load may remain
             if not self._closed:
                 self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
             self.close()
@@ -237,7 +239,7 @@ class Llama(UpstreamLlama):
     ) -> Plan:
         """Returns the plan for loading the model with these keywords, without loading it.
 
-        Raises the errors of planning a load, such as BudgetError and OptionError.
+        Raises the same errors as planning a load, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -253,7 +255,7 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # close() also sets `_model`; otherwise the base class makes the context next
+        if not self._closed:  # close() also sets `_model`; otherwise the base class would create the context next
             self._loader.attach_context(self.context_params)
 
     @property
@@ -268,7 +270,8 @@ class Llama(UpstreamLlama):
 
     @functools.cached_property
     def batch_invariant(self) -> bool:
-        """True if a token gets the same bits in any pass, together with any other sequences (engine/sequences.py)."""
+        """True if a token's results are the same, bit for bit, in any pass and with any other sequences
+        (engine/sequences.py)."""
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
@@ -345,7 +348,7 @@ class Llama(UpstreamLlama):
     ) -> Any:
         """Returns embeddings as in llama-cpp-python.
 
-        Raises the errors of `eval`, and OptionError for a text without tokens.
+        Raises the same errors as `eval`, and OptionError for a text without tokens.
 
         Example:
             >>> with moegguf.Llama("demo", embedding=True, pooling_type=1, verbose=False) as embedder:
@@ -365,8 +368,8 @@ class Llama(UpstreamLlama):
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """Yields tokens as in llama-cpp-python.
 
-        Only one request is computed at a time: other threads wait until this one has ended. Raises OptionError if there
-        is no token to begin with, and CapabilityError for a model that cannot generate.
+        Only one request runs at a time: other threads wait until this one has finished. Raises OptionError if there is
+        no token to begin with, and CapabilityError for a model that cannot generate.
 
         Example:
             >>> import itertools
@@ -383,8 +386,8 @@ class Llama(UpstreamLlama):
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yields the tokens of `steps`. If contexts are kept for this model and the option `reset` is True, first
-        restores the part of the prompt's context that is on disk. New parts are written to disk after each evaluation
-        and at the end."""
+        restores the part of the prompt's context that is on disk. Writes new parts to disk after each evaluation and at
+        the end."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -438,12 +441,12 @@ class Llama(UpstreamLlama):
         time.
 
         None leaves a budget unchanged. Freed memory is returned to the system and to the device. Generated tokens do
-        not change. The change happens immediately if the model is idle. If another thread evaluates tokens, the change
-        happens after that evaluation.
+        not change. The change happens immediately if the model is idle. If another thread is evaluating tokens, the
+        change happens after that evaluation.
 
-        vram_cache also holds the buffers in which prompts are staged. These buffers stay, and so do experts of whole
-        layers, which belong to no budget. If a device had a slot for every expert, prompts may be read in shorter
-        passes from then on, with a warning.
+        vram_cache also holds the buffers in which prompts are staged. These buffers stay. So do experts of whole
+        layers, which are not part of any budget. If a device had a slot for every expert, prompts may be processed in
+        shorter passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
         the model does not have; neither changes anything. Raises AllocationError if a device has no memory for more
@@ -457,10 +460,9 @@ class Llama(UpstreamLlama):
         set_budget(self, self.context, self.session, expert_cache, vram_cache)
 
     def cancel(self) -> None:
-        """Ends the evaluation that another thread is running: that evaluation soon raises GenerationCancelled.
-
-        Later evaluations raise GenerationCancelled, too, until `resume` is called. Does nothing for a model without an
-        expert store.
+        """Cancels the evaluation that another thread is running, which soon raises GenerationCancelled. Later
+        evaluations raise GenerationCancelled, too, until `resume` is called. Does nothing for a model without an expert
+        store.
 
         Example:
             >>> llm.cancel()
@@ -473,7 +475,7 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(True)
 
     def resume(self) -> None:
-        """Allows evaluation again after `cancel`.
+        """Re-enables evaluation after `cancel`.
 
         Example:
             >>> llm.resume()
@@ -492,11 +494,11 @@ class Llama(UpstreamLlama):
         """
         if self._closed:
             return
-        if context := self.__dict__.get("context"):  # absent if the load failed before the context was made
+        if context := self.__dict__.get("context"):  # absent if the load failed before the context was created
             context.check_caller()
         forked = self.session is not None and self.session.forked
         if not forked:
-            self.cancel()  # a pass in another thread ends now, with GenerationCancelled
+            self.cancel()  # a pass in another thread stops now, with GenerationCancelled
         self._closed = True
         if context:
             context.close(forked)

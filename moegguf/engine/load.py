@@ -1,11 +1,11 @@
-"""Plans one load: makes a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
+"""Plans one load: builds a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
 llama.cpp from both.
 
     options ─► LoadSpec (load_spec.py) ─► Sizes (memory.py) ─► solver.py over a Machine (machine.py, devices.py) ─► Plan
 
 The process that owns the memory makes the plan, here or in `serving/memory_budget.py`; a process that receives a plan
 makes none. Reads the system's free memory, and lists devices through their drivers. If placements are compared, this
-machine may be measured, and the results are kept (`speeds.py`). Loads nothing.
+machine may be measured, and the results are kept (`speeds.py`). Does not load anything.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.settings import read_environment
 
-# Known wrappers (LangChain) pass these keywords for old llama.cpp versions. They have no effect here.
+# Known wrappers (LangChain) pass these keywords for old llama.cpp versions. The keywords have no effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
-# Architectures for which llm_arch_is_diffusion() of llama.cpp is true.
+# Architectures for which llama.cpp's llm_arch_is_diffusion() returns true.
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 READ_ERROR = "read error"  # llama.cpp's error text for a read that failed
 
@@ -91,7 +91,7 @@ def prepare(
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
-    # divides: True if the plan, not the caller's options, decides which layers devices compute
+    # divides: True if the plan, not the caller's options, decides which layers run on devices
     divides = received = plan is not None
     if plan is None:
         memory = read_memory()
@@ -103,7 +103,7 @@ def prepare(
     options |= _keywords(layout, spec, plan)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    if not (hooks or received):  # the plan chose passes for its slots, but without hooks there are no slots
+    if not (hooks or received):  # the plan chose the pass length for its slots, but without hooks there are no slots
         options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
@@ -117,13 +117,13 @@ def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
     llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not use. To keep this
-    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader sets the `n_batch`
-    of the plan for the context afterwards.
+    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
+    context's `n_batch` to the plan's.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
-        # the loader sets the plan's n_batch for the context
+        # the loader later sets the context's n_batch to the plan's
         "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),
         "n_ubatch": plan.n_ubatch,
         "type_k": spec.type_k,
@@ -156,8 +156,8 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
-    """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they may be
-    used. Raises the errors of `read_layout`, and OptionError if required heads are missing from the model."""
+    """Reads the layout of the parts of a model that are loaded. Draft heads are included only if they may be used.
+    Raises the same errors as `read_layout`, and OptionError if the model lacks required heads."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 
@@ -168,16 +168,16 @@ def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | No
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
-    """Returns the source of the speeds with which the placements of this load are compared."""
+    """Returns the source of the speeds for comparing this load's placements."""
     return KnownSpeeds(layout, spec.n_threads or count_cpus(), spec.store.repack)
 
 
 def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: MeasureSpeeds) -> Plan:
-    """Makes the plan of a load on a machine. Speeds and hit rates are looked up only if the machine has one device and
-    the layers are not divided.
+    """Creates the plan for a load on a machine. Speeds and hit rates are looked up only if the machine has one device
+    and the layers are not divided.
 
-    measure: returns the speeds of a device with the model. Raises BudgetError, OptionError. Also raises OptionError if
-    a device that must be used has no kernel for the model's experts.
+    measure: returns the speeds of a device with the model. Raises BudgetError or OptionError. Also raises OptionError
+    if a device that must be used has no kernel for the model's experts.
     """
     speeds, hits, reasons = None, None, list[str]()
     if machine.devices and not spec.is_divided(machine.devices):
@@ -198,6 +198,6 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
 
 
 def plan_here(layout: ExpertLayout, spec: LoadSpec) -> Plan:
-    """Makes the plan of a load on this machine in its current state. Raises BudgetError, OptionError."""
+    """Creates the plan for a load on this machine in its current state. Raises BudgetError or OptionError."""
     machine = Machine(read_memory(), devices=choose_gpus(layout, spec) or ())
     return plan_load(layout, spec, machine, known_speeds(layout, spec).speeds)

@@ -1,6 +1,6 @@
 """`LoadSpec`: the options of one load, each checked once.
 
-Commands, servers and `Llama` make a LoadSpec from one table (`moegguf.options`), and plans read no other options.
+Commands, servers and `Llama` build a LoadSpec from one table (`moegguf.options`), and plans read no other options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_option, read_load_keywords
 
 F16 = 1
-EVERY_LAYER = 999  # n_gpu_layers for every layer of any model
+EVERY_LAYER = 999  # value of n_gpu_layers that covers every layer of any model
 NO_SPLIT, BY_LAYERS = 0, 1  # values of enum llama_split_mode
 AUTO = ExpertCache("auto")
 
@@ -39,9 +39,9 @@ class LoadSpec:
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
     kv_tokens: int | None = None  # total tokens of all sequences; None: chosen to fit the memory
-    type_k: int = F16  # types of the KV cache, as ggml's numbers
+    type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: used if the computing devices support it
+    flash_attn: bool | None = False  # None: used if the compute devices support it
     logits_all: bool = False  # True: every token of a pass has logits
     embedding: bool | None = False  # None: True if the file's header has a pooling type
     expert_cache: ExpertCache = AUTO
@@ -60,7 +60,7 @@ class LoadSpec:
     # True: a GPU is required by a vram_cache (also by MOEGGUF_VRAM_CACHE), or by a placement "layers" or "slots" that
     # was passed (not by MOEGGUF_PLACEMENT)
     needs_gpu: bool = False
-    leaves_layers: bool = False  # True: llama.cpp's own options decide which layers GPUs compute, and no GPU has slots
+    leaves_layers: bool = False  # True: llama.cpp's own options decide which layers run on GPUs, and no GPU has slots
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, commands: bool = False) -> LoadSpec:
@@ -68,8 +68,9 @@ class LoadSpec:
         environment, and the environment overrides the defaults.
 
         commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
-        If there is no `store`, `strategy` chooses the options of the store. An option that is None counts as not given,
-        except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the errors of `read_projector`.
+        If there is no `store`, `strategy` chooses the options of the store. An option that is None is treated as not
+        given, except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the same errors as
+        `read_projector`.
         """
         chosen = COMMAND_DEFAULTS if commands else {}
         options = {**chosen, **read_load_keywords(commands=commands)}
@@ -114,8 +115,7 @@ class LoadSpec:
 
     @property
     def refuses_cpu(self) -> bool:
-        """True if a plan for the CPU alone is not allowed, because n_gpu_layers was given and the placement is not
-        "cpu"."""
+        """True if a CPU-only plan is not allowed, because n_gpu_layers was given and the placement is not "cpu"."""
         return self.n_gpu_layers is not None and self.placement != "cpu"
 
     def is_divided(self, devices: Sequence[Device]) -> bool:
@@ -194,8 +194,7 @@ def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _cache_type(name: str, given: str | int) -> int:
-    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type that would make llama.cpp
-    abort."""
+    """Returns ggml's number for a KV cache type. Raises OptionError for a type that would make llama.cpp abort."""
     try:
         number = ggml_type(given) if isinstance(given, str) else given
     except OptionError:

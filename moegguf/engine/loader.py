@@ -44,12 +44,13 @@ ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s
-    errors.
+    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises the same
+    errors as `Llama`.
 
     options: keywords of llama_cpp.Llama, as the user passed them.
 
-    progress: called with the share of the weights that llama.cpp has read. The load ends if it returns False or raises.
+    progress: called with the share of the weights that llama.cpp has read. The load is cancelled if `progress` returns
+    False or raises.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Loader:
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            # The controller could not be made. `exception()` waits for the controller in llama.cpp's first report, so
-            # no weights have been read yet.
+            # The controller could not be created. llama.cpp's first report waits for the controller in `exception()`,
+            # so no weights have been read yet.
             self._ended_by = error
             return False
         try:
@@ -99,7 +100,7 @@ class Loader:
         return self._ended_by is None
 
     def _report_waiting(self) -> None:
-        """Calls the progress callback with 0.0 during the trial load. Raises if the callback has ended the load."""
+        """Calls the progress callback with 0.0 during the trial load. Raises if the callback cancels the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by
@@ -117,7 +118,7 @@ class Loader:
             params.devices = c.addressof(self._no_devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the expert hook, sequences, sizes of passes and flash attention in struct llama_context_params."""
+        """Sets the expert hook, sequences, pass sizes and flash attention in struct llama_context_params."""
         params.n_rs_seq = self.load_plan.plan.n_rs_seq
         if self.n_seq_max > 1:
             n_kv = self.load_plan.plan.kv_tokens
@@ -135,7 +136,7 @@ class Loader:
             self.session.attach_context(params)
 
     def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
-        """Calls `construct`, which makes llama.cpp's model and context. If there is an expert store, makes the
+        """Calls `construct`, which creates llama.cpp's model and context. If there is an expert store, creates the
         controller in another thread, while llama.cpp reads the headers and the vocabulary."""
         session = self.session
         if session is None:
@@ -168,15 +169,15 @@ class Loader:
                     raise self._ended_by from self._ended_by.__cause__
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
-        self._callback = None  # the callback refers to this object, and would keep it alive
+        self._callback = None  # the callback refers to this object and would keep it alive
         self.load_plan.layout.check_unchanged()
 
     @contextmanager
     def _weights_read_ahead(self) -> Iterator[None]:
-        """Surrounds the `with` block in which llama.cpp reads the weights. If there is an expert store, another thread
-        meanwhile makes the system read the weights ahead into the page cache.
+        """Reads weights ahead while the `with` block makes llama.cpp read them: another thread makes the system read
+        them into the page cache. Does nothing without an expert store.
 
-        Without that thread the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
+        Without that thread, the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
         cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
         stay, and the next load of the model is faster.
         """
@@ -196,8 +197,9 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Starts the compute threads of this context. If `govern_threads` is set, also makes the object that adapts
-        their number to the processors that other processes use. Does nothing if one thread computes."""
+        """Starts the compute threads of this context. If `govern_threads` is set, also creates the object that adapts
+        the number of threads to other processes' use of the processors. Does nothing if there is only one compute
+        thread."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -230,7 +232,7 @@ class Loader:
             self.recording = Recording(session, self._artifacts, trace)
 
     def end_parts(self, discard: bool = False) -> None:
-        """Ends the controller and the recording, and saves what was learned. discard: deletes the unfinished
+        """Stops the controller and the recording, and saves what was learned. discard: deletes the unfinished
         recording."""
         if self.recording is not None and discard:
             self.recording.discard()
@@ -242,8 +244,8 @@ class Loader:
             save_uses(self.session, self._artifacts)
 
     def close(self) -> None:
-        """Frees the threads and the store. Call it after llama.cpp's context and model are freed. A second call does
-        nothing."""
+        """Frees the threads and the store. Call this after llama.cpp's context and model have been freed. A second call
+        does nothing."""
         if self._threadpool is not None:
             self._threadpool.close()
         if self.session is not None:

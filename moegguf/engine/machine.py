@@ -1,7 +1,7 @@
 """Reads how much memory and how many CPUs this process may use, and the read speeds of the disk and of memory.
 
-Free memory is the least that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed). Files of
-cgroups are read below `root`, so that tests can use files of their own.
+Free memory is the smallest amount that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed).
+Cgroup files are read below `root`, so that tests can supply their own files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from moegguf.errors import ModelNotFoundError
 
 ROOT = Path("/")
 MACHINE = "the machine"
-MARGIN_BYTES = 256 << 20  # minimum number of bytes of RAM that a budget "auto" leaves free
-VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may use them
-# bytes to leave free on a device that only this process uses: libraries' workspaces, captured graphs
+MARGIN_BYTES = 256 << 20  # minimum number of bytes of RAM that an "auto" budget leaves free
+VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device, for displays and other programs
+# bytes to leave free on a device that only this process uses, for library workspaces and captured graphs
 OWN_MARGIN_BYTES = 384 << 20
-# a device with at most this many bytes in use, for its driver and context, counts as used by this process only
+# a device with at most this many bytes in use, for its driver and context, is assumed to be used only by this process
 IDLE_BYTES = 768 << 20
 _NO_LIMIT = 1 << 62  # limits of at least this number mean "no limit"; cgroup v1 writes a number near 2^63
-# if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
+# if the load average of the last minute, divided by the number of CPUs, is above this, a warning says that speeds are
+# too low
 BUSY_SHARE = 0.25
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
 _DISK_THREADS = 4
@@ -45,21 +46,21 @@ class Memory:
     total_bytes: int
     available_bytes: int  # bytes that this process may still use
     limited_by: str  # "the machine", a cgroup, a device or a budget, for messages
-    margin_bytes: int | None = None  # bytes that a budget "auto" leaves free; None: `margin_bytes()` of the free bytes
+    margin_bytes: int | None = None  # bytes that an "auto" budget leaves free; None: `margin_bytes()` of the free bytes
 
     @property
     def margin(self) -> int:
-        """Bytes that a budget "auto" leaves free."""
+        """Bytes that an "auto" budget leaves free."""
         return margin_bytes(self.available_bytes) if self.margin_bytes is None else self.margin_bytes
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a budget "auto" may use."""
+        """Bytes that an "auto" budget may use."""
         return max(0, self.available_bytes - self.margin)
 
 
 def margin_bytes(free_bytes: int) -> int:
-    """Returns how many of the free bytes of RAM a budget "auto" leaves free: a twentieth, but at least MARGIN_BYTES."""
+    """Returns how many of RAM's free bytes an "auto" budget leaves free: a twentieth, but at least MARGIN_BYTES."""
     return max(free_bytes // 20, MARGIN_BYTES)
 
 
@@ -77,12 +78,12 @@ class Device:
     total_bytes: int
     description: str = ""
     handle: int = 0
-    margin_bytes: int | None = None  # bytes that a budget "auto" leaves free; None: depends on other use of the device
+    margin_bytes: int | None = None  # bytes that an "auto" budget leaves free; None: depends on other use of the device
 
     @property
     def margin(self) -> int:
-        """Bytes that a budget "auto" leaves free. A driver that reports 0 bytes in use does not measure the use, so its
-        device counts as shared."""
+        """Bytes that an "auto" budget leaves free. A driver that reports 0 bytes in use does not measure use, so its
+        device is treated as shared."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         is_idle = 0 < self.total_bytes - self.free_bytes <= IDLE_BYTES
@@ -171,7 +172,7 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """Returns the memory that this process may still use: the least that the machine and every cgroup allow."""
+    """Returns the memory that this process may still use: the smallest amount that the machine or any cgroup allows."""
     machine = psutil.virtual_memory()
     total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):
@@ -182,8 +183,8 @@ def read_memory(root: Path = ROOT) -> Memory:
 
 
 def load_warning() -> str:
-    """Returns a warning if processors were busy in the last minute, so that measured speeds are too low;
-    otherwise ""."""
+    """Returns a warning if processors were so busy in the last minute that measured speeds are too low; otherwise
+    ""."""
     load, n_cpus = os.getloadavg()[0], count_cpus()
     if load <= BUSY_SHARE * n_cpus:
         return ""
@@ -212,7 +213,7 @@ def _affinity() -> set[int]:
 
 
 class ProcessorUse:
-    """Measures the processor time that other processes use on the `n_cpu` logical CPUs that this process may use."""
+    """Measures the CPU time that other processes use on the `n_cpu` logical CPUs that this process may use."""
 
     def __init__(self) -> None:
         self._cpus = _affinity()
@@ -228,16 +229,15 @@ class ProcessorUse:
         return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
 
     def _read(self) -> tuple[float, float, float]:
-        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and the processor time of this
-        process."""
+        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and this process's CPU time."""
         times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
         busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
         return time.perf_counter(), busy_s, time.process_time()
 
 
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float, n_threads: int) -> float:
-    """Returns the bytes per second that `n_threads` threads together read from random blocks with these open() flags; 0
-    if nothing could be read. Raises OSError if the file cannot be opened."""
+    """Returns the combined speed, in bytes per second, at which `n_threads` threads read random blocks with these
+    open() flags; 0 if nothing could be read. Raises OSError if the file cannot be opened."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
@@ -268,7 +268,7 @@ def disk_read_speed(
     n_threads: int = _DISK_THREADS,
     direct: bool = True,
 ) -> DiskSpeed:
-    """Returns the speed at which `n_threads` threads together read random blocks of `path`. direct: the reads bypass
+    """Returns the combined speed at which `n_threads` threads read random blocks of `path`. direct: the reads bypass
     the page cache if the file system allows it.
 
     Raises ModelNotFoundError if the file cannot be opened.
@@ -288,9 +288,10 @@ def disk_read_speed(
 
 
 def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
-    """Returns the bytes per second that `n_threads` threads together read from main memory, each from its own buffer.
+    """Returns the combined speed, in bytes per second, at which `n_threads` threads read main memory, each from its own
+    buffer.
 
-    The best of several turns counts, because other processes may have used the processors in the other turns.
+    The result is the best of several measurements, because other processes may slow some of them down.
     """
     import numpy as np
 

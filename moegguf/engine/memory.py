@@ -1,7 +1,7 @@
 """The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
-`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so that a context length and a
+`Sizes.of` derives the sizes from the load's options. The estimates use only file headers, so a context length and a
 budget can be planned before anything is loaded. They are meant as upper bounds; llama.cpp prints the actual sizes while
 it loads.
 """
@@ -44,7 +44,7 @@ ROUTER_COPIES = (
 )
 # estimated bytes of RAM for libraries, threads, graphs, and buffers for reading the model's own file
 FIXED_BYTES = 48 * MIB
-READ_BYTES = 4 * MIB  # bytes counted for the read buffer of a reader thread (piece_bytes in native/pool.cpp)
+READ_BYTES = 4 * MIB  # bytes counted for each reader thread's read buffer (piece_bytes in native/pool.cpp)
 # estimated bytes of RAM per token of the vocabulary, for the maps between tokens and text, and for the merges
 VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
@@ -53,7 +53,7 @@ DEFAULT_UBATCH_TOKENS = 512
 MOST_UBATCH_TOKENS = 4096  # maximum tokens in a pass that a plan chooses; options and images may require more
 LOGITS_BYTES = 64 * MIB  # bytes for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
 LEAST_LOGITS = 64
-# limit for the default batch and pass of a load for embeddings, where each input must be in one pass
+# limit on the default batch and pass sizes of an embedding load, where each input must be in one pass
 POOLED_BATCH_TOKENS = 2048
 HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-token-prediction heads
 # a default context of at most this length may exceed its usual share of memory; also the length that is assumed if the
@@ -63,7 +63,7 @@ LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
 DRAFT_TOKENS = (8, 4)  # numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state
 SNAPSHOT_SHARE = 16  # all snapshots together occupy at most 1/16 of the free memory
-NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
+NEVER_FUSED = ("grok",)  # architectures for which llama.cpp does not use flash attention
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class MemoryNeeds:
     """Estimated bytes that a model needs in addition to its slots, with a given context and number of tokens in a
     pass."""
 
-    # Weights that are not in slots, without the projector's. In RAM, this includes the memory counted for pages of row
-    # tables (`row_pages_bytes`). On devices, token embeddings do not count.
+    # Weights that are not in slots, excluding the projector's. In RAM, this includes the memory counted for pages of
+    # row tables (`row_pages_bytes`). On devices, token embeddings are not counted.
     dense_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
     slot_work_bytes: int = 0  # scratch bytes per slot
-    projector_bytes: int = 0  # bytes of the projector's weights and of its work on one image
+    projector_bytes: int = 0  # bytes of the projector's weights, and of its buffers while it reads an image
 
     def total_bytes(self, n_slots: int) -> int:
         """Returns the total size in bytes, including scratch memory for `n_slots` slots, but not the slots
@@ -136,7 +136,7 @@ def pass_bytes(
     """Returns the total size in bytes of the buffers for one pass of `n_ubatch` tokens. If multi-token-prediction heads
     are loaded, includes the buffers of their passes.
 
-    Stages of a pass reuse each other's memory, so that only the largest counts: attention, experts, dense feed-forward
+    Stages of a pass reuse each other's memory, so only the largest stage counts: attention, experts, dense feed-forward
     or output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
     backend never frees. `n_ctx`: tokens in the KV cache. `n_logits`: how many tokens of a pass may have logits; None:
     all of them.
@@ -185,8 +185,7 @@ def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes for which the memory of a load is planned: context, passes, sequences, cache types and optional
-    parts."""
+    """The sizes that determine a load's memory needs: context, passes, sequences, cache types and optional parts."""
 
     n_ctx: int | None = None  # 0: the model's own length; None: chosen by `choose_context`
     # requested number of tokens in a pass, which a plan lowers if the slots allow fewer; None: chosen together with the
@@ -198,13 +197,13 @@ class Sizes:
     # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
     kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
-    type_k: int = F16  # types of the KV cache, as ggml's numbers
+    type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: used if the computing devices support it
+    flash_attn: bool | None = False  # None: used if the compute devices support it
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
     adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
-    reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
-    pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
+    reader_bytes: int = 0  # bytes of read buffers for the threads that read mirrors
+    pools: bool = False  # True: each text is pooled into one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
     on_device: bool = False  # True: the sizes are for devices, so memory that is always in RAM is not counted
     reasons: tuple[str, ...] = ()  # sentences about the choices, for the user
@@ -212,7 +211,7 @@ class Sizes:
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
-        context length, and the errors of `read_adapter`."""
+        context length, and the same errors as `read_adapter`."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -233,8 +232,8 @@ class Sizes:
 
     @property
     def one_pass_tokens(self) -> int:
-        """Number of image tokens that must be in the same pass; 1 without a projector, or if an image may be read in
-        several passes."""
+        """Number of image tokens that must be in the same pass; 1 without a projector, or if an image may be split
+        among several passes."""
         return max(1, self.projector.one_pass_tokens if self.projector else 1)
 
     @property
@@ -257,15 +256,15 @@ class Sizes:
         return None if self.pools or self.logits_all else logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
-        """Returns True if the plan counts attention as fused; never for an architecture in NEVER_FUSED. If `flash_attn`
-        is None, attention counts as fused only on the CPU, because a device may lack the kernel."""
+        """Returns True if the plan assumes fused attention; never for an architecture in NEVER_FUSED. If `flash_attn`
+        is None, fused attention is assumed only on the CPU, because a device may lack the kernel."""
         if layout.arch in NEVER_FUSED:
             return False
         return not self.on_device if self.flash_attn is None else self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
-        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass gets its size from
-        the context. The number of sequences is lowered to what the context and the batch allow.
+        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass size is derived
+        from the context. The number of sequences is lowered to what the context and the batch allow.
 
         Raises OptionError for an impossible number of sequences.
         """
@@ -281,9 +280,10 @@ class Sizes:
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
-        must be chosen already.
+        must already have been chosen.
 
-        With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
+        With `on_device`, token embeddings are not counted, because they stay in RAM even if every layer runs on
+        devices.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
@@ -308,9 +308,9 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
 
     `cache` is the budget for experts; "auto": experts get all memory that is left.
 
-    Without a given length, the context takes at most a tenth of the free memory, or up to a quarter if every expert
-    still fits. It takes at most a quarter of a given `cache`, and is never longer than the model's own. A context of up
-    to 4,096 tokens may take more. But a context of more than 512 tokens never takes more memory than it leaves to
+    Without a given length, the context uses at most a tenth of the free memory, or up to a quarter if every expert
+    still fits. It uses at most a quarter of a given `cache`, and is never longer than the model's own. A context of up
+    to 4,096 tokens may use more. But a context of more than 512 tokens never uses more memory than it leaves to
     experts, or more than a given `cache` leaves.
 
     Without a given size, the KV cache has room for all sequences at full length, or for fewer tokens if that would
@@ -378,8 +378,8 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
     """Returns the largest number of snapshots of a recurrent state that drafts can use. Returns 0 if nothing is
     drafted, or if llama.cpp cannot roll back the architecture's states.
 
-    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and attention
-    that may be fused.
+    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that
+    attention may be fused.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":
@@ -388,8 +388,9 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots for which all snapshots together occupy at most 1/SNAPSHOT_SHARE of
-    `free_bytes`. `reasons` of the result explains only this number, and is empty if no snapshots are wanted."""
+    """Returns the sizes with the number of snapshots limited, so that all snapshots together occupy at most
+    1/SNAPSHOT_SHARE of `free_bytes`. The result's `reasons` explains only this number, and is empty if no snapshots are
+    wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
     all_bytes = sizes.n_seq_max * state_bytes(layout)
@@ -433,7 +434,7 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
-    """Raises AllocationError if the KV cache of the requested context is larger than the machine's whole memory.
+    """Raises AllocationError if the KV cache of the requested context is larger than the machine's total memory.
 
     Without this check, llama.cpp would fail minutes later, or the process would be killed.
     """

@@ -63,8 +63,8 @@ class MemoryParts:
         return int(self._functions["parts_seq_pos_min"](self._memory, parts, sequence))
 
     def end(self, parts: int, sequence: int) -> int:
-        """Returns the position after the sequence's last one in these parts: the smallest for all parts; 0 if a part is
-        empty."""
+        """Returns the position after the sequence's last one in these parts: the smallest over the parts; 0 if a part
+        is empty."""
         return int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
 
     def state_bytes(self, parts: int, sequence: int) -> int:

@@ -1,4 +1,4 @@
-"""Makes paths of models that llama.cpp and its bindings can read."""
+"""Provides model paths that llama.cpp and its bindings can read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The plan of a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
+"""The plan for a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
 
 A slot holds one expert of any layer: one place in the arena of each kind of matrix (such as gate, up and down).
-`solver.make_plan` makes a plan before anything is loaded; workers receive it.
+`solver.make_plan` creates a plan before anything is loaded; workers receive it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moegguf.engine.memory import MemoryNeeds
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes
 
-NO_LIMIT = 1 << 30  # more tokens than any pass has
+NO_LIMIT = 1 << 30  # more tokens than any pass contains
 NO_NEEDS = MemoryNeeds()
 
 
@@ -33,19 +33,19 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The part of a plan for one memory (RAM or a device's): the layers that are computed there, slots and bytes."""
+    """The part of a plan for one memory (RAM or a device's): the layers that run there, slots and bytes."""
 
-    name: str | None  # ggml's name for the device; None: RAM, from which the CPU computes
-    layers: tuple[int, ...]  # layers that are computed there, at least in part
+    name: str | None  # ggml's name for the device; None: RAM, used by the CPU
+    layers: tuple[int, ...]  # layers that run there, at least in part
     n_slots: int  # slots for experts of these layers
     total_bytes: int  # bytes that the model occupies in this memory, including all slots
     available_bytes: int = 0  # bytes that this process may use in this memory
-    n_below: int = 0  # RAM only: number of slots from which slots of devices are filled
+    n_below: int = 0  # RAM only: number of slots from which the devices' slots are filled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a load: what each memory holds, the context, and the tokens of a pass."""
+    """The plan for a load: what each memory holds, the context, and the tokens of a pass."""
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int
@@ -56,17 +56,17 @@ class Plan:
     # memory
     needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be taken back
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be rolled back
     n_batch: int = 512
     kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
-    # maximum number of tokens in a pass that a device computes from slots if some expert has no slot; longer prompts
-    # are staged or split
+    # maximum number of tokens in a pass that a device runs from slots if some expert has no slot; longer prompts are
+    # staged or split
     slot_tokens: int = NO_LIMIT
     n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     whole_layers: tuple[int, ...] = ()  # layers whose experts are all on a device as plain weights, without slots
-    n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute; -1: every layer
+    n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer
     # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided
     tensor_split: tuple[float, ...] | None = None
     # True: the largest pass is evaluated during the load, so that backends allocate all their memory then
@@ -82,12 +82,12 @@ class Plan:
 
     @property
     def on_devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts of the plan for devices; empty if no device computes layers."""
+        """The parts of the plan for devices; empty if no layer runs on a device."""
         return self.memories[:-1]
 
     @property
     def on_device(self) -> bool:
-        """True if a device computes layers."""
+        """True if layers run on a device."""
         return len(self.memories) > 1
 
     @property
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def layers_on(self) -> str | None:
-        """ggml's name for the device, if a device computes layers and all slots are in RAM; otherwise None."""
+        """ggml's name for the device, if layers run on a device and all slots are in RAM; otherwise None."""
         return self.on_devices[0].name if self.on_device and self.device is None else None
 
     @property
     def devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts for all devices, and RAM's part if the CPU computes layers with experts. Empty if layers are not
+        """The parts for all devices, and RAM's part if layers with experts run on the CPU. Empty if layers are not
         divided among several memories."""
         if self.tensor_split is None:
             return ()
@@ -110,18 +110,19 @@ class Plan:
 
     @property
     def n_slots(self) -> int:
-        """Number of slots from which layers compute, on devices and in RAM. Slots in RAM that only fill slots of
-        devices do not count."""
+        """Number of slots that layers read experts from, on devices and in RAM. Slots in RAM that only fill slots of
+        devices are not counted."""
         return sum(part.n_slots for part in self.memories)
 
     @property
     def device_slots(self) -> int:
-        """Number of slots on devices. If no device has slots, the number of slots in RAM from which layers compute."""
+        """Number of slots on devices. If no device has slots, the number of slots in RAM that layers read experts
+        from."""
         return sum(part.n_slots for part in self.on_devices) if self.device else self.n_slots
 
     @property
     def n_ram_slots(self) -> int:
-        """Number of slots in RAM from which slots of devices are filled."""
+        """Number of slots in RAM from which the devices' slots are filled."""
         return self.ram.n_below
 
     @property
@@ -136,7 +137,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the model occupies in RAM if a device computes layers; 0 if no device computes."""
+        """Bytes that the model occupies in RAM if layers run on a device; otherwise 0."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property
@@ -151,8 +152,8 @@ class Plan:
 
     @property
     def expert_cache_bytes(self) -> int:
-        """Bytes of slots in RAM, as a value for the option expert_cache: the slots from which the CPU computes layers,
-        and the slots from which slots of devices are filled."""
+        """Bytes of slots in RAM, as a value for the option expert_cache: slots for experts that run on the CPU, and
+        slots that fill the devices' slots."""
         return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
 
     @property
@@ -167,8 +168,8 @@ class Plan:
         return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
-        """Returns `layout` with only the experts outside `whole_layers` as experts. The experts in `whole_layers` count
-        as dense weights."""
+        """Returns `layout` with only the experts outside `whole_layers` as experts. The experts in `whole_layers` are
+        treated as dense weights."""
         return layout.only(layer.il for layer in layout.layers if layer.il not in self.whole_layers)
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
@@ -199,7 +200,7 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     """Returns how many slots a pass of `n_ubatch` tokens may need at once: the number of different experts that it can
     use in one layer.
 
-    streams: True if experts without a slot are streamed, so that only the experts of one token need slots.
+    streams: True if experts without a slot are streamed, so only the experts of one token need slots.
     """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
@@ -211,13 +212,13 @@ def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough, at least 1; NO_LIMIT if
-    there is no limit.
+    """Returns the largest number of tokens that a pass may have with `n_slots` slots, at least 1; NO_LIMIT if there is
+    no limit.
 
-    streams: True if experts without a slot of their own are streamed or staged, so that there is no limit.
+    streams: True if experts without a slot of their own are streamed or staged, so there is no limit.
 
-    slot_tokens: maximum number of tokens in a pass if some expert has no slot. The device would not compute larger
-    passes as it does with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).
+    slot_tokens: maximum number of tokens in a pass if some expert has no slot. For larger passes, the device would not
+    use the same operations as with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT

@@ -1,16 +1,16 @@
-"""Keeps computed contexts on disk, so that only the rest of a prompt is computed if its beginning is kept. Kept
-contexts outlast the process that computed them.
+"""Keeps computed contexts on disk, so that only the rest of a prompt is evaluated if its beginning is kept. Kept
+contexts outlive the process that computed them.
 
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
 that change results, the owner, and all tokens up to the block's end. So sequences of one owner with the same beginning
 share blocks. At the end of a prompt or an answer, the tokens after the last full block are kept, too. llama.cpp writes
-and reads a block as the state of a sequence that has only the block's cells. A block that would end within an image
-ends after the image instead, and its name depends on the image's hash.
+and reads a block as the state of a sequence that contains only the block's cells. A block that would end within an
+image ends after the image instead, and its name depends on the image's hash.
 
 Cells of sliding windows are separate blocks: a sequence can continue if the blocks of the last window are kept. A
 recurrent state cannot be cut, so states are kept only at the ends of some prefixes. A state's name, like a block's, is
 a hash of all tokens before it. A sequence continues after the longest prefix for which the state and all blocks are
-kept. The distance between two states follows from their cost (`StateCost`). A sequence in memory that must lose tokens
+kept. The distance between two states depends on their cost (`StateCost`). A sequence in memory that must lose tokens
 also goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory
 of a sequence is kept as a state.
 """
@@ -59,13 +59,13 @@ BLOCK_TOKENS = 64
 # Sequence id for temporary copies. A context with MAX_SEQUENCES sequences uses this id, too, so it gets no prefix
 # cache.
 SCRATCH = MAX_SEQUENCES - 1
-# limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
+# limit on the bytes that are waiting to be written; the first block, or a state at an end, may exceed this limit
 MOST_QUEUED_BYTES = 64 << 20
-MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
-STEP_COST = 0.05  # time spent keeping states, as a share of the time for computing tokens (a target: `StateCost.step`)
-STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may occupy
-FORMAT = 2  # version of the data that is hashed into the names of blocks
-_NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
+MOST_STEP_TOKENS = 512  # maximum number of tokens between two kept states, unless `StateCost.step` needs more
+STEP_COST = 0.05  # time spent keeping states, as a share of token compute time (a target: `StateCost.step`)
+STATES_SHARE = 0.5  # share of the store's limit that one conversation's states may occupy
+FORMAT = 2  # version of the data that is hashed into block names
+_NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of block names, by kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
 # first fields of a recurrent state: number of cells, last position, number of sequences
 _RECURRENT_STATE = struct.Struct("<IiI")
@@ -98,8 +98,8 @@ class _Part:
 class _Parts:
     """Divides a sequence's tokens into parts that do not end within an image.
 
-    blocks: the full parts from the beginning on, up to the first image without a description. name: a hash of
-    everything that the parts depend on, except tokens and images.
+    blocks: the full parts, from the beginning to the first image without a description. name: a hash of everything that
+    the parts depend on, except tokens and images.
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
@@ -164,9 +164,9 @@ class PrefixCache:
         self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
         self._state_ends: dict[int, int] = {}  # {sequence: number of tokens before its last kept state}
-        self._almost_read: set[int] = set()  # sequences whose prompt lacks only its last token after the next pass
+        self._almost_read: set[int] = set()  # sequences whose prompt will lack only its last token after the next pass
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
-        self._queued: dict[str, int] = {}  # {name of a block that waits to be written: its bytes}
+        self._queued: dict[str, int] = {}  # {name of a block that is waiting to be written: its size in bytes}
         self._lock = threading.Lock()  # guards `_queued`
         self.behind = set[int]()  # sequences with blocks that were not written because too many bytes were waiting
         self._fill_held = False
@@ -185,8 +185,8 @@ class PrefixCache:
 
     @property
     def name(self) -> str:
-        """A hash of everything on which computed bits depend, except tokens and images: model, build, processor,
-        devices and options."""
+        """A hash of everything that affects computed bits, except tokens and images: model, build, processor, devices
+        and options."""
         return self._root
 
     def restore(
@@ -234,7 +234,7 @@ class PrefixCache:
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
         """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be cut there, the
-        sequence goes back to the nearest earlier end for which the state or window is kept, or is emptied. Returns the
+        sequence goes back to the nearest earlier position whose state or window is kept, or is emptied. Returns the
         number of tokens that the sequence then has."""
         with self._context.lock:
             if self._context.cut(n_tokens, sequence):
@@ -249,8 +249,8 @@ class PrefixCache:
 
     def copy(self, source: int, target: int, tokens: Tokens, n_held: int, owner: str = "") -> int:
         """Copies `tokens`, the beginning of the sequence `source`, to the sequence `target`. If not all of them can be
-        copied, copies the longest prefix for which the necessary states and windows are kept. `target` has the first
-        `n_held` tokens before the call. Returns how many of `tokens` it has afterwards."""
+        copied, copies the longest prefix for which the necessary states and windows are kept. Before the call, `target`
+        already has the first `n_held` tokens. Returns how many of `tokens` it has after the call."""
         if self._context.copy(source, target, len(tokens)):
             return len(tokens)
         if not self._needs_more_than_cells:
@@ -269,7 +269,7 @@ class PrefixCache:
             return n_now
 
     def pass_tokens(self, sequence: int, n_held: int, n_pending: int, n: int) -> int:
-        """Returns how many tokens of a prompt the next pass computes: `n`, or fewer. `n_pending` tokens follow the
+        """Returns how many tokens of a prompt the next pass evaluates: `n`, or fewer. `n_pending` tokens follow the
         first `n_held`.
 
         The number is lower if states are kept and the pass would reach the end of a prompt of more than BLOCK_TOKENS
@@ -287,8 +287,8 @@ class PrefixCache:
 
     @property
     def form(self) -> str:
-        """The kinds of data that are kept, in words: "whole states", or "blocks", possibly followed by "and windows"
-        and "and states"."""
+        """The kinds of data that are kept, as text: "whole states", or "blocks", possibly followed by "and windows" and
+        "and states"."""
         if not self._has_cells:
             return "whole states"
         kept = ["blocks"]
@@ -326,7 +326,7 @@ class PrefixCache:
 
     def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
         """Queues for writing the sequence's blocks that are not kept yet, and its state if one is due. `tokens` are all
-        its tokens; the last `n_new` were just computed.
+        its tokens; the last `n_new` were just evaluated.
 
         goes_on: False at the end of a prompt or an answer, where a later prompt may continue. The tokens after the last
         full block are then written, too.
@@ -357,7 +357,7 @@ class PrefixCache:
             self._pool.submit(self._store.touch, [block.name for block in blocks])
 
     def close(self) -> None:
-        """Waits until the queued blocks are written, and ends the writing thread. A second call does nothing."""
+        """Waits until the queued blocks have been written, and stops the writer thread. A second call does nothing."""
         self._pool.shutdown()
 
     # Restoring a sequence.
@@ -467,7 +467,7 @@ class PrefixCache:
         return False
 
     def _wait_for(self, names: Sequence[str]) -> None:
-        """Waits until none of these blocks is queued for writing any more."""
+        """Waits until none of these blocks is still queued for writing."""
         if any(name in self._queued for name in names):
             self._pool.submit(lambda: None).result()
 
@@ -481,7 +481,7 @@ class PrefixCache:
             n_done = min(n_added, read.fill())
         if n_done < len(parts):
             self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
-            for unusable in parts[n_done:]:  # deleted, so that they are written again
+            for unusable in parts[n_done:]:  # deleted, so that they are rewritten
                 self._store.delete(_name(kind, unusable))
         self._pool.submit(self._store.touch, [_name(kind, part) for part in parts[:n_done]])
         return n_done
@@ -526,7 +526,7 @@ class PrefixCache:
 
     def _keep_block(self, kind: int, sequence: int, part: _Part) -> bool:
         """Queues all cells of a sequence to be written as the block of `part`. Returns False if llama.cpp cannot write
-        the cells, if they are not the part's cells, or if too many bytes already wait to be written."""
+        the cells, if they are not the part's cells, or if too many bytes are already waiting to be written."""
         n_bytes = self._memory.state_bytes(kind, sequence)
         if not self._has_queue_for(n_bytes):
             self.behind.add(sequence)
@@ -546,7 +546,8 @@ class PrefixCache:
             return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
 
     def _put(self, name: str, about: About, data: memoryview, written: Callable[[float], object] = float) -> None:
-        """Queues a block to be written. written: called by the writing thread with the seconds that writing took."""
+        """Queues a block to be written. written: called by the writer thread with the time that writing took, in
+        seconds."""
 
         def write() -> None:
             begin_s = time.perf_counter()
@@ -594,19 +595,19 @@ class PrefixCache:
 
 
 class StateCost:
-    """Chooses the distance between kept states, based on the time and the disk space that they take."""
+    """Chooses the distance between kept states, based on the time and disk space that keeping them costs."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._eval_s = self._pass_s = 0.0  # total seconds of all passes, and seconds of the last one
         self._n_pass = 0  # tokens of the last pass
-        self._token_s = 0.0  # seconds to compute a token of a prompt; 0: not known yet
-        self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet
+        self._token_s = 0.0  # seconds to compute one prompt token; 0: not known yet
+        self._byte_s = 0.0  # seconds to keep one byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has spent computing
-        so far."""
-        if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
+        """Records that a pass evaluated `n_new` tokens of a sequence. eval_s: the context's total compute time so far,
+        in seconds."""
+        if eval_s != self._eval_s:  # another pass has run, so the previous pass's token count is complete
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
             self._pass_s = eval_s - self._eval_s
@@ -614,7 +615,7 @@ class StateCost:
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
-        """Notes how long copying and writing a state of `n_bytes` bytes took."""
+        """Records how long it took to copy and write a state of `n_bytes` bytes."""
         self._byte_s = seconds / n_bytes
 
     def step(self, n_bytes: int, n_tokens: int) -> int:
@@ -690,14 +691,14 @@ def _hash(*parts: str | bytes) -> str:
 
 
 def _n_streams(llm: UpstreamLlama) -> int:
-    """Returns the number of streams into which the KV cache is divided. With more than one, each sequence has its own
+    """Returns the number of streams that the KV cache is divided into. With more than one, each sequence has its own
     cells, which llama.cpp can only copy as a whole to another sequence."""
     params = llm.context_params
     return 1 if params.kv_unified else int(params.n_seq_max)
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
-    """Returns a hash of everything on which blocks depend, except owner, tokens and images: model, build, processor,
+    """Returns a hash of everything that blocks depend on, except owner, tokens and images: model, build, processor,
     devices and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector

@@ -28,7 +28,7 @@ from moegguf.text import to_utf8
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
-PLACEHOLDER = -1  # stands for an image's token; no token of any model has this id
+PLACEHOLDER = -1  # stands for an image token; no token of any model has this id
 STEP_BYTES = 64 << 10
 MAX_JPEG_SEGMENTS = 4096  # maximum number of markers that are read to find the first frame
 JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # markers of the kinds of frames that are decoded; 0xC2 is progressive
@@ -72,7 +72,7 @@ class ImageSpan:
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
     """A prompt in which texts and images alternate, beginning and ending with a text. `tokens` holds the tokens of
-    texts and images; `spans` holds the places of the images' tokens, which are PLACEHOLDERs."""
+    texts and images; `spans` locates the image tokens, which are PLACEHOLDERs."""
 
     texts: tuple[str, ...]
     images: tuple[Image, ...]
@@ -114,7 +114,7 @@ class Projector:
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
         """Returns the prompt of `texts` with one of `images` between each pair of neighbouring texts, so there is one
-        image fewer than texts. Decodes no image. Raises OptionError."""
+        fewer image than texts. Does not decode the images. Raises OptionError."""
         chunks = self._tokenized(texts, images)
         try:
             tokens, spans = self._read_chunks(chunks, images)
@@ -213,8 +213,8 @@ class Projector:
         if not with_pixels:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
         data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
-        # Half of DECODED_BYTES is for inflated data, and half for pixels. Each row of a PNG file has one more byte: its
-        # filter.
+        # Half of DECODED_BYTES is for inflated data, and half for pixels. Each row of a PNG file has one additional
+        # byte: its filter.
         if has_end(image.data) and inflates_within(image.data, DECODED_BYTES // 2 + image.height):
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
@@ -245,7 +245,7 @@ class ContextImages:
         self.spans: list[ImageSpan] = []
 
     def truncate(self, n_tokens: int) -> None:
-        """Forgets the images that do not end within the first `n_tokens` tokens."""
+        """Discards the images that do not end within the first `n_tokens` tokens."""
         self.spans = [span for span in self.spans if span.end <= n_tokens]
 
     def position(self, n_tokens: int) -> int:
@@ -268,8 +268,8 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Returns False for a JPEG or GIF file without its end marker, and for a JPEG file without a frame that can be
-    decoded. Returns True for all other files.
+    """Returns False for a JPEG or GIF file that lacks its end marker, and for a JPEG file that has no decodable frame.
+    Returns True for all other files.
 
     stb_image does not report a missing end, and fills in the missing pixels.
     """

@@ -1,6 +1,6 @@
 """Keeps the ids of the experts that the last token of a model's latest prompt used, in the folder of computed contexts.
 
-These experts are prefetched when the model is loaded again, so that a continued conversation waits for fewer experts.
+These experts are prefetched when the model is reloaded, so that a continued conversation waits for fewer experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RecentExperts(RoutingListener):
     """Keeps the recent experts of one model in the block `name`.
 
     The constructor prefetches the kept experts; it is called before the weights are read. Between `begin` and `end`,
-    the object notes the experts of the last token of each pass.
+    the object records the experts that the last token of each pass used.
     """
 
     listen_options = ListenOptions(lazy=True)
@@ -26,22 +26,22 @@ class RecentExperts(RoutingListener):
     def __init__(self, session: Session, store: KvBlockStore) -> None:
         self._session = session
         self.name = f"{header_digest(session.layout.shards)}-experts"
-        self._used = dict[int, list[int]]()  # {layer: experts that the last noted token used}
+        self._used = dict[int, list[int]]()  # {layer: experts that the last recorded token used}
         if store.holds(self.name) and (found := store.read(self.name)) is not None:
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
     def begin(self) -> None:
-        """Starts noting experts before a prompt is computed. A second call changes nothing."""
+        """Starts recording experts before a prompt is evaluated. A second call does nothing."""
         self._session.listeners.remove(self)
         self._session.listeners.add(self)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Notes the experts that the last token of the event uses in its layer."""
+        """Records the experts that the event's last token uses in the event's layer."""
         self._used[event.il] = event.expert_ids[-1].tolist()
 
     def end(self) -> memoryview | None:
-        """Stops noting experts after a prompt. Returns the bytes to store in the block `name`; None if nothing was
-        noted."""
+        """Stops recording experts after a prompt. Returns the bytes to store in the block `name`; None if nothing was
+        recorded."""
         self._session.listeners.remove(self)
         used, self._used = sorted(self._used.items()), {}
         pairs = [(il, expert) for il, experts in used for expert in experts]

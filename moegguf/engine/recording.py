@@ -22,8 +22,8 @@ COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_n
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The path of a recording's file. inputs: True if the routers' inputs are also recorded (float16, n_embd per token
-    and layer)."""
+    """The path of the trace file to record. inputs: True if the routers' inputs are also recorded (float16, n_embd per
+    token and layer)."""
 
     path: str | os.PathLike[str]
     inputs: bool = False
@@ -60,7 +60,8 @@ class Recording(Recorder):
         atexit.register(self.close)  # completes the file when Python exits, if the model is never closed
 
     def discard(self) -> None:
-        """Ends the recording without a file; an earlier file at the path remains. Does nothing after close()."""
+        """Stops the recording and deletes the unfinished file; an earlier file at the path remains. Does nothing after
+        close()."""
         self._end()
         super().discard()
 

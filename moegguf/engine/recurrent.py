@@ -2,8 +2,8 @@
 llama.cpp can roll it back.
 
 A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A snapshot is the state before one of
-the last tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the
-keys of tokens instead (src/llama-kv-cache-dsv4.cpp).
+the last tokens, so these tokens can be rolled back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the keys of
+tokens instead (src/llama-kv-cache-dsv4.cpp).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
 # Architectures, grouped by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except
-# every n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no
-# state.
+# every n-th one, or the layers without key/value heads. Nemotron's layers with a feed-forward part have no state.
 EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
 INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 WITHOUT_HEADS = frozenset((
@@ -24,7 +23,7 @@ WITHOUT_HEADS = frozenset((
 ))  # fmt: skip
 DEEPSEEK4 = "deepseek4"
 # Architectures whose sequences must not share cells. DeepSeek V4 compresses the keys of each sequence separately.
-# qwen4exp may choose a part of a block of tokens. The choice depends on the order of cells, which is the order of
+# qwen4exp may choose only part of a block of tokens. The choice depends on the order of cells, which is the order of
 # tokens only if no other sequence has cells in between.
 OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
 ROLLBACK_ARCHS = frozenset((
@@ -33,7 +32,7 @@ ROLLBACK_ARCHS = frozenset((
 ))  # fmt: skip
 """Architectures for which llama.cpp's llm_arch_supports_rs_rollback returns true."""
 FLOAT_BYTES = 4
-STEP_TOKENS = 256  # the number of cells of a KV cache is a multiple of this number
+STEP_TOKENS = 256  # a KV cache's number of cells is a multiple of this number
 COMPRESSED = 4  # tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys
 WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every token reads all of these keys
 
@@ -51,8 +50,8 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the size in bytes of a row of `n` numbers of this type. A last block that the row fills only partly is
-    counted in full."""
+    """Returns the size in bytes of a row of `n` numbers of this type. A partially filled last block is counted in
+    full."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 
@@ -87,7 +86,7 @@ def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
 
 
 def attention_layers(layout: ExpertLayout) -> list[int]:
-    """Returns the indices of the layers that have a KV cache, including the layers of loaded heads that draft."""
+    """Returns the indices of the layers that have a KV cache, including the layers of loaded draft heads."""
     hparams = layout.hparams
     layers: Iterable[int] = range(hparams.n_layer + layout.n_layer_nextn * layout.loads_heads)
     if not is_stateful(layout):
@@ -121,7 +120,8 @@ def state_bytes(layout: ExpertLayout) -> int:
 
 
 def _ngram_floats(layout: ExpertLayout) -> int:
-    """Returns how many numbers layers with an n-gram table store in the recurrent state for the latest tokens."""
+    """Returns the number of values that the layers with an n-gram table keep in the recurrent state for the latest
+    tokens."""
     layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
     n_layers = len(layers) if isinstance(layers, tuple) else 0
     n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(layout, "ple.ngram_size")
@@ -149,7 +149,7 @@ def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
     hparams, ratios = layout.hparams, _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
     indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
-    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # heads that draft have a second context
+    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # draft heads have a second context
     n_bytes = n_layer * padded(n_ctx) * key
     n_bytes += ratios.count(COMPRESSED) * padded(-(-n_ctx // COMPRESSED)) * (key + indexed)
     return n_bytes + ratios.count(WIDE_COMPRESSED) * padded(-(-n_ctx // WIDE_COMPRESSED)) * key

@@ -1,4 +1,4 @@
-"""Changes the budgets for the experts of a loaded model, and with them the number of slots in its tiers.
+"""Changes a loaded model's budgets for experts, and thereby the number of slots in its tiers.
 
 A budget must hold the slots that the model's passes use; one slot is enough below devices. A tier never gets more slots
 than it had at load time. "auto" restores that number.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 Slots = tuple[Tier, int | None]  # a tier, and the index of a device; None: all devices of the tier
-EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if the CPU computes every layer
+EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if every layer runs on the CPU
 
 
 def set_budget(
@@ -59,9 +59,9 @@ def set_budget(
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """Limits passes to the number of tokens for which a device computes the same bits from slots as with every expert
-    in memory, and warns. Does nothing if no device has slots, if there are staging tensors, or if passes are short
-    enough."""
+    """Limits passes, with a warning, to the number of tokens for which a device produces the same bits from slots as
+    with every expert in memory. Does nothing if no device has slots, if there are staging tensors, or if passes are
+    short enough."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -97,9 +97,9 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
-    """Returns the numbers of slots in RAM for a budget. If the CPU computes every layer, these are all slots. Otherwise
-    they are the slots below devices, and the slots of the layers that the CPU computes, in the same proportion as at
-    load time.
+    """Returns the numbers of slots in RAM for a budget. If every layer runs on the CPU, these are all the slots.
+    Otherwise they are the slots below devices, and the slots of layers that run on the CPU, in the same proportion as
+    at load time.
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """

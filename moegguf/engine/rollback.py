@@ -1,4 +1,4 @@
-"""Tracks how many of its last tokens each sequence of a context can lose, if the model has a recurrent state.
+"""Tracks, for a model with a recurrent state, how many of its last tokens each sequence of a context can lose.
 
 llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch. It does not check
 that a snapshot belongs to the token that the caller names. Snapshots from before a short ubatch may remain, but are
@@ -37,10 +37,10 @@ class Rollback:
         return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
 
     def note_pass(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Notes that a pass has evaluated these tokens.
+        """Records that a pass has evaluated these tokens.
 
         Only sequences of the pass's last ubatch have snapshots then, because an ubatch moves the states of other
-        sequences. llama.cpp first computes the sequences that have one token left. It does not divide the last
+        sequences. llama.cpp first evaluates the sequences that have one token left. It does not divide the last
         `n_rs_seq` + 1 tokens of the other sequences.
         """
         self._restored.difference_update(chunk.sequence for chunk in chunks)
@@ -58,7 +58,7 @@ class Rollback:
         return self._n_back.get(sequence, 0)
 
     def note_restored(self, sequence: int) -> None:
-        """Notes that a sequence has lost tokens. The sequence can lose no more tokens until its next pass."""
+        """Records that a sequence has lost tokens. The sequence can lose no more tokens until its next pass."""
         self._n_back.pop(sequence, None)
         self._restored.add(sequence)
 
@@ -68,16 +68,17 @@ class Rollback:
         return sequence not in self._restored
 
     def note_shared(self, *sequences: int) -> None:
-        """Notes that sequences share a state. None of them can lose tokens, because the others would lose them, too."""
+        """Records that sequences share a state. None of them can lose tokens, because the others would lose them,
+        too."""
         for sequence in sequences:
             self._n_back.pop(sequence, None)
 
     def forget(self, sequence: int) -> None:
-        """Notes that a sequence is empty, or that another state was written into it."""
+        """Records that a sequence is empty, or that another state was written into it."""
         self._n_back.pop(sequence, None)
         self._restored.discard(sequence)
 
     def clear(self) -> None:
-        """Notes that every sequence is empty."""
+        """Records that every sequence is empty."""
         self._n_back.clear()
         self._restored.clear()

@@ -1,8 +1,8 @@
 """Limits the memory used by tables that are read row by row, if a memory limit counts their pages.
 
 llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. Without a memory
-limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so that
-other loads would see less free memory. In a cgroup the pages are therefore dropped before they occupy more memory than
+limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so other
+loads would see less free memory. In a cgroup the pages are therefore dropped before they occupy more memory than
 planned.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-# maximum bytes of row tables' pages in memory that a plan allows for; they count as weights
+# maximum memory, in bytes, that a plan allows for pages of row tables; it is counted as memory for weights
 ROW_PAGES_BYTES = 64 << 20
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
@@ -36,7 +36,7 @@ class RowTables:
         is_limited = bool(layout.row_tables) and read_memory().limited_by != MACHINE
         self._layout = layout
         self._tables = layout.row_tables if is_limited else ()
-        # mapped files in memory before any row is read, such as libraries
+        # bytes of mapped files, such as libraries, that are in memory before any row is read
         self._before = _mapped_bytes() if is_limited else 0
 
     def after_pass(self) -> None:
@@ -45,7 +45,7 @@ class RowTables:
             self.drop_pages()
 
     def drop_pages(self) -> None:
-        """Drops the pages from memory. Their rows are then read from the file again."""
+        """Drops the pages from memory. Later look-ups reread the rows from the file."""
         for table in self._tables:
             shard = self._layout.shards[table.shard]
             for begin, n_bytes in _mapped(shard.path, table):
@@ -56,12 +56,12 @@ class RowTables:
 
 
 def _mapped_bytes() -> int:
-    """Returns how many bytes of mapped files are in this process's memory now."""
+    """Returns how many bytes of mapped files are currently in this process's memory."""
     return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
 
 
 def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
-    """Yields (address, number of bytes) of each mapped range of whole pages of a table."""
+    """Yields (address, number of bytes) for each mapped range of a table's whole pages."""
     first = -(-table.offset // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (table.offset + table.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     file = os.stat(path)

@@ -9,7 +9,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
-LEAST_PASSES = 32  # minimum number of passes in an answer whose hit rate counts
+LEAST_PASSES = 32  # answers with fewer passes are ignored
 
 
 class RunHits:
@@ -21,7 +21,8 @@ class RunHits:
         self._answers = dict[float, Stats]()
 
     def add(self, answer: Stats) -> None:
-        """Counts an answer. Ignores it if it is short, if slots were still empty, or if every expert had a slot."""
+        """Adds an answer's statistics. Ignores the answer if it is short, if slots were still empty, or if every expert
+        had a slot."""
         if answer.passes >= LEAST_PASSES and answer.slots_used == answer.n_slots < answer.n_experts:
             share = round(answer.n_slots / answer.n_experts, 2)
             before = self._answers.get(share)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
-CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types of the KV cache that the attention kernels can read
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # KV cache types that the attention kernels can read
 HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
 _FLASH_OFF = 0  # value of enum llama_flash_attn_type
 # Architectures with a recurrent state whose results do not depend on the rest of a pass
@@ -49,7 +49,7 @@ class SequenceTokens:
 
     sequence: int
     tokens: Sequence[int]
-    n_past: int  # number of tokens of the sequence before these
+    n_past: int  # number of tokens that precede these in the sequence
     request: int  # number of the request in routing events
     phase: Phase
     wants_logits: bool = True  # True: the last of `tokens`, and each token of `draft`, have logits
@@ -93,7 +93,7 @@ class PassBatch:
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
         """Sets the tokens of the batch. Returns, for each chunk, the batch index of the last of its `tokens`. The
-        chunk's draft tokens follow directly.
+        chunk's draft tokens directly follow that token.
 
         position: returns the position of a sequence's token with this index.
 
@@ -119,8 +119,8 @@ class PassBatch:
 
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
-    """Returns True if a token has the same bits in a pass of any width, with any other sequences, wherever its cells
-    are.
+    """Returns True if a token's results are the same, bit for bit, in a pass of any width, with any other sequences,
+    wherever its cells are.
 
     The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). They need
     AVX2, flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of architectures
@@ -130,10 +130,10 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     return (
         has_kernels(read_processor(), read_environment().kernels)
         and not plan.on_device
-        and not gpus()  # if there is a GPU, llama.cpp may compute long prompts on it
+        and not gpus()  # if there is a GPU, llama.cpp may process long prompts on it
         and (not llm._is_stateful or arch in STATEFUL_ARCHS)
         and params.flash_attn_type != _FLASH_OFF
-        and arch != "grok"  # llama.cpp computes grok without flash attention
+        and arch != "grok"  # llama.cpp runs grok without flash attention
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)
         and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
     )

@@ -93,8 +93,8 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the number of staging tensors in each of the `n_pools` pools of a device for which the plan has
-    `n_staging`. The number is at least 1, or 0 if `n_staging` is 0."""
+    """Returns the number of staging tensors in each of a device's `n_pools` pools, if the plan has `n_staging` for the
+    device. The number is at least 1, or 0 if `n_staging` is 0."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
@@ -106,8 +106,8 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int
 
     needed: number of slots that a pass uses in a layer.
 
-    n_staging: staging tensors that are planned for the device. If there are any, every pool needs one. If the plan has
-    fewer than pools, the additional tensors take the memory of some slots.
+    n_staging: staging tensors that are planned for the device. If there are any, every pool needs one. If there are
+    more pools than planned tensors, the additional tensors use the memory of some slots.
     """
     most = most_slots(layout, part.name, part.n_slots)
     if most >= part.n_slots:
@@ -234,7 +234,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was given
+        self._dropped = set[int]()  # indices of the copies of the model's files that were already warned about
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -252,8 +252,8 @@ class Session:
             params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the hook that runs at each layer's routing, and the callback that ends a failed pass at its
-        next node."""
+        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at its next
+        node."""
         params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
         params.cb_eval_user_data = self.store.handle
         params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
@@ -262,7 +262,7 @@ class Session:
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
-        """Frees about half of the slots from which layers compute, because weights or a context did not fit into a
+        """Frees about half of the slots that layers read experts from, because weights or a context did not fit into a
         device's memory.
 
         Returns False, and frees nothing, if no device has slots or if passes need all slots.
@@ -289,8 +289,8 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns,
-        once for each copy, about copies of the model's files that are no longer read because reading them failed."""
+        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns
+        about copies of the model's files that are no longer read because reading them failed, once for each copy."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
@@ -322,7 +322,7 @@ class Session:
         )
 
     def stats(self, eval_s: float) -> Stats:
-        """Returns the counters and sizes of the store. eval_s: seconds of evaluation, which the caller has measured."""
+        """Returns the counters and sizes of the store. eval_s: evaluation time in seconds, measured by the caller."""
         counters, info = self.store.counters(), self.store.info()
         seconds: dict[str, Any] = {
             f"{name}_s": counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")
@@ -365,12 +365,10 @@ class Session:
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Returns {name of a tier: its figures}, with times in ns. The tier from which layers compute comes first.
-
-        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if there are slots
-        below it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM.
-        "VRAM" counts the lookups of the layers that devices compute. "RAM" below it counts the lookups that missed in
-        VRAM.
+        """Returns {name of a tier: its figures}, with times in ns. If no device has slots, "RAM" is the only tier.
+        Otherwise "VRAM" comes first, followed by "RAM" if slots in RAM back those in VRAM. The last entry is "CPU" if
+        some layers run on the CPU, which has separate slots for them in RAM. "VRAM" counts the lookups of layers that
+        run on devices. "RAM" after it counts the lookups that missed in VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
@@ -384,15 +382,15 @@ class Session:
 
     @property
     def _on_device(self) -> bool:
-        """True if layers compute from slots in a device's memory."""
+        """True if layers read experts from slots in a device's memory."""
         return any(device.name not in (None, CPU) for device in self.store.devices)
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """The slots from which the CPU computes layers while devices compute others; empty if there are none."""
+        """The slots of layers that run on the CPU while others run on devices; empty if there are none."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:
-        """Frees the store. Call this method after llama.cpp's context and model are freed. A second call does
+        """Frees the store. Call this method after llama.cpp's context and model have been freed. A second call does
         nothing."""
         self.store.close()

@@ -22,7 +22,7 @@ def simulated_budgets(
 ) -> dict[float, tuple[DeviceSlots, ...]]:
     """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of `shares` is a separate budget
     for one device. With a tensor_split, there is one budget for several devices: the sum of `shares`. device_links:
-    links as the user writes them. Raises the errors of `devices_of`."""
+    links as the user writes them. Raises the same errors as `devices_of`."""
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:
@@ -46,7 +46,7 @@ def devices_of(
 
     links: links from RAM, one for all devices or one for each; (): copies take no time.
 
-    Raises OptionError, BudgetError.
+    Raises OptionError or BudgetError.
     """
     n_devices, layout = len(tensor_split), layout_of(shape)
     for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):

@@ -1,15 +1,15 @@
 """The solver decides which memory holds which layers, slots, context and buffers, within the budgets of a load.
 
 `make_plan` plans the possible placements, and chooses the fastest one that is allowed and fits (`_choose`), or the
-first one if no speeds are known. In the plan of `_plan_cpu` the CPU computes everything. In the plan of `plan_layers` a
-device computes everything except the experts of some layers. In the plan of `plan_slots` devices compute from slots.
-There may be more slots in RAM below these, and the CPU may compute some layers.
+first one if no speeds are known. In the plan of `_plan_cpu`, everything runs on the CPU. In the plan of `plan_layers`,
+everything except the experts of some layers runs on a device. In the plan of `plan_slots`, layers run on devices, from
+slots. There may be more slots in RAM below these, and some layers may run on the CPU.
 
 `Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else in
-that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that answers
-read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
+that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so answers read
+fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
-The solver reads no weights, measures nothing and allocates nothing.
+The solver does not read weights, measure speeds or allocate memory.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def make_plan(
     """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some and the plan with
     them is chosen.
 
-    speeds: speeds of the only device, with which placements are compared; None: takes the first kind in KINDS_OF that
-    is allowed and fits. hits: expected hit rates; None: published ones.
+    speeds: speeds of the only device, used to compare placements; None: chooses the first kind in KINDS_OF that is
+    allowed and fits. hits: expected hit rates; None: published ones.
 
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
     """
@@ -115,7 +115,7 @@ class Task:
 
     @classmethod
     def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Makes a task from these options. Raises the errors of `Sizes.of`."""
+        """Creates a task from these options. Raises the same errors as `Sizes.of`."""
         return cls(layout, machine, spec, Sizes.of(layout, spec))
 
     @property
@@ -137,7 +137,7 @@ class Task:
 
     @property
     def n_gpu_layers(self) -> int:
-        """Number of layers that devices compute, as llama.cpp counts them; -1: every layer."""
+        """Number of layers that run on devices, as llama.cpp counts them; -1: every layer."""
         given = self.spec.n_gpu_layers
         return given if self.is_divided and given is not None else -1
 
@@ -147,7 +147,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     are impossible or that could not be better than the others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers need one undivided device. They are no use if the device has a slot for every expert.
+        # Whole layers need one undivided device. They have no advantage if the device has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -162,7 +162,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
 
 
 def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """Returns the kinds of these plans that the options allow. If there is none, raises the BudgetError of a requested
+    """Returns the kinds of these plans that the options allow. If there are none, raises the BudgetError of a requested
     kind."""
     spec = task.spec
     no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
@@ -293,8 +293,8 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory left by everything else and the margin.
-        Raises BudgetError if the memory is too small."""
+        """Returns the number of slots and the tokens of a pass for the memory that remains after everything else and
+        the margin. Raises BudgetError if the memory is too small."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
@@ -458,7 +458,7 @@ def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
 
 
 def _plan_cpu(task: Task) -> Plan:
-    """Returns the plan in which the CPU computes everything."""
+    """Returns the plan in which everything runs on the CPU."""
     layout, memory = task.layout, task.machine.memory
     streams = task.cpu_streams and slot_sizes(layout).streams
     pool = Pool(layout, task.spec.expert_cache, memory, task.sizes, streams)
@@ -496,7 +496,7 @@ def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Itera
 
 
 def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
-    """Yields a sentence if `n_bytes` of a memory are not free. where: words such as " of RAM"."""
+    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such as " of RAM"."""
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
@@ -505,18 +505,18 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
         )
 
 
-# RAM while devices compute.
+# RAM while layers run on devices.
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the estimated bytes of RAM that a model uses if a device computes all layers: token embeddings, pages of
+    """Returns the estimated bytes of RAM that a model uses if all layers run on a device: token embeddings, pages of
     row tables, logits, and `fixed_bytes`."""
     rows = layout.embedding_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
-    """Returns how many slots a budget holds in RAM while a device computes, at most one for each expert. Raises
+    """Returns how many slots a budget holds in RAM if layers run on a device, at most one for each expert. Raises
     BudgetError if the budget holds no expert."""
     free_bytes = ram.available_bytes - ram.margin - host_bytes(layout, n_ubatch)
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
@@ -529,12 +529,11 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
 
 
 def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
-    """Divides `total` slots in RAM. Returns (slots for layers that the CPU computes, slots from which devices fill
-    their own slots).
+    """Divides `total` slots in RAM. Returns (slots for layers that run on the CPU, slots from which devices fill their
+    own slots).
 
-    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU has at least
-    `least_on_cpu` slots. Devices get at least one of
-    the slots unless `n_below` is 0.
+    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU gets at least
+    `least_on_cpu` slots. Devices get at least one slot unless `n_below` is 0.
     """
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
@@ -545,8 +544,8 @@ def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int)
 
 
 def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
-    """Returns the sizes for a device that computes every layer, and the bytes for experts on the device. A given budget
-    is returned even if it does not fit. For "auto" the bytes are negative if the device cannot even hold everything
+    """Returns the sizes for a device that runs every layer, and the bytes for experts on the device. A given budget is
+    returned even if it does not fit. For "auto" the bytes are negative if the device cannot even hold everything
     else."""
     budget, layout = task.spec.vram_cache[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
@@ -572,9 +571,9 @@ def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
 
 
 def plan_layers(task: Task) -> Plan:
-    """Returns the plan in which a device computes everything except the experts of the first layers. The CPU computes
-    these experts from slots in RAM. The experts of as many of the last layers as fit are on the device, as are all
-    other weights.
+    """Returns the plan in which everything except the experts of the first layers runs on a device. These experts run
+    on the CPU, from slots in RAM. The experts of as many of the last layers as fit are on the device, as are all other
+    weights.
 
     Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """
@@ -600,7 +599,7 @@ def plan_layers(task: Task) -> Plan:
     if on_device > device.free_bytes:
         raise BudgetError(
             f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
-            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or take placement"
+            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or use placement"
             " 'cpu'."
         )
     reasons = (
@@ -624,16 +623,17 @@ def plan_layers(task: Task) -> Plan:
 
 
 def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
-    """Returns the index of the device that computes each layer, or ON_CPU (llama-model.cpp, load_tensors).
+    """Returns the index of the device that runs each layer, or ON_CPU (llama-model.cpp, load_tensors).
 
-    Layers go to devices in order, as llama.cpp splits a model. Devices compute the last `n_gpu_layers` layers, and the
-    output counts as the very last one; -1: every layer and the output. n_layer: number of layers that llama.cpp counts.
+    Layers go to devices in order, as llama.cpp splits a model. The last `n_gpu_layers` layers run on devices, and the
+    output is counted as the last one; -1: every layer and the output. n_layer: number of layers that llama.cpp counts.
     Raises OptionError for an invalid split.
     """
     split = np.asarray(tensor_split, np.float32)
     if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
         raise OptionError(
-            f"tensor_split is {list(tensor_split)}, but must have a number for each device, 0 or more, and one above 0."
+            f"tensor_split is {list(tensor_split)}, but must have a number for each device, each 0 or more and at"
+            " least one above 0."
         )
     bounds = np.cumsum(split, dtype=np.float32)
     bounds /= bounds[-1]
@@ -644,8 +644,8 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
 
 
 def count_layers(layout: ExpertLayout) -> int:
-    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. Layers of multi-token prediction count, the
-    output does not."""
+    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. This includes multi-token-prediction
+    layers, but not the output."""
     n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
@@ -653,8 +653,8 @@ def count_layers(layout: ExpertLayout) -> int:
 def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
     """Divides `total` slots among several devices in proportion to `shares`.
 
-    No device gets more than its number in `most`; the other devices get the slots that are left. If there are enough
-    slots, each device gets at least `least`, or its `most` if that is smaller.
+    No device gets more than its entry in `most`; the other devices get the remaining slots. If there are enough slots,
+    each device gets at least `least`, or its `most` if that is smaller.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
@@ -713,7 +713,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     plan `without`.
 
     Several tensors are better if they occupy at most STAGING_SHARE of the memory for experts. One tensor is better if a
-    typical request then moves fewer bytes than without staging, where prompts are read in short passes so that slots
+    typical request then moves fewer bytes than without staging, where prompts are split into short passes so that slots
     give exact results. If slots hold one token's experts in all layers without staging, they must also hold them with
     staging. `without` is None if there is no plan without staging.
     """
@@ -734,7 +734,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
 
 
 class _SlotsPlanner:
-    """Makes a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
+    """Creates a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
 
     Raises BudgetError, and OptionError for a split or budgets that do not fit the devices.
     """
@@ -800,7 +800,7 @@ class _SlotsPlanner:
 
     def _bytes_by_layer(self) -> list[int]:
         """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
-        and an equal share of the weights that belong to no layer. The output does not count."""
+        and an equal share of the weights that belong to no layer. The output is not included."""
         layout, needs, n_layer = self._layout, self._needs, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
@@ -862,8 +862,8 @@ class _SlotsPlanner:
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
             raise OptionError(
-                f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which puts no layer with"
-                " experts on one; give more, or leave vram_cache out."
+                f"vram_cache needs a layer with experts on a device, but n_gpu_layers {n_gpu_layers} puts none there;"
+                " give a larger n_gpu_layers, or leave vram_cache out."
             )
         return split, on
 
@@ -891,8 +891,8 @@ class _SlotsPlanner:
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the number of slots of each device, which computes these layers. If all devices share one budget,
-        slots for which a device has no memory go to the others."""
+        """Returns each device's number of slots. `layers` lists the layers of each device. If all devices share one
+        budget, slots that do not fit on a device go to the others."""
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._bytes_without_slots(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:
@@ -928,7 +928,8 @@ class _SlotsPlanner:
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
-        """Returns (slots of layers that the CPU computes, slots that fill slots of devices), in proportion to experts.
+        """Returns (slots of layers that run on the CPU, slots from which the devices' slots are filled), in proportion
+        to experts.
 
         Raises BudgetError if there are too few slots.
         """

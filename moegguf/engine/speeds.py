@@ -33,8 +33,8 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # total seconds for measuring one figure, over all turns
-TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
+SECONDS = 0.06  # total seconds spent measuring one figure, over all turns
+TURNS = 3  # measurements of each figure, spread over time: other programs run in bursts, and only make figures worse
 DENSE_BYTES = 4 * MIB  # approximate bytes of the matrix that represents the weights of one type outside experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside experts are not measured
 # bytes of the slots on the device, which are used in turn so that caches do not help; in RAM, the minimum
@@ -42,9 +42,9 @@ POOL_BYTES = 96 * MIB
 CACHES = 4  # the CPU's slots have at least this many times the bytes of its last-level cache, if enough memory is free
 MOST_SLOTS = 1024
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # a text like "32768K"
-GRAPH_SHARE = 0.85  # assumed speed of all kernels of a model together, as a share of the measured speed
+GRAPH_SHARE = 0.85  # assumed combined speed of a model's kernels, as a share of the measured speed
 DISK_S = 0.15
-MEASURING_S = 120  # time limit of the measuring process in seconds
+MEASURING_S = 120  # time limit of the measurement process in seconds
 MOST_BLOCK_BYTES = 8 << 20
 SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: about half of PCIe 4 x16
 # assumed for a device that could not be measured: the slowest card with published figures
@@ -81,7 +81,7 @@ class KnownSpeeds:
 
     def speeds_apart(self, device: Device) -> Speeds:
         """Returns the same result as `speeds`, with the same errors, but measures in a separate process, because a
-        driver reserves device memory for every process that computes there."""
+        driver reserves device memory for every process that uses the device."""
         if known := self.known(device):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), self._n_threads, self._repack])
@@ -132,8 +132,8 @@ def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
     """Returns the disk's speed for reads as large as the largest expert matrix of this model, at most MOST_BLOCK_BYTES.
-    As many threads read as a store has readers. With mirrors, all copies are read at the same time, and their speeds
-    are added. Raises ModelNotFoundError."""
+    Reads with as many threads as a store has readers. With mirrors, reads all copies at the same time and adds their
+    speeds. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 
@@ -146,7 +146,7 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """Makes speeds from a dictionary that `asdict` has returned. Raises one of the exceptions in DAMAGED if the facts
+    """Creates the speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts
     are damaged."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
@@ -154,9 +154,9 @@ def _speeds_of(facts: dict[str, Any]) -> Speeds:
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
     """Measures the speeds with copies of an expert of the model's largest layer. device: ggml's name.
 
-    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and needs
-    slots of about POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and
-    OptionError if the device has no kernel for these experts.
+    Each figure is the best of TURNS measurements. The measurement takes a few seconds, and needs slots of about
+    POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and OptionError if the
+    device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
@@ -210,8 +210,8 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
 
 
 def cpu_pool_bytes(usable_bytes: int) -> int:
-    """Returns the size in bytes of the slots with which the CPU is measured: POOL_BYTES, or CACHES times its last-level
-    cache if that is more. The limit is a quarter of the usable bytes."""
+    """Returns the size in bytes of the slots that are used to measure the CPU: POOL_BYTES, or CACHES times its
+    last-level cache if that is more. The limit is a quarter of the usable bytes."""
     wanted = POOL_BYTES
     with suppress(OSError, ValueError):
         wanted = max(wanted, CACHES * parse_size(LAST_CACHE.read_text()))
@@ -221,7 +221,7 @@ def cpu_pool_bytes(usable_bytes: int) -> int:
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
     """Returns a struct moegguf_speeds with the best value of each figure in `turns`.
 
-    Bandwidth and latency of copies belong together: the best pair copies `token_bytes` in the shortest time.
+    The bandwidth and latency of copies come from the same turn: the one that copies `token_bytes` in the shortest time.
     """
     best = abi.Speeds()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns"):

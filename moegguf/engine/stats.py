@@ -1,4 +1,5 @@
-"""Counters and times of one model since its load: `later - earlier` has the counters of the interval in between."""
+"""Counters and times of one model since its load: `later - earlier` gives the counters of the interval between the
+two."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Lookups:
     """Figures of slots since the load.
 
     A lookup is one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not
-    read, and the choices of several tokens count as distinct.
+    read, and the choices of several tokens are counted as distinct.
 
     Attributes:
         lookups: experts that passes needed.
@@ -66,9 +67,9 @@ class Lookups:
 class TierStats(Lookups):
     """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
 
-    "CPU" stands for the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's
-    name for the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the
-    lookups that missed in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
+    "CPU" stands for the slots of layers that a device leaves to the CPU. `device` is ggml's name for the device that
+    reads experts from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the lookups that missed
+    in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
     """
 
     name: str
@@ -76,7 +77,7 @@ class TierStats(Lookups):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name and the device, by which the same tier is found in an earlier `Stats`."""
+        """The name and the device, which identify the same tier in an earlier `Stats`."""
         return self.name, self.device
 
 
@@ -94,7 +95,7 @@ class DriveStats:
 
     @property
     def key(self) -> str:
-        """The name, by which the same copy is found in an earlier `Stats`."""
+        """The name, which identifies the same copy in an earlier `Stats`."""
         return self.name
 
 
@@ -102,14 +103,14 @@ class DriveStats:
 class Stats(Lookups):
     """Figures of one model since its load, in seconds and bytes.
 
-    Lookups and slots are the figures of the tier from which layers compute.
+    Lookups and slots are the figures of the tier that layers read experts from.
 
     Attributes:
         tokens: evaluated tokens.
         passes: evaluated passes.
         reads: reads of the file.
         read_retries: reads that failed and were repeated.
-        read_errors: reads that failed for good.
+        read_errors: reads that failed permanently.
         prefetch_requested: experts that were requested ahead of their use.
         prefetch_started: prefetches whose first read began.
         prefetch_useful: prefetched experts that were complete when they were looked up.
@@ -122,7 +123,7 @@ class Stats(Lookups):
         upload_s: time of writing experts into slots, summed over threads.
         eval_s: time of all passes.
         n_experts: experts of the model, over all layers.
-        n_threads: number of threads that was last chosen for passes.
+        n_threads: number of threads last chosen for passes.
         staging_bytes: memory of the tensors in which prompts are staged on devices.
         bytes_staged: bytes that were copied into these tensors.
         staging_copy_s: time of these copies.
@@ -130,7 +131,7 @@ class Stats(Lookups):
         draft_passes: evaluations of a sequence with a draft.
         drafted_tokens: tokens of these drafts.
         accepted_tokens: drafted tokens that were then also sampled.
-        tiers: figures of each tier; the tier from which layers compute comes first.
+        tiers: figures of each tier, beginning with the tier that layers read experts from.
         drives: figures of each copy of the file, if the model has mirrors.
     """
 
@@ -176,7 +177,7 @@ class Stats(Lookups):
 
     @property
     def in_vram(self) -> bool:
-        """True if layers compute from slots in a device's memory."""
+        """True if layers read experts from slots in a device's memory."""
         return bool(self.tiers) and self.tiers[0].name == VRAM
 
     @property
@@ -216,12 +217,12 @@ class Stats(Lookups):
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds per token during which computing waited for experts, on the CPU or on a device."""
+        """Seconds per token that computation spent waiting for experts, on the CPU or on a device."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds per token of the store's work at routers, without stalls."""
+        """Seconds per token that the store spent working at routers, without stalls."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
@@ -232,15 +233,15 @@ class Stats(Lookups):
     @property
     def staging_overlap(self) -> float:
         """Share of the staging copies' time during which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
-        below 0. Waiting for the reads before the copies counts, too. 0.0 if there were no copies."""
+        below 0. Includes waiting for the reads before the copies. 0.0 if there were no copies."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computing and copying the missed bytes would need in sequence at this link speed, as a
+        """Returns the time that computation, followed by copying the missed bytes at this link speed, would take, as a
         share of the measured time.
 
         1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
-        computed. The time of computing is the evaluation time without stalls; the share is (compute + bytes missed /
+        running. The compute time is the evaluation time without stalls; the share is (compute + bytes missed /
         link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
@@ -261,9 +262,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. PRESENT_VALUES
-    stay unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or
-    copy."""
+    """Returns `now` with each counter combined, by `operator`, with the same counter of `before`. PRESENT_VALUES stay
+    unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or copy."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

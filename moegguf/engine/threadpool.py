@@ -1,9 +1,9 @@
-"""The compute threads of one context: a ggml thread pool, and the choice of how many of its threads compute.
+"""The compute threads of one context: a ggml thread pool, and the choice of how many of its threads run.
 
 Without this pool, a build without OpenMP would create and destroy threads for every part of a graph. The expert hook
 splits the graph at every layer, so a tiny model would run at a tenth of its speed. OpenMP keeps its own threads between
-parts. With OpenMP the pool only fixes the number of parts into which sums are divided (patches/fixed-partitions.patch).
-So results have the same bits when fewer threads compute.
+parts. With OpenMP, the pool only fixes the number of parts that sums are divided into (patches/fixed-partitions.patch).
+So results have the same bits when fewer threads run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moegguf.engine.machine import ProcessorUse
 from moegguf.errors import AllocationError
 from moegguf.native import library
 
-PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
-PERIOD_S = 0.25  # minimum seconds between decisions; the system counts processor time in steps of 0.01 s
-IDLE_S = 0.25  # seconds without a pass, after which the measured use of processors is ignored
-MEMORY_S = 10.0  # seconds for which a measured time per token is valid
+PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: at least 528 bytes
+PERIOD_S = 0.25  # minimum seconds between decisions; the system counts CPU time in steps of 0.01 s
+IDLE_S = 0.25  # the measured processor use is ignored after this many seconds without a pass
+MEMORY_S = 10.0  # seconds for which a measured time per token remains valid
 # a different number of threads is used if its time per token is below this share of the time with as many threads as
 # free processors
 GAIN = 0.95
 # use of a processor by other processes, as a share: above 0.4 the processor loses its compute thread, and below 0.25 it
-# gets one again
+# regains one
 LOWER_AT, RAISE_AT = (0.4, 0.25)
 
 
@@ -60,7 +60,7 @@ class Threadpool:
         return pool
 
     def close(self) -> None:
-        """Ends the threads. A second call does nothing."""
+        """Stops the threads. A second call does nothing."""
         while self._pools:
             self._free(self._pools.pop())
 
@@ -72,17 +72,17 @@ class ThreadGovernor:
     number.
 
     Compute threads wait for each other after every operation. If one of them shares a processor with another process,
-    all wait for time slices of the scheduler, hundreds of times per token. Fewer threads are then faster, up to a
-    hundred times for a small model. Counts of involuntary context switches do not show this, because a thread that
-    waits for a descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict,
-    whatever the number of the context's own threads.
+    all of them wait for the scheduler's time slices, hundreds of times per token. Fewer threads are then faster, up to
+    a hundred times for a small model. Counts of involuntary context switches do not show this, because a thread that
+    waits for a descheduled one sleeps voluntarily. The CPU time that other processes use shows the conflict, however
+    many threads the context itself uses.
     """
 
     def __init__(self, n_cpu: int, n_max: int) -> None:
         self._n_cpu = n_cpu
         self._n_max = n_max
-        self._n_free = n_max  # number of threads that follows from the number of free processors
-        # {number of threads: (seconds per token, time of measuring)}
+        self._n_free = n_max  # number of threads derived from the number of free processors
+        # {number of threads: (seconds per token, time of the measurement)}
         self._token_s: dict[int, tuple[float, float]] = {}
         self.n_threads = n_max
 
@@ -110,7 +110,7 @@ class ThreadGovernor:
 
 
 class GovernedThreads:
-    """Adapts the number of threads with which a context computes to the processors that other processes leave free.
+    """Adapts a context's number of compute threads to the processors that other processes leave free.
 
     stall_s: returns the seconds that the context has waited for experts so far.
     """
@@ -127,18 +127,18 @@ class GovernedThreads:
 
     @property
     def n_threads(self) -> int:
-        """The number of threads that was last chosen for passes."""
+        """The number of threads last chosen for passes."""
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Chooses the number of threads again if the last choice is at least PERIOD_S old. After an idle time, only
-        starts a new measurement of other processes."""
+        """Rechooses the number of threads if the last choice is at least PERIOD_S old. After an idle period, only
+        restarts the measurement of other processes."""
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:
             return
         stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
         if now_s - self._ended_s < IDLE_S:
-            token_s = None  # seconds of computing per token; None if a pass had several tokens, or if there was no pass
+            token_s = None  # compute time per token in seconds; None after a pass of several tokens, or without a pass
             if self._decoded:
                 token_s = max(sum(self._decoded) - (stalled_s - self._stalled_s), 0.0) / len(self._decoded)
             n_threads = self._governor.decide(now_s, others, token_s)
@@ -151,7 +151,7 @@ class GovernedThreads:
         self._stalled_s, self._begun_s = stalled_s, now_s
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
-        """Notes the end of a pass, which took `seconds`. Only passes of one token are measured: any other pass (0
+        """Records the end of a pass, which took `seconds`. Only passes of one token are measured: any other pass (0
         tokens: an unknown number) discards the measurement until the next choice of threads."""
         self._ended_s = time.perf_counter()
         if n_tokens != 1:

@@ -1,5 +1,5 @@
 """Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
-process ends.
+process is lost.
 
 With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same file
 headers, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
@@ -43,18 +43,18 @@ OPTIONS = frozenset(
 N_CTX, N_BATCH, N_SLOT_TOKENS = (256, 8, 4)
 N_IMAGE_TOKENS = 1024  # additional context tokens for the trial's image; an image that does not fit is not evaluated
 MAX_IMAGE_THREADS = 4
-CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
+CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit on CPU time: CPU_S, plus one second for each 50 MiB of dense weights
 # the limit is longer for an image: the projector's weights are multiplied with each patch, at most MAX_PATCHES times
 MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30
-# limit of the whole time, which includes waiting for the disk: WALL_S, and a second for each 5 MiB of dense weights
+# limit on the total time, which includes waiting for the disk: WALL_S, plus one second for each 5 MiB of dense weights
 WALL_S, DISK_BYTES_PER_S = 90, 5 << 20
 SPARE_BYTES = 1 << 30  # the memory limit is twice the bytes that the trial needs, plus these bytes
-COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels at their first use
+COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels on first use
 POLL_S = 0.1
-# Signals that are not blamed on the file: the system ends a process for lack of memory, or a user ends it.
+# Signals that are not blamed on the file: the system kills a process for lack of memory, or a user kills it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
-NO_MEMORY = "bad_alloc"  # text of C++'s exception for lack of memory
+NO_MEMORY = "bad_alloc"  # text of the C++ exception for lack of memory
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
 TOO_LONG = "a trial load did not end within"
 NO_DAMAGE = (
@@ -87,10 +87,9 @@ def try_first(
     projector: ProjectorHeader | None = None,
 ) -> None:
     """Tries the model, with its `projector`, unless its verdict is known or trials are switched off. Calls `waiting`
-    meanwhile; an exception of `waiting` ends the trial.
-
-    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial used far
-    more memory than it should, or if the system ended it. Raises ExpertIOError if the mapped file could not be read.
+    repeatedly while the trial runs; an exception from `waiting` stops the trial. Raises ModelFormatError for a model
+    whose trial failed, now or earlier. Raises AllocationError if the trial used far more memory than it should, or if
+    the system killed it. Raises ExpertIOError if the mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
@@ -138,8 +137,8 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
     n_slots = min(N_SLOT_TOKENS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
-    # Texts are computed with one thread: several threads would spend the limited computing time on waiting for each
-    # other. An image takes seconds of computing, so up to MAX_IMAGE_THREADS threads read it.
+    # Texts are evaluated with one thread: several threads would waste the limited CPU time waiting for each other. An
+    # image takes seconds of CPU time, so up to MAX_IMAGE_THREADS threads read it.
     n_threads_batch = min(count_cpus(), MAX_IMAGE_THREADS) if projector is not None else 1
     size: dict[str, Any] = {
         "n_ctx": n_ctx, "n_batch": N_BATCH, "expert_cache": pool_bytes or "auto", "vram_cache": "", "context_store": 0,
@@ -159,7 +158,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
 
 
 def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> KnownFact:
-    """Returns the known fact that keeps the verdict: the reason why the model failed, or "" if it passed."""
+    """Returns the known fact that stores the verdict: the reason why the model failed, or "" if it passed."""
     images = header_digest((projector.shard,)) if projector is not None else None
     if adapter := options.get("lora_path"):
         options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
@@ -167,11 +166,9 @@ def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
-    """Starts the trial process and waits for its end or the time limit. The trial process also ends if this process
-    ends, because its stdin is then closed.
-
-    Raises AllocationError if the trial used far more memory than it should, or if the system ended it. Raises
-    ExpertIOError if the file could not be read.
+    """Starts the trial process and waits until it exits or reaches the time limit. The trial process also exits if this
+    process exits, because its stdin is then closed. Raises AllocationError if the trial used far more memory than it
+    should, or if the system killed it. Raises ExpertIOError if the file could not be read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
     try:

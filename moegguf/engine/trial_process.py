@@ -1,7 +1,7 @@
 """The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
 
 Uses a model briefly as users do: loads it with slots for a few experts, tokenizes texts, evaluates a prompt, and
-generates some tokens. Then writes a JSON object to stdout and ends. Also ends when its stdin closes.
+generates some tokens. Then writes a JSON object to stdout and exits. Also exits when its stdin closes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # not a square, and no side is a multiple o
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Limits the memory and the computing time of this process. If `memory_bytes` is 0, memory is not limited. If the
-    machine runs out of memory, the system ends this process first."""
+    """Limits this process's memory and CPU time. If `memory_bytes` is 0, memory is not limited. If the machine runs out
+    of memory, the system kills this process first."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
     if memory_bytes:
         limits.append((resource.RLIMIT_DATA, memory_bytes))
@@ -41,7 +41,7 @@ def _limit(memory_bytes: int, cpu_s: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its stdin closes."""
+    """Terminates this process when its stdin closes."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -53,7 +53,7 @@ def _try(request: dict[str, Any]) -> None:
 
     options = request["options"]
     with Llama(request["path"], **options) as llm:
-        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp also looks up bytes with which no token begins
+        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp also looks up bytes that no token begins with
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
             llm.vocabulary.tokens(text)
@@ -73,7 +73,7 @@ def _try(request: dict[str, Any]) -> None:
 
 def read_an_image(llm: Llama) -> None:
     """Evaluates a small image between two texts. Stops before an image that does not fit into the context. Raises the
-    errors of the projector."""
+    projector's errors."""
     from moegguf.engine.projector import Image
 
     reader, at = llm.context.open_projector(), 0
@@ -101,10 +101,10 @@ def main() -> None:
     answer = {"kind": "passed", "reason": ""}
     try:
         _try(request)
-    except BaseException as error:  # every exception, because the process only reports it and ends
+    except BaseException as error:  # every exception, because the process only reports it and exits
         answer = describe(error)
     os.write(1, json.dumps(answer).encode())
-    os._exit(0)  # the end of the process frees everything
+    os._exit(0)  # the exit of the process frees everything
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined] 
 class GrammarMask:
     """A GBNF grammar for sampling: a logits processor, which must be the last one of a request. It uses llama.cpp's
     grammar sampler outside llama.cpp's chain. If no token may follow, the caller must stop: a token outside the grammar
-    would make llama.cpp end the process with a C++ exception.
+    would make llama.cpp terminate the process with a C++ exception.
 
     `vocab`: llama.cpp's vocabulary, of `n_vocab` tokens. `grammar`: a `LlamaGrammar`, or its text in GBNF.
 
@@ -86,7 +86,7 @@ class GrammarMask:
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
     """The base class of moegguf's `Llama`. Subclasses keep the keywords of the constructor in `_keywords`, for
-    pickling. They also complete the structs from which llama.cpp makes the model and the context (`_attach_model`,
+    pickling. They also complete the structs from which llama.cpp creates the model and the context (`_attach_model`,
     `_attach_context`)."""
 
     _keywords: dict[str, Any]
@@ -95,7 +95,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     _batch: Any
     # True: the last row of logits does not belong to the context's current tokens, or belongs to another request
     _requires_eval: bool
-    _grammar: GrammarMask | None = None  # grammar of the request that samples now
+    _grammar: GrammarMask | None = None  # grammar of the request that is currently sampling
     tokenizer_: Any
 
     def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
@@ -154,8 +154,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         """Loads a model from the Hugging Face Hub, with all shards of a split model. `options`: keywords of the class.
 
         `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename, the default quantisation.
-        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model matches, or several do, and
-        PullError.
+        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model or more than one model matches,
+        and PullError if the download fails.
         """
         return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
 
@@ -178,7 +178,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields tokens as in llama-cpp-python. Also ends, without yielding an end-of-text token, if a grammar allows
+        """Yields tokens as in llama-cpp-python. Also stops, without yielding an end-of-text token, if a grammar allows
         no further token. Raises OptionError if there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
@@ -224,7 +224,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the keywords of the constructor: unpickling loads the model again."""
+        """Returns the keywords of the constructor: unpickling reloads the model."""
         return self._keywords
 
     def __copy__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The text of each token of one model, tokenization, and the special tokens."""
+"""A model's vocabulary: the text of each token, tokenization, and the special tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Vocabulary:
             size = -n
 
     def all_pieces(self) -> list[bytes]:
-        """Returns the pieces of all tokens, shape [n_tokens], including control tokens. Each call makes a new list."""
+        """Returns the pieces of all tokens, shape [n_tokens], including control tokens. Each call builds a new list."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:
@@ -82,8 +82,8 @@ class Vocabulary:
 
     @property
     def repository_tokens(self) -> tuple[int, int] | None:
-        """The tokens before a repository's and before a file's name in fill-in-the-middle; None if the model
-        has none."""
+        """The tokens that precede a repository's name and a file's name in fill-in-the-middle; None if the model has
+        none."""
         bindings = self._bindings
         marks = (bindings.llama_vocab_fim_rep(self._vocab), bindings.llama_vocab_fim_sep(self._vocab))
         return None if -1 in marks else marks

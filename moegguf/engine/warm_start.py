@@ -2,7 +2,7 @@
 find their experts in slots.
 
 These experts use only free slots. Reads for which a layer waits come before the reads of a warm start. The most used
-experts go into the tier from which layers compute, and the next ones into RAM below.
+experts go into the tier that layers read experts from, and the next most used ones into RAM below.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
 from moegguf.native.events import Int32s
 
-HALF_LIFE_PASSES = 4096  # passes of a run after which the uses of earlier runs count half as much
+HALF_LIFE_PASSES = 4096  # number of passes in a run after which the uses of earlier runs have half their weight
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:
-    """Requests as many of the most used experts as all tiers together have slots. Does nothing if no uses are known,
-    or if every expert has a slot, because such a pool fills itself."""
+    """Requests the most used experts, as many as there are slots in all tiers together. Does nothing if no uses are
+    known, or if every expert has a slot, because such a pool fills itself."""
     store = session.store
     uses = None if store.info()["resident"] else artifacts.uses(MoeShape.of(session.layout))
     if uses is not None:
@@ -28,7 +28,7 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Adds the uses of experts since the load to the uses in earlier runs, which count less with each pass, and saves
+    """Adds the uses of experts since the load to the uses in earlier runs, whose weight falls with each pass, and saves
     the sums.
 
     Does nothing if there was no pass, or if every expert has a slot, because uses are then not known.

@@ -1,13 +1,13 @@
 """Answers many requests together: a step is usually one pass, with the next token of every running sequence.
 
-A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not stop the answers
-that are being generated. Only a prompt that is computed alone may take several passes in one step. (Continuous
+A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not hold up the answers
+that are being generated. Only a prompt that is processed alone may take several passes in one step. (Continuous
 batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) If one sequence is cancelled, or needs an
 expert that cannot be read, the others go on. Any other error of a pass ends all of its sequences.
 
 If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer's logits depend on the other
-tokens in its passes, as in llama.cpp. A request with `exact` is then computed alone. A request with images is always
-computed alone, and so is every request if the context has only one sequence (`Llama.n_seq_max`).
+tokens in its passes, as in llama.cpp. A request with `exact` is then processed alone. A request with images is always
+processed alone, and so is every request if the context has only one sequence (`Llama.n_seq_max`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 KEEP_AGAIN_S = 0.05  # seconds between attempts to write computed tokens to disk while the model is idle
-LAST_KEEP_S = 2.0  # seconds for which the loop retries to write computed tokens to disk when it ends
+LAST_KEEP_S = 2.0  # seconds for which the ending loop keeps trying to write computed tokens to disk
 CLOSED = "the model is closed; load it again."
 CANCELLED = "the request was cancelled while it waited; send it again."
 MAX_READERS = 32  # threads that read prompts; several, so that a slow template does not delay other requests
 
 
 class BatchLoop:
-    """Owns the context of a model. One thread calls `run`, which computes the requests that other threads submit.
+    """Owns the context of a model. One thread calls `run`, which processes the requests that other threads submit.
 
     `schedule` chooses the sequences of each step; None chooses all of them, the oldest prompts first. `step_tokens` is
     the token limit of a step in which a sequence decodes (see `KvSequences`). The events for the tokens of a step are
@@ -84,7 +84,7 @@ class BatchLoop:
 
     @property
     def n_running(self) -> int:
-        """The number of sequences that are being computed. A running task counts as one, unless it has
+        """The number of sequences that are being processed. A running task counts as one, unless it has
         `keeps_context`."""
         return len(self._running) + (self._task is not None)
 
@@ -96,7 +96,7 @@ class BatchLoop:
     # Methods that any thread may call
 
     def submit(self, request: Request, events: AnswerEvents) -> Sequence:
-        """Starts to answer a request and returns its sequence. If the request is invalid or the loop is closed,
+        """Starts answering a request and returns its sequence. If the request is invalid or the loop is closed,
         `events.on_end` receives the error."""
         sequence = Sequence(request, events)
         with self._changed:
@@ -107,7 +107,7 @@ class BatchLoop:
         return sequence
 
     def submit_task(self, task: Task) -> Task:
-        """Queues a task. The loop's thread calls its `run` when no answer is being computed. If the task is cancelled
+        """Queues a task. The loop's thread calls its `run` when no answer is being generated. If the task is cancelled
         or the loop ends first, its `fail` is called instead."""
         self._arrive(task)
         return task
@@ -149,10 +149,10 @@ class BatchLoop:
                 return
         work.fail(ClosedError(CLOSED))
 
-    # Methods that only the thread of the loop calls
+    # Methods that only the loop's thread calls
 
     def run(self) -> None:
-        """Computes requests and tasks until `close` is called. Unfinished answers then end as cancelled, or with the
+        """Processes requests and tasks until `close` is called. Unfinished answers then end as cancelled, or with the
         exception that stopped the loop, such as one raised by an event callback."""
         failure: Exception | None = None
         try:
@@ -179,8 +179,8 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Resets the scale of the LoRA adapter to the one that the model was loaded with. If this changes the scale,
-        also clears the context, because its tokens were computed with the other scale."""
+        """Resets the LoRA adapter's scale to its value when the model was loaded. If this changes the scale, also
+        clears the context, because its tokens were computed with the other scale."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:
@@ -203,7 +203,7 @@ class BatchLoop:
                 self._end(work, work.error)
 
     def _admit(self) -> None:
-        """Starts waiting requests and tasks in order of arrival. If the first one cannot be computed together with the
+        """Starts waiting requests and tasks in order of arrival. If the first one cannot be processed together with the
         running sequences, it waits until they have ended. If no place is free, or the KV cache was full, it waits until
         a sequence has ended. All later ones wait for the first one."""
         while self._waiting and not (self._is_full and self._running):
@@ -253,7 +253,7 @@ class BatchLoop:
 
     def _end(self, work: Sequence | Task, error: Exception | None = None) -> None:
         """Ends a sequence, or a task that has not started. The tokens of a sequence stay in the KV cache, for later
-        prompts that begin with them, unless the sequence was computed alone."""
+        prompts that begin with them, unless the sequence was processed alone."""
         if work in self._waiting:
             self._waiting.remove(work)
         if isinstance(work, Task):
@@ -270,8 +270,8 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            # Hits count only if no other sequence runs. They do not count if the client sent the context as tokens,
-            # since these may not be real text.
+            # Expert hits are recorded only if no other sequence runs. They are not recorded if the client sent the
+            # context as tokens, since these may not be real text.
             if not self._running and not work.request.begins_with_token:
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
@@ -344,7 +344,7 @@ class BatchLoop:
         return evaluated
 
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Evaluates a step. Returns the sequences that were evaluated, and the index of each one's row of logits. If
+        """Evaluates a step. Returns the sequences that were evaluated, and each sequence's row index in the logits. If
         the KV cache was full, some sequences may have gone back to the queue; they are left out. After an exception,
         the KV cache contains each sequence's tokens from before the pass, or fewer of them. Raises ContextError if the
         KV cache has no room for one sequence."""
@@ -394,7 +394,7 @@ class BatchLoop:
 
     def _make_room(self) -> bool:
         """Makes room in the KV cache. Empties the least recently used place that no sequence uses. If all such places
-        are empty, puts the newest sequence back in the queue, to be computed again later. Returns False if this is
+        are empty, puts the newest sequence back in the queue, to be processed again later. Returns False if this is
         impossible because only one sequence runs."""
         if self._kv.drop_unused():
             return True
@@ -414,8 +414,8 @@ class BatchLoop:
     def _take_pass(self, sequence: Sequence, row: int) -> tuple[int, bool]:
         """Records the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
         accepted if it equals the token that was just sampled; the rest of the draft is dropped from the KV cache.
-        Returns the number of new tokens in the KV cache. The second value is False if the pass has evaluated the prompt
-        to its end, or to its last token; otherwise True."""
+        Returns the number of new tokens in the KV cache. The second value is False if the pass evaluated the rest of
+        the prompt, or all of it except the last token; otherwise True."""
         kv = sequence.place
         is_prompt = not sequence.generated
         n_done = len(kv.tokens)

@@ -1,8 +1,8 @@
 """Learns from a chat template how its model writes thinking, text and tool calls.
 
-The module renders a conversation with a known tool call. It takes the marks of the format from the result: the texts
-before the call's name, between name and arguments, inside the arguments and after them. (A mark is a delimiter such as
-"<tool_call>".) Small tables contain the formats and marks of models whose templates do not render calls or thinking.
+The module renders a conversation with a known tool call. From the result it takes the delimiters of the format, such as
+"<tool_call>": the texts before the call's name, between name and arguments, inside the arguments and after them. Small
+tables contain the formats and delimiters of models whose templates do not render calls or thinking.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MAX_RENDERED = 256 << 10  # maximum number of characters that a template may ren
 MAX_WRITTEN = 4 << 10  # maximum length of the probe's call in characters; if a call is longer, its format is unknown
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
-# a word on its own line, or a text without braces that ends with a mark
+# a word on its own line, or a text without braces that ends with a delimiter
 _TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")
 _MARK = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
@@ -76,12 +76,12 @@ _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
 @dataclass(frozen=True)
 class Written:
-    """The exact text of one call, from which the grammar of forced calls is made: the texts `before` the name,
+    """The exact text of one call, from which the grammar of forced calls is built: the texts `before` the name,
     `between` name and arguments, and `after` the arguments.
 
-    If arguments have their own marks, `key_open` and `key_close` are the texts before and after an argument's name, and
-    `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for any type.
-    `separator` is the text between two arguments, and `quote` is the text before and after a string.
+    If arguments have their own delimiters, `key_open` and `key_close` are the texts before and after an argument's
+    name, and `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for
+    any type. `separator` is the text between two arguments, and `quote` is the text before and after a string.
     """
 
     before: str
@@ -107,18 +107,20 @@ class ToolFormat:
     written: Written
 
     def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, which is given with its marks, or None if the block is not a call. `final`:
-        True if the answer has ended, so that the last marks may be missing."""
+        """Returns the calls in a block, which is given with its delimiters, or None if the block is not a call.
+        `final`: True if the answer has ended, so that the last delimiters may be missing."""
         body = self._body(block)
         found = (read(body, types, final=final) for read in self.readers)
         return next((calls for calls in found if calls is not None), None)
 
     def is_open(self, block: str) -> bool:
-        """Returns True if the block ends within a value, so that a closing mark after it may belong to that value."""
+        """Returns True if the block ends within a value, so that a closing delimiter after it may belong to that
+        value."""
         return any(read.is_open(self._body(block)) for read in self.readers)
 
     def may_begin(self, block: str) -> bool:
-        """Returns True if the block may still become a call. Only a format without a closing mark can return False."""
+        """Returns True if the block may still become a call. Only a format without a closing delimiter can return
+        False."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
@@ -189,7 +191,7 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
 @functools.lru_cache(32)
 def answer_format(template: str) -> AnswerFormat:
     """Returns the format in which a model with this template writes the parts of an answer. For a template that cannot
-    be rendered, the format comes only from the tables of known formats and marks."""
+    be rendered, the format comes only from the tables of known formats and delimiters."""
     return AnswerFormat(_Probe(template))
 
 
@@ -219,7 +221,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _shared_end(one: str, other: str) -> str:
-    """Returns the common suffix of two texts, cut so that it begins with a whole mark, word or blank."""
+    """Returns the common suffix of two texts, cut so that it begins with a whole delimiter, word or whitespace."""
     parts, others, n = _pieces(one), _pieces(other), 0
     while n < min(len(parts), len(others)) and parts[-1 - n] == others[-1 - n]:
         n += 1
@@ -227,13 +229,13 @@ def _shared_end(one: str, other: str) -> str:
 
 
 def _whole_mark_begin(text: str, at: int) -> int:
-    """Returns the start of the mark if the position `at` is inside a mark, otherwise `at`."""
+    """Returns the start of the delimiter if the position `at` is inside a delimiter, otherwise `at`."""
     cut = re.search(r"[<\[][^<>\[\]\s]*$", text[:at])
     return cut.start() if cut else at
 
 
 def _whole_mark_end(text: str, at: int) -> int:
-    """Returns the end of the mark if the position `at` is inside a mark, otherwise `at`."""
+    """Returns the end of the delimiter if the position `at` is inside a delimiter, otherwise `at`."""
     if _whole_mark_begin(text, at) == at:
         return at
     rest = re.compile(r"[^<>\[\]\s]*[>\]]?").match(text, at)
@@ -253,7 +255,7 @@ def _open_mark(head: str) -> str:
 
 def _unique_begin(close: str, block: str) -> str:
     """Returns the shortest prefix of `close` that consists of whole pieces, does not occur in `block`, and contains a
-    mark (if `close` has one). Returns all of `close` if there is no such prefix."""
+    delimiter (if `close` has one). Returns all of `close` if there is no such prefix."""
     found, has_mark = "", _MARK.search(close) is not None
     for piece in _pieces(close.strip()):
         found += piece
@@ -263,8 +265,8 @@ def _unique_begin(close: str, block: str) -> str:
 
 
 def _unique_end(close: str, block: str) -> str:
-    """Returns the shortest suffix of `close` that consists of whole pieces, begins with a mark and does not occur in
-    `block`. Returns all of `close` if there is no such suffix."""
+    """Returns the shortest suffix of `close` that consists of whole pieces, begins with a delimiter and does not occur
+    in `block`. Returns all of `close` if there is no such suffix."""
     found = ""
     for piece in reversed(_pieces(close.strip())):
         found = piece + found
@@ -274,9 +276,9 @@ def _unique_end(close: str, block: str) -> str:
 
 
 def _behind_name(head: str) -> int:
-    """Finds the last `NAME` (the name of the probe's tool) in `head`, and the first mark after it.
+    """Finds the last `NAME` (the name of the probe's tool) in `head`, and the first delimiter after it.
 
-    Returns the position where this mark, such as "<tool_call>", ends, or 0 if either is missing.
+    Returns the position where this delimiter, such as "<tool_call>", ends, or 0 if either is missing.
     """
     at = head.rfind(NAME)
     mark = _MARK.search(head, at) if at >= 0 else None
@@ -284,7 +286,7 @@ def _behind_name(head: str) -> int:
 
 
 def _through(text: str, mark: str) -> str:
-    """Returns `text` up to and including the first `mark`. Returns "" if the mark is empty or not in the text."""
+    """Returns `text` up to and including the first `mark`. Returns "" if `mark` is empty or not in the text."""
     return text[: text.index(mark) + len(mark)] if mark and mark in text else ""
 
 
@@ -331,8 +333,8 @@ class _Probe:
     # Thinking and text
 
     def _think_marks(self) -> ThinkMarks | None:
-        """Returns the marks around thinking: the known marks of this template, otherwise the marks that it renders.
-        Returns None if there are neither."""
+        """Returns the delimiters around thinking: the known delimiters of this template, otherwise the delimiters that
+        it renders. Returns None if there are neither."""
         known = think_marks_of(self.template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
@@ -342,11 +344,11 @@ class _Probe:
         open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
         marks = close.strip().removesuffix(open_text.strip())
         # `marks` is empty if all of `close` also comes before the text of an answer without thinking. Then the opening
-        # mark of the text is the common ending of `close` and a prompt with think=False.
+        # delimiter of the text is the common ending of `close` and a prompt with think=False.
         if not marks:
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
-            # the opening mark ends with this piece, so it also belongs to the closing mark
+            # the opening delimiter ends with this piece, so it also belongs to the closing delimiter
             if shared and before.endswith(shared[0]):
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
@@ -355,8 +357,8 @@ class _Probe:
         return ThinkMarks(opened.strip("\n"), marks.strip())
 
     def _text_marks(self) -> tuple[str, str]:
-        """Returns the marks before and after the text of an answer, or two empty strings if there are none. Also sets
-        `closes_thinking`."""
+        """Returns the delimiters before and after the text of an answer, or two empty strings if there are none. Also
+        sets `closes_thinking`."""
         begin = _whole_mark_begin(self._text, _common_prefix(self._text, self._prompt))
         opened, text, rest = self._text[begin:].partition(TEXT)
         if self.think and self.think.close in opened:
@@ -427,7 +429,7 @@ class _Probe:
         return ToolFormat(head.strip(), close, (reader,), exact)
 
     def _named_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of the calls if their name is between marks, otherwise None."""
+        """Returns the format of the calls if their name is between delimiters, otherwise None."""
         whole = _object_at(written, written.index(NAME))
         first_key = whole[0] if whole else written.find("qkeya")
         at = written.rfind(NAME, 0, max(first_key, 0))
@@ -439,7 +441,7 @@ class _Probe:
         head, rest = written[:at], written[style.end :]
         block = head[_behind_name(head) :]
         next_head, call_close = self._between_calls(block, style)
-        if not head.strip():  # the prompt ends with the mark of the first call, so the mark of the second call is used
+        if not head.strip():  # the prompt ends with the first call's delimiter, so the second call's is used
             head = block = next_head
         opened = _open_mark(block)
         inner = [block.strip().removeprefix(opened)]
@@ -459,8 +461,9 @@ class _Probe:
         return ToolFormat(opened, close, (reader,), exact)
 
     def _between_calls(self, head: str, style: _Style) -> tuple[str, str]:
-        """Returns the marks before the name of a second call, and the marks that end the first call. `head`: the marks
-        before the name of the first call. If the template renders only one call, returns `head` and ""."""
+        """Returns the delimiters before the name of a second call, and the delimiters that end the first call. `head`:
+        the delimiters before the name of the first call. If the template renders only one call, returns `head` and
+        ""."""
         two = self._written(_call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"}))
         first, second = two.rfind(NAME, 0, two.find("qkeya")), two.rfind(OTHER_NAME, 0, two.rfind("qkeya"))
         is_json = isinstance(style.reader, NamedCalls)
@@ -552,7 +555,7 @@ class _Style:
     """The way a template writes arguments."""
 
     end: int  # position after the arguments
-    reader: MarkedCalls  # reads such arguments; its marks `before` and `after` are set later
+    reader: MarkedCalls  # reads such arguments; its delimiters `before` and `after` are set later
     written: Written  # exact text from the name to the arguments' end
 
 
@@ -571,7 +574,7 @@ def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
 
 
 def _flexible(text: str) -> str:
-    """Returns a regular expression for a mark that the template rendered. In place of the probe's call id, any id
+    """Returns a regular expression for a delimiter that the template rendered. In place of the probe's call id, any id
     matches."""
     return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
 
@@ -580,8 +583,8 @@ _MAX_ENDING_PIECES = 8
 
 
 def _endings(text: str) -> Iterator[str]:
-    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole pieces and contains a mark, the
-    shortest first."""
+    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole pieces and contains a delimiter,
+    the shortest first."""
     found = ""
     for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
         found += piece
@@ -590,11 +593,11 @@ def _endings(text: str) -> Iterator[str]:
 
 
 class AnswerFormat:
-    """The format of a model's answers: its marks, and its formats of tool calls.
+    """The format of a model's answers: its delimiters, and its formats of tool calls.
 
-    `think`: the marks of thinking. `closes_thinking`: True if an answer without thinking begins with the mark that ends
-    thinking. `text_open`, `text_close`: the marks around the text. `channels`: True if an answer consists of messages
-    whose headers name a channel or a recipient.
+    `think`: the thinking delimiters. `closes_thinking`: True if an answer without thinking begins with the delimiter
+    that ends thinking. `text_open`, `text_close`: the delimiters around the text. `channels`: True if an answer
+    consists of messages whose headers name a channel or a recipient.
     """
 
     def __init__(self, probe: _Probe) -> None:
@@ -605,12 +608,12 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """True if the template writes the marks around the text even before a call without text."""
+        """True if the template writes the delimiters around the text even before a call without text."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it, such as end-of-turn marks that are not end
+        """The texts that may follow an answer without belonging to it, such as end-of-turn delimiters that are not end
         tokens."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
 
@@ -619,8 +622,8 @@ class AnswerFormat:
         _ = self.tools, self.endings
 
     def begun(self, prompt_end: str) -> str:
-        """Returns the opening mark of calls if the prompt ends with this mark and the model also has an opening mark
-        for text. Otherwise returns ""."""
+        """Returns the opening delimiter of calls if the prompt ends with this delimiter and the model also has an
+        opening delimiter for text. Otherwise returns ""."""
         marks = [form.open for form in self.tools if form.open and prompt_end.endswith(form.open)]
         return marks[0] if marks and self.text_open else ""
 

@@ -29,7 +29,7 @@ def quoted(text: str) -> str:
 
 
 def until(mark: str) -> str:
-    """Returns the body of a lazy rule, which matches any text up to the first `mark` and the mark itself."""
+    """Returns the body of a lazy rule, which matches any text up to and including the first `mark`."""
     return f"/(?s:.*)/ {quoted(mark)}"
 
 
@@ -94,11 +94,11 @@ class CallGrammar:
         one = self._rule(member("", Parameter()))
         return f"({one} ({quoted(separator)} {one})*)?" if separator else f"({one})*"
 
-    # Values as text between marks
+    # Values as text between delimiters
 
     def _text(self, parameter: Parameter, close: str) -> str:
-        """Returns the grammar of a string value with the mark `close` after it. If the schema lists strings by `enum`
-        or `const`, only these strings are allowed."""
+        """Returns the grammar of a string value with the delimiter `close` after it. If the schema lists strings by
+        `enum` or `const`, only these strings are allowed."""
         texts = [value for value in _choices(parameter) if isinstance(value, str)]
         if texts:
             return f"({' | '.join(map(json.dumps, texts))}) {quoted(close)}"

@@ -43,10 +43,10 @@ def constraint_for(
 
     If the request requires a tool call, the answer is exactly one call, possibly after thinking.
 
-    template: the model's chat template. It determines the format of calls and the marks of thinking; None: a call is
-    plain JSON, and there are no marks.
+    template: the model's chat template. It determines the format of calls and the thinking delimiters; None: a call is
+    plain JSON, and there are no delimiters.
 
-    prompt_end: the end of the prompt. It may already contain the opening mark of thinking.
+    prompt_end: the end of the prompt. It may already contain the opening delimiter of thinking.
 
     continuation: given for an answer that continues a message. The grammar then covers the message's text and the
     answer together.
@@ -93,7 +93,7 @@ def constraint_for(
     lark = "\n".join([*start, *rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_CHARS:
         raise SchemaError(
-            f"the grammar that is made of a request's JSON schemas, tools or grammar may have {MAX_GRAMMAR_CHARS}"
+            f"the grammar that is made of a request's JSON schemas, tools or grammar may have up to {MAX_GRAMMAR_CHARS}"
             f" characters, but has {len(lark)}; send fewer or smaller ones."
         )
     return Constraint(lark, begun)
@@ -126,8 +126,8 @@ def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
-    """Returns the grammar `body` between the model's marks around text. If the prompt already ends with an opening
-    mark, the grammar leaves this mark out."""
+    """Returns the grammar `body` between the model's delimiters around text. If the prompt already ends with an opening
+    delimiter, the grammar leaves this delimiter out."""
     if form.is_harmony:
         return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
     opened = form.text_open.removeprefix(form.begun(prompt_end))
@@ -152,17 +152,17 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if each grammar begins after the mark
-    that begins a call."""
+    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if each grammar begins after the
+    delimiter that begins a call."""
 
     def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
         written = form.tools[0].written
         if form.is_harmony:
             written = HARMONY_CALL
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
-        if behind_mark:  # the mark that begins a call is in another rule
+        if behind_mark:  # the delimiter that begins a call is in another rule
             self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # the template writes the marks around the text even before a call without text
+        elif form.empties_text:  # the template writes the delimiters around the text even before a call without text
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)
@@ -186,8 +186,9 @@ class _Calls:
 def _start(
     form: AnswerFormat, think: bool | str | None, prompt_end: str, continuation: Continuation | None
 ) -> list[str]:
-    """Returns the rules from `start` to the rule `answer`. If the model has marks of thinking, thinking may come before
-    the answer. `think` False forbids thinking, unless the prompt has already begun it or the model is gpt-oss."""
+    """Returns the rules from `start` to the rule `answer`. If the model has thinking delimiters, thinking may come
+    before the answer. `think` False forbids thinking, unless the prompt has already begun it or the model is
+    gpt-oss."""
     in_thinking = continuation is not None and continuation.in_thinking
     if form.is_harmony:
         if in_thinking:

@@ -16,8 +16,8 @@ class Continuation:
     earlier messages, and the text of the last one is appended, because a template would close the message. llama.cpp
     (common/chat-auto-parser-generator.cpp) appends the text, too.
 
-    `text`: the appended text, with marks. `content`: the message's text without its thinking. `in_thinking`: True if
-    the answer continues the thinking.
+    `text`: the appended text, with delimiters. `content`: the message's text without its thinking. `in_thinking`: True
+    if the answer continues the thinking.
     """
 
     text: str
@@ -39,10 +39,11 @@ def split_last(messages: Sequence[Message]) -> tuple[Sequence[Message], Message 
 
 def continuation_of(message: Message, rendered: str, template: str | None) -> Continuation:
     """Returns the continuation of `message`. The caller appends its text to `rendered`, the prompt that `template`
-    rendered for the earlier messages. `rendered` may already end with the opening mark of the thinking or of the text.
+    rendered for the earlier messages. `rendered` may already end with the opening delimiter of the thinking or of the
+    text.
 
     If the message has text, its thinking is closed. A message without text is continued in its thinking, if the format
-    has marks of thinking and `rendered` has not opened the text.
+    has delimiters of thinking and `rendered` has not opened the text.
     """
     thinking, content = message.get("thinking") or "", text_of(message.get("content"))
     form = answer_format(template or "")

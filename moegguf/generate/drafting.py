@@ -2,15 +2,15 @@
 
 A decoding pass evaluates the drafted tokens together with the token that was sampled last. The loop then samples the
 next token. If it equals the first drafted token, the loop samples again after that token, and so on. Sampling uses the
-random numbers that it would have used without drafts. The loop drops the drafted tokens that were not accepted from
-the KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
+random numbers that it would have used without drafts. Drafted tokens that were not accepted are then dropped from the
+KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
 
 Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts,
 divided by the number of sequences in the pass. The cost of a drafted token is the time that it adds to the pass,
 including the time to read experts that no other token uses. A draft is extended as long as the chance that its next
 token is reached and accepted is worth more than the token's cost. If drafts are expected to save next to nothing, a
-short draft of one answer is tried now and then. Such trials use an allowance, which is a share of the time of passes.
-When drafts have lost the allowance and all earlier savings, they pause until some new allowance has accumulated.
+short draft of one answer is tried now and then. Such trials use an allowance, which is a fraction of the total pass
+time. When drafts have lost the allowance and all earlier savings, they pause until some new allowance has accumulated.
 
 The search for drafts also takes time. Without a draft context, a sequence is searched only if its last tokens have
 occurred in it before. After some passes without an accepted token, the next passes skip the search.
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 SUPPOSED_COST = 0.1  # assumed cost of a drafted token before it is measured, as a fraction of a pass without drafts
 LEAST_COST = 0.01  # lower limit of the cost of a drafted token, as a fraction of a pass without drafts
-LOSS = 0.005  # share of the time of passes that drafts and their search may lose, in addition to earlier savings
+LOSS = 0.005  # fraction of the total pass time that drafts and their search may lose, in addition to earlier savings
 PATIENCE = 4  # passes without an accepted token before the number of skipped passes grows (0, 1, 3, 7)
 REST = 3  # up to 2**REST - 1 passes in a row skip the search
 MARGIN = 0.03  # drafts with a smaller expected gain are trials; the unit is the time that one accepted token saves
 BASE_PASSES = 9  # number of most recent passes without drafts whose median is used as the time of such a pass
 RENEW_PASSES = 32  # number of passes with drafts after which one pass without drafts is measured
 TRIAL_TOKENS = 3  # maximum number of tokens in a trial draft
-MEMORY = 0.9  # decay of older sums at each new measurement, for costs and for one answer's acceptances
+MEMORY = 0.9  # factor applied to older sums at each new measurement, for costs and for one answer's acceptances
 PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each `Source`, before any draft was verified
 
 
@@ -113,9 +113,9 @@ class DraftGate:
     """Decides from measured times how many tokens to draft in a model's next pass. `acceptance` has one estimate for
     each source of drafts.
 
-    Drafts may lose the time that earlier drafts saved plus an allowance, which is the share LOSS of the time of passes.
-    The two together are limited to the time of N_MAX / 2 passes. The drafts of one pass may exceed them by the time of
-    about one pass.
+    Drafts may lose the time that earlier drafts saved plus an allowance, which is the fraction LOSS of the total pass
+    time. Savings and allowance together are limited to the time of N_MAX / 2 passes. The drafts of one pass may exceed
+    this limit by about the time of one pass.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class DraftGate:
         self._balance_s = 0.0  # seconds that drafts may still lose: saved time plus allowance
         self._allowance_s = 0.0  # seconds that trial drafts may cost
         self._tries = False  # True if the drafts of the next pass are trials
-        self._n_vain = 0  # successive passes that could have drafts but accepted no token; 0 while `base_s` is None
+        self._n_vain = 0  # consecutive passes that could have drafts but accepted no token; 0 while `base_s` is None
         self._n_rested = self._n_resting = 0  # passes to skip after the last search; passes still to skip
         self._pays = True
 
@@ -169,8 +169,8 @@ class DraftGate:
     ) -> None:
         """Records the time of a pass with `n_sequences` decoding sequences, after `is_due` returned True.
 
-        spent_s: CPU time of the search for drafts, which is included in `seconds`. If nothing was drafted, it counts as
-        lost time, not as time of a pass without drafts.
+        spent_s: CPU time of the search for drafts, which is included in `seconds`. If nothing was drafted, `spent_s` is
+        treated as lost time, not as part of a pass without drafts.
         """
         times = self._times[n_sequences]
         base_s, allowed_s = times.base_s, LOSS * seconds * (1 + self._n_rested)
@@ -193,7 +193,7 @@ class DraftGate:
 
 @dataclass
 class _Text:
-    """The state of drafting for one sequence: the tokens known so far, and the acceptance of its drafts."""
+    """The drafting state of one sequence: the tokens known so far, and the acceptance of its drafts."""
 
     sequence: Sequence
     acceptance: list[Acceptance]
@@ -253,7 +253,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # drafts end before the answer's and context's limits
+            if text.repeats and sequence.prompt.images is None:  # drafts obey the answer's and context's limits
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )
@@ -300,7 +300,7 @@ class Drafter:
         self._n_accepted += n_accepted
 
     def note_pass(self, n_sequences: int, seconds: float) -> None:
-        """Records the time of a pass in which `n_sequences` sequences decoded and no prompt was computed. Ignores the
+        """Records the time of a pass in which `n_sequences` sequences decoded and no prompt was evaluated. Ignores the
         time if a text was searched for the first time."""
         if not self._begins:
             self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)

@@ -1,8 +1,7 @@
 """Embeddings of texts, and a reranker's scores of documents. A model loaded with embedding=True pools the hidden states
 as its file specifies. For any other model, the embedding is the hidden state of the last token.
 
-Each input is evaluated alone, from an empty context, so its vector is the same to the last bit whatever the other
-inputs are.
+Each input is evaluated alone, from an empty context, so its vector is bit-identical whatever the other inputs are.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
     """Returns one vector for each document. The vector has one element, the reranker's score of the document for the
     query.
 
-    Raises CapabilityError if the model is not a reranker. Raises ContextError for a document that is too long together
-    with the query.
+    Raises CapabilityError if the model is not a reranker. Raises ContextError if the query and a document together are
+    too long.
     """
     if not ranks(llm):
         raise CapabilityError(
-            "this model cannot rank documents: it was not loaded with embedding=True and pooling of type RANK; take a"
+            "this model cannot rank documents: it was not loaded with embedding=True and pooling of type RANK; use a"
             " reranker, or compare vectors of /v1/embeddings."
         )
     limit = _limit(llm)

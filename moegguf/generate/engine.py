@@ -1,4 +1,4 @@
-"""Defines `Engine`, which computes many requests to one model together in this process. It has blocking and
+"""Defines `Engine`, which processes many requests to one model together in this process. It has blocking and
 asynchronous methods."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Prompt = str | abc.Sequence[int]
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
     """A whole answer: the content of all deltas, and a summary. `error`: the exception that ended the answer early, or
-    None. After an error, the other fields have the content that was computed before it."""
+    None. After an error, the other fields have the content that was generated before it."""
 
     summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
@@ -68,19 +68,19 @@ class Engine:
 
     Args:
         model: as for `moegguf.Llama`; or a loaded `Llama`, which keeps its options and stays loaded.
-        parallel: maximum number of sequences that are computed together. Each may have `n_ctx` tokens of context. Some
-            models, such as models for embeddings, can only have one. A loaded `Llama` keeps its own number.
+        parallel: maximum number of sequences that are processed together. Each may have `n_ctx` tokens of context. Some
+            models, such as embedding models, allow only one. A loaded `Llama` keeps its own number.
         kv_tokens: number of tokens that fit into the KV cache, for all sequences together. If the KV cache is full, the
-            newest request goes back to the queue and is computed again later. None: parallel * n_ctx, or less if the
+            newest request goes back to the queue and is processed again later. None: parallel * n_ctx, or less if the
             experts need the memory.
         schedule: a function that receives the loaded model and returns the object that chooses the sequences of a step
             (`moegguf.generate.kv_sequences`); None: all of them.
         options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
 
-    If the model is batch-invariant (`Llama.batch_invariant`), an answer has the same bits alone and together with
-    others, unless its context shifts. For other models, and for contexts that shift, `Sampling(exact=True)` computes a
-    request alone. All methods may be called from any thread. Raises the errors of `Llama`, and OptionError for options
-    given with a loaded `Llama`.
+    If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is generated alone
+    or together with others, unless its context shifts. For other models, and for contexts that shift,
+    `Sampling(exact=True)` processes a request alone. All methods may be called from any thread. Raises the errors of
+    `Llama`, and OptionError for options given with a loaded `Llama`.
 
     Example:
         >>> import moegguf
@@ -166,7 +166,7 @@ class Engine:
     async def stream(
         self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
-        """Yields the parts of an answer to a string, token ids or messages, as the parts are computed.
+        """Yields the parts of an answer to a string, token ids or messages, as the parts are generated.
 
         The answer is cancelled when the generator is closed before its end. `fields`: as in `generate`. Raises
         OptionError and ClosedError, and the error that ended the answer, such as a ContextError.

@@ -21,7 +21,7 @@ _PIECE = re.compile(
     |(?P<repeat>\{\s*(?P<least>[0-9]+)\s*(?P<has_most>,\s*(?P<most>[0-9]*)\s*)?\})|(?P<mark>[|().*+?])""",
     re.VERBOSE | re.DOTALL,
 )
-NONE_OF = r"^\x{0}"  # begins a negated class, which never matches the character 0, as in llama.cpp
+NONE_OF = r"^\x{0}"  # begins a negated class, which never matches the NUL character, as in llama.cpp
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|([^\\])", re.DOTALL)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{character: character for character in '\\"[]-'}}
 
@@ -101,7 +101,7 @@ class _Parser:
 
     def _next(self, *kinds: str) -> str | None:
         """Consumes the next piece of the grammar and returns its text, if `kinds` contains the kind of this piece. A
-        mark such as "|" is its own kind. Otherwise consumes nothing and returns None."""
+        punctuation mark such as "|" is its own kind. Otherwise consumes nothing and returns None."""
         if self._position == len(self.pieces):
             return None
         piece = self.pieces[self._position]

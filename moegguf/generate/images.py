@@ -22,7 +22,7 @@ from moegguf.generate.request import Message
 from moegguf.gguf.projector import DECODED_BYTES
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_ASPECT_RATIO = 64  # ratio of the sides: some projectors would enlarge a very narrow image without limit
+MAX_ASPECT_RATIO = 64  # longer side / shorter side; some projectors would enlarge a very narrow image without limit
 MAX_IMAGES = 64  # maximum number of images in a request
 # Bytes of memory per pixel that stb_image needs to decode a file (measured). PLAIN_BYTES: 8-bit PNG, baseline JPEG.
 # INTERLACED_BYTES: added for an interlaced PNG. WIDE_BYTES: 16-bit PNG, progressive JPEG.

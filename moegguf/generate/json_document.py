@@ -47,7 +47,7 @@ ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
 MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is treated as anyOf
 MAX_COMPLEMENTS = 64  # an alternative of a oneOf that needs more combinations does not exclude the other alternatives
-_DEPTH = 3  # levels of nested values that are compared to decide if two alternatives exclude each other
+_DEPTH = 3  # levels of nested values that are compared to decide whether two alternatives exclude each other
 
 
 class Made(dict[str, Any]):
@@ -150,10 +150,10 @@ class Facts:
 
 class Document:
     """The schemas of one root document, each with a number. `count_steps` is called with the number of steps of work,
-    and may raise an error to end the work."""
+    and may raise an error to stop the work."""
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
-        self.ignored: set[str] = set()  # keywords (with the place, for some) that the grammar does not enforce
+        self.ignored: set[str] = set()  # keywords that the grammar does not enforce, some with their location
         self._references = References(root)
         self._count_steps = count_steps
         self._raw: list[Any] = []  # keeps every schema alive, so that its id() stays unique
@@ -212,7 +212,7 @@ class Document:
         without a nested value in between."""
         start = [
             (number, frozenset[int]()) for number in reversed(goal)
-        ]  # (number of a schema, numbers of the schemas that combine it or refer to it), taken from the end
+        ]  # (schema number, numbers of the schemas that combine it or refer to it), processed from the end
         todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [(start, {})]
         seen: set[Any] = set()
         while todo:
@@ -253,7 +253,8 @@ class Document:
 
     def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
         """Returns the schemas that must hold in addition to the schema's own keywords for single types (from `$ref`,
-        `allOf` and others), and the alternatives of `anyOf` (None without `anyOf`). Both are numbers of schemas."""
+        `allOf` and others), and the alternatives of `anyOf` (None without `anyOf`). Each schema is given by its
+        number."""
         key = number, self._compares
         if key not in self._taken_apart:
             kept = self._kept[number]
@@ -304,9 +305,9 @@ class Document:
         return Made({"anyOf": alternatives})
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
-        """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. Returns
-        none for more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is treated as `anyOf`,
-        so that a schema may contain itself."""
+        """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. The
+        lists are empty if there are more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is
+        treated as `anyOf`, so that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
             return found
@@ -574,8 +575,8 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 def _kept(schema: Any) -> bool | Json:
     """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns a bool unchanged. A keyword
-    that is null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
-    keyword."""
+    that is null is treated as absent (some clients send null), except `const`. Raises SchemaError for an invalid value
+    of a keyword."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):

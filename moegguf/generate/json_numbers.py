@@ -153,7 +153,7 @@ class Numbers:
 
 
 def decimal_of(value: float | Decimal) -> Decimal:
-    """Returns the exact decimal number that `value` has in JSON."""
+    """Returns the exact decimal value of the JSON text of `value`."""
     return value if isinstance(value, Decimal) else Decimal(repr(value))
 
 

@@ -1,15 +1,15 @@
 """Converts JSON schemas to grammars in llguidance's Lark dialect.
 
 Schemas are untrusted. They are read as JSON Schema 2020-12, with these exceptions:
-- An object that names its properties has no others, unless the schema has `additionalProperties`, `patternProperties`
-  or `unevaluatedProperties`.
+- If a schema names properties, an object may have no others, unless the schema also has `additionalProperties`,
+  `patternProperties` or `unevaluatedProperties`.
 - Properties are written in the order of the schema.
 - A schema without `type`, `enum` and `const` has the type to which its other keywords apply. If they apply to several
   types, it is the first of object, array, string and number.
 - `prefixItems` without `items` allows no other items. If `minItems` is also missing, all of its items are required.
-- Numbers have up to 16 digits before and after the point, unless their bounds need more. Blanks are limited.
+- Numbers have up to 16 digits before and after the point, unless their bounds need more. Whitespace is limited.
 - If an object has more than MAX_MATCHES `patternProperties`, a name may match at most one of them.
-- Unknown keywords and formats are ignored. The few keywords that no grammar can follow are also ignored, unless the
+- Unknown keywords and formats are ignored. The few keywords that no grammar can enforce are also ignored, unless the
   request is strict.
 """
 
@@ -35,8 +35,8 @@ MAX_PATTERNS = 100  # maximum number of patternProperties of one object that hav
 MAX_UNIQUE = 63  # maximum number of values for the items of a `uniqueItems` array: one bit each in a grammar parameter
 
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""Regular expression for the white space that may stand once between the parts of JSON. White space is limited, because
-otherwise some models write blanks until the token limit."""
+"""Regular expression for the whitespace that may occur once between the parts of JSON. Whitespace is limited, because
+otherwise some models write whitespace until the token limit."""
 
 SHARED_RULES = (
     rf"J_OPEN: /\{{(?:{WHITESPACE})?/",
@@ -80,9 +80,9 @@ class Schemas:
         self._numbers = itertools.count()
 
     def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
-        """Adds the rules for a schema. Returns the name of the rule for JSON that follows the schema. `root`: the
+        """Adds the rules for a schema. Returns the name of the rule for JSON that satisfies the schema. `root`: the
         document in which `$ref` is looked up; None: the schema itself. Raises SchemaError for a schema that is invalid
-        or too large, or that nothing matches, and for a strict schema with keywords that no grammar can follow."""
+        or too large, or that nothing matches, and for a strict schema with keywords that no grammar can enforce."""
         try:
             json.dumps(schema, allow_nan=False)
             document = Document(schema if root is None else root, self._count_steps)
@@ -136,7 +136,7 @@ class _Writer:
         self._lines: list[str] = []
 
     def rule(self, goal: Goal) -> Rule:
-        """Returns the name of the rule for values that follow a goal. `rules` writes the rule later."""
+        """Returns the name of the rule for values that satisfy a goal. `rules` writes the rule later."""
         self.count_part()
         if goal not in self._goals:
             self._goals[goal] = self._new_rule()
@@ -259,7 +259,7 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """Returns the rule for an array's item with index `n`, which must also follow `schemas`. Returns None if such
+        """Returns the rule for an array's item with index `n`, which must also satisfy `schemas`. Returns None if such
         an item is not allowed."""
         goal = self.document.item_goal(facts, n)
         return None if goal is None else self.rule(self.document.together(goal, *schemas))
@@ -279,7 +279,7 @@ class _Writer:
         return self._new_rule(*alternatives)
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Returns the rule for an array's items and end if some items must follow the schema of `contains`. Returns
+        """Returns the rule for an array's items and end if some items must satisfy the schema of `contains`. Returns
         None if there are several `contains`, or if counting would need more than MAX_STATES states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
         n_items = max(facts.n_prefix, least, most or 0, 1)  # the states count up to this number of items
@@ -324,7 +324,7 @@ class _Writer:
 
     def _few(self, goal: Goal) -> list[str] | None:
         """Returns the JSON texts of all values of a goal if it allows only null, booleans and listed scalars, otherwise
-        None. Also returns None if strings must follow other keywords such as `pattern`."""
+        None. Also returns None if strings must also satisfy other keywords such as `pattern`."""
         texts = list[str]()
         for facts in self.document.alternatives(goal):
             for kind in facts.types:
@@ -388,8 +388,8 @@ class _Writer:
 
     def _pattern_groups(self, facts: Facts) -> list[list[str]]:
         """Returns the patterns of `patternProperties` in groups. If a single part has this keyword, patterns whose
-        values follow the same goal are in one group; otherwise each pattern is a group. Raises SchemaError for too many
-        groups."""
+        values must satisfy the same goal are in one group; otherwise each pattern is a group. Raises SchemaError for
+        too many groups."""
         is_one = len(list(facts.each("patternProperties"))) == 1
         groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
@@ -410,7 +410,7 @@ class _Writer:
         return self._patterns[pattern]
 
     def _name_filter(self, schema: Any) -> str:
-        """Returns the terminal for property names that follow the schema of `propertyNames`."""
+        """Returns the terminal for property names that satisfy the schema of `propertyNames`."""
         alternatives = self.document.alternatives(self.document.goal(schema))
         expressions = [f"({self._texts(facts)})" for facts in alternatives if "string" in facts.types]
         return self._terminal(" | ".join(expressions) or "J_NAME & ~J_NAME")
@@ -464,8 +464,8 @@ def _texts_of(value: Any) -> list[str]:
 
 
 def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
-    """Returns the names of the rules that match some text, in their order. A match of any other rule could never
-    end."""
+    """Returns the names of the rules that match some text, in the order of `rules`. A match of any other rule could
+    never end."""
     users: dict[str, list[str]] = {}
     for name, alternatives in rules.items():
         for symbol in itertools.chain.from_iterable(map(_rules_in, alternatives)):

@@ -21,14 +21,14 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # a prompt waits if another prompt will compute this many more tokens of a shared prefix
+MIN_SHARED_TOKENS = 32  # minimum number of further shared tokens for which a prompt waits for another prompt
 MIN_SHIFTED = 4  # number of tokens that `num_keep` cannot protect, so that a shift can drop some, as in llama.cpp
 MIXED_STEP_TOKENS = 128  # token limit of a step in which sequences decode, if all experts are in memory
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that has been computed."""
+    """A completed step."""
 
     sequences: tuple[Sequence, ...]
     n_tokens: int  # tokens of all sequences, including drafts
@@ -44,13 +44,13 @@ class Schedule(Protocol):
         chosen (None or an empty iterable), all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Receives the sequences, tokens and time of a step. The batch loop calls this after each computed step."""
+        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step."""
 
 
 class KvSequences:
     """The places of a model's KV cache, and the choice of tokens for each step. `step_tokens`: token limit of a step
     in which some sequences decode. None: MIXED_STEP_TOKENS if all experts are in memory, otherwise
-    DEFAULT_UBATCH_TOKENS, but never more than the size of a pass."""
+    DEFAULT_UBATCH_TOKENS, but never more than fit into one pass."""
 
     def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
         self._llm = llm
@@ -73,10 +73,10 @@ class KvSequences:
         """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest tokens
         (see `loss`). A sequence with images gets place 0. Drops the place's tokens after the shared prefix."""
         free = [kv for kv in self._all if kv.sequence is None]
-        if len(self._all) == 1:  # methods of `Llama` also change the only place, so its tokens are read from `Llama`
+        if len(self._all) == 1:  # `Llama`'s own methods also change this place, so its tokens come from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.prompt.images is not None:
-            free = self._all[:1]  # images are evaluated in place 0; the sequence is computed alone
+            free = self._all[:1]  # images are evaluated in place 0; the sequence is processed alone
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 
         def loss(kv: KvSequence) -> tuple[int, bool, int]:
@@ -157,8 +157,8 @@ class KvSequences:
 
     def shift(self, sequence: Sequence) -> None:
         """Drops the older half of a sequence's tokens after the first `num_keep`, if its context is almost full and the
-        sequence may shift. If no other sequences are computed, the cells of the later tokens are moved. Otherwise these
-        tokens are evaluated again, because other sequences may share their cells at the old positions."""
+        sequence may shift. If no other sequences are being processed, the cells of the later tokens are moved.
+        Otherwise these tokens are re-evaluated, because other sequences may share their cells at the old positions."""
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return
@@ -241,7 +241,7 @@ class KvSequences:
 
     def _begin_prompt(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
         """Copies the longest known prefix of a prompt to its place, from another place or from the disk. Returns False
-        if the prompt has to wait, because one of `prompts` computes more of its prefix in this step."""
+        if the prompt has to wait, because this step evaluates more of its prefix for one of `prompts`."""
         if sequence.has_begun or not sequence.reuses_prefix:
             sequence.has_begun = True
             return True
@@ -280,9 +280,9 @@ class KvSequences:
         return n_shared if self._llm.context.copy(source.seq_id, target.seq_id, n_shared) else n_held
 
     def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
-        """Returns True if the prompt of `sequence` has to wait until `other` has computed a prefix that both share. A
-        recurrent state can be copied only at the end of this prefix. So for models with such a state, this method also
-        reduces `other.n_next`, to make the step stop there."""
+        """Returns True if the prompt of `sequence` has to wait until a prefix that it shares with `other` has been
+        evaluated. A recurrent state can be copied only at the end of this prefix. So for models with such a state, this
+        method also reduces `other.n_next`, to make the step stop there."""
         n_shared = common_tokens(other.context, sequence.context[:-1])
         if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:
             return False

@@ -1,9 +1,9 @@
-"""Makes deltas from tokens. Deltas contain only complete code points and no stop strings. Thinking and tool calls are
+"""Converts tokens to deltas. Deltas contain only complete code points and no stop strings. Thinking and tool calls are
 separated from the text.
 
 The joined deltas do not depend on how the text is divided into chunks. Text is held back while it may still become a
-stop string, a mark (a delimiter such as "<tool_call>") or a call. Text that turns out not to be a call is sent as text.
-Parsers receive only text; `Transcript` receives the tokens.
+stop string, a delimiter such as "<tool_call>", or a call. Text that turns out not to be a call is sent as text. Parsers
+receive only text; `Transcript` receives the tokens.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class AnswerParser:
         self._text += text
 
     def _write_until(self, marks: re.Pattern[str], texts: Iterable[str]) -> Generator[None, None, re.Match[str] | None]:
-        """Writes the text before the first of the marks. Returns the match of this mark, or None at the end of the
-        answer. `texts`: the marks as strings. Text that may be the beginning of one of them is held back."""
+        """Writes the text before the first of the delimiters. Returns the match of this delimiter, or None at the end
+        of the answer. `texts`: the delimiters as strings. Text that may be the beginning of one of them is held
+        back."""
         while True:
             match = marks.search(self._held)
             if self._ended and self._held in self._endings:
@@ -138,7 +139,8 @@ class ChannelParser(AnswerParser):
         self._arguments = []
 
     def _body(self) -> Generator[None, None, None]:
-        """Writes a message up to the mark that ends it. A mark that also begins the next header is not consumed."""
+        """Writes a message up to the delimiter that ends it. A delimiter that also begins the next header is not
+        consumed."""
         while mark := (yield from self._write_until(self._mark, self._marks)):
             is_text = mark[0] in (_MESSAGE, "<|constrain|>")
             self._write(mark[0] if is_text else "")
@@ -183,14 +185,14 @@ class ChannelParser(AnswerParser):
 Tools = Sequence[Mapping[str, Any]]
 
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
-MAX_MARKS_IN_VALUES = 8  # maximum number of closing marks that may be part of values within one call
+MAX_MARKS_IN_VALUES = 8  # maximum number of closing delimiters that may be part of values within one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
 class MarkParser(AnswerParser):
-    """Parses answers in which marks surround thinking, text and calls.
+    """Parses answers in which delimiters surround thinking, text and calls.
 
-    form: the format of the model's answers, with the marks of thinking.
+    form: the format of the model's answers, with the thinking delimiters.
 
     formats: the formats of calls. If there are none, calls are not parsed.
 
@@ -216,7 +218,7 @@ class MarkParser(AnswerParser):
         self._json_only = next((each for each in formats if not each.open), None)
         self._marks = [mark for mark in (*self._formats, form.text_close) if mark]
         self._opens = re.compile("|".join(map(re.escape, self._marks)) or r"(?!)")
-        # An opening mark of calls at the end of the prompt is read as if the model had written it.
+        # An opening delimiter of calls at the end of the prompt is read as if the model had written it.
         self._prompt_mark = self._held = form.begun(prompt_end) if formats and continuation is None else ""
         self._endings = form.endings if formats or form.text_close else frozenset()
 
@@ -236,8 +238,8 @@ class MarkParser(AnswerParser):
                 yield from self._read_call(self._formats[match[0]])
 
     def _begin_text(self) -> Iterator[None]:
-        """Consumes the opening mark of the text. If the answer begins with JSON and calls have no marks, reads the
-        answer as a call."""
+        """Consumes the opening delimiter of the text. If the answer begins with JSON and calls have no delimiters,
+        reads the answer as a call."""
         opened = self._form.text_open.strip()
         if not (self._think or self._formats or self._json_only or opened):
             return
@@ -252,8 +254,8 @@ class MarkParser(AnswerParser):
             yield from self._read_only_call(self._json_only)
 
     def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
-        """Waits until the held text has more than blanks and is not an incomplete mark of `marks`. Returns the held
-        text without leading blanks, or "" if the answer has ended."""
+        """Waits until the held text is not only whitespace and is not an incomplete delimiter from `marks`. Returns the
+        held text without leading whitespace, or "" if the answer has ended."""
         while not self._ended:
             body = self._held.lstrip()
             if body and not any(len(body) < len(mark) and mark.startswith(body) for mark in marks):
@@ -263,7 +265,7 @@ class MarkParser(AnswerParser):
 
     def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
         """Consumes the thinking if the answer begins with thinking. Returns True if the answer continues the text of a
-        message, so that leading blanks must be kept; otherwise False."""
+        message, so that leading whitespace must be kept; otherwise False."""
         if self._continuation is not None:
             if not self._continuation.in_thinking:
                 return True
@@ -292,9 +294,9 @@ class MarkParser(AnswerParser):
         self._held = begun
 
     def _read_call(self, form: ToolFormat) -> Iterator[None]:
-        """Consumes a block of calls with its marks. A block that turns out to have no valid call is written as
+        """Consumes a block of calls with its delimiters. A block that turns out to have no valid call is written as
         text."""
-        n_read, n_marks = len(form.open), 0  # searched characters; closing marks that are part of values
+        n_read, n_marks = len(form.open), 0  # searched characters; closing delimiters that are part of values
         while True:
             if not form.may_begin(self._held):
                 self._write_mark(form.open)
@@ -314,7 +316,7 @@ class MarkParser(AnswerParser):
                 break
             n_read, n_marks = end, n_marks + 1
         begin = 0
-        if calls is None:  # perhaps an earlier opening mark was never closed and is text
+        if calls is None:  # perhaps an earlier opening delimiter was never closed and is text
             begin = self._held.rfind(form.open, 0, at)
             calls = form.calls(self._held[begin:end], self._types)
         self._text += self._held[: begin if calls else end]
@@ -326,7 +328,7 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that does not begin a call as text, unless the prompt ends with this mark."""
+        """Writes as text a delimiter that does not begin a call, unless the prompt ends with this delimiter."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
@@ -342,7 +344,7 @@ class MarkParser(AnswerParser):
         self._end_call(form)
 
     def _end_call(self, form: ToolFormat) -> None:
-        """Reads a block of calls without a closing mark, which extends to the end of the answer. A block without a
+        """Reads a block of calls without a closing delimiter, which extends to the end of the answer. A block without a
         valid call is written as text."""
         block = self._without_ending(self._held)
         calls = form.calls(block, self._types, final=True)
@@ -359,7 +361,7 @@ class MarkParser(AnswerParser):
 
 def needs_special_tokens(template: str | None) -> bool:
     """Returns True if the parser of an answer needs the text of control tokens, which detokenizers usually omit. In
-    many models the marks of thinking and of tool calls are control tokens."""
+    many models the delimiters of thinking and of tool calls are control tokens."""
     if template is None:
         return False
     form = answer_format(template)
@@ -372,7 +374,7 @@ def answer_parser(
     """Returns the parser of one answer, which separates thinking and the calls of `tools` from the text.
 
     `tools`: if there are none, calls are not parsed. `prompt_end`: the end of the prompt, which may already contain the
-    opening mark of thinking. `continuation`: given if the answer continues a message.
+    opening delimiter of thinking. `continuation`: given if the answer continues a message.
     """
     form = answer_format(template or "")
     formats = form.tools if tools else ()
@@ -448,8 +450,8 @@ class Transcript:
         return self._delta(self._stops.feed(text))
 
     def end(self, *, cut: bool = False) -> Delta | None:
-        """Ends the answer. Returns a delta with everything that was held back, or None if there is nothing. `cut`: True
-        if the token limit ended the answer."""
+        """Ends the answer. Returns a delta with everything that was held back, or None if nothing was held back. `cut`:
+        True if the token limit ended the answer."""
         rest = "" if self._stops.found else self._decode(b"", True)
         delta = self._delta(self._stops.feed(rest) + self._stops.end())
         if self.parser is None:

@@ -1,5 +1,5 @@
-"""Makes the tokens of a request's prompt. The sources are messages that the chat template renders, an earlier context,
-and a text, which may have a gap that the model fills.
+"""Builds the prompt of a request, as tokens. The sources are messages that the chat template renders, an earlier
+context, and a text, which may have a gap that the model fills.
 
 If the request allows it, a prompt that is too long is shortened. In a conversation, whole messages are left out, the
 oldest first; then the longest message is cut at its beginning. Any other prompt keeps its first and its last tokens,
@@ -35,7 +35,7 @@ COPIES = 4  # a rendered prompt may be this many times as long as its messages a
 USUAL_CHARACTERS = 4  # typical number of characters per token, for estimates
 HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may be kept
 ANSWER_DIVISOR = 8  # a shortened conversation leaves 1/8 of the context for the answer, or `max_tokens` if less
-MESSAGE_TOKENS = 8  # estimated number of tokens in the template's marks around a message
+MESSAGE_TOKENS = 8  # estimated number of tokens in the template's delimiters around a message
 
 Token = TypeVar("Token")
 
@@ -44,7 +44,7 @@ Token = TypeVar("Token")
 class Prompt:
     """The prompt of a request, as tokens and as text."""
 
-    tokens: list[int]  # tokens of the prompt, including placeholders for images
+    tokens: list[int]  # tokens of the prompt, including image placeholders
     end: str = ""  # the whole text of the prompt; "" if not known, or for a conversation that is far too long
     n_tokens: int = 0  # tokens of the whole prompt; an estimate for a text that is far too long; 0: not counted
     template: str | None = None  # the chat template that rendered the messages
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def text_tokens(self) -> list[int]:
-        """The tokens without the placeholders of images."""
+        """The tokens without the image placeholders."""
         return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
 
 
@@ -106,7 +106,7 @@ def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
-    """Raises ContextError if a prompt of `n_tokens` tokens leaves no token of the context for the answer."""
+    """Raises ContextError if a prompt of `n_tokens` tokens leaves no room in the context for the answer."""
     if n_tokens >= n_ctx:
         raise ContextError(
             f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}, and the answer needs at least one token;"
@@ -136,8 +136,8 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
     """Returns the tokens of `request.context`, which may contain strings. If the first element is a string, BOS comes
-    first. Raises OptionError for a number that is not a token of the model, and ContextError for a string that is far
-    too long."""
+    first. Raises OptionError for a number that is not a valid token id, and ContextError for a string that is far too
+    long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
@@ -178,7 +178,7 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 
     If the model has tokens for a repository (arXiv 2409.12186), each text follows its name. At the end, the constant
     "filename" is the name of the file with the gap. For other models the files are snippets without names. Raises
-    ContextError for a file that does not fit the context.
+    ContextError for a file that does not fit into the context.
     """
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
@@ -232,7 +232,7 @@ def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
 
 
 class _Renderer:
-    """Makes prompts from messages. If the answer continues the last message, the prompt ends with this message's text.
+    """Builds prompts from messages. If the answer continues the last message, the prompt ends with this message's text.
     Raises CapabilityError if the request has tools or thinking but the chat template does not support them."""
 
     def __init__(self, llm: Llama, request: Request) -> None:
@@ -316,7 +316,7 @@ class _Renderer:
             raise TemplateError(
                 "the chat template leaves out an image; give the model a template with a place for images."
             )
-        texts[-1] = texts[-1] or "\n"  # the answer begins after a text, not after an image
+        texts[-1] = texts[-1] or "\n"  # the answer must come after text, not after an image
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)

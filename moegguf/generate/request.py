@@ -32,16 +32,16 @@ class Sampling:
         dry_penalty_last_n: number of most recent tokens that are searched for repetitions; -1: the whole context; 0: no
             penalty.
         dry_sequence_breakers: strings that end a repetition.
-        mirostat: 1 or 2 uses this version of Mirostat instead of the samplers that leave tokens out, unless
-            `temperature` is 0. It aims at an entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: no Mirostat.
+        mirostat: 1 or 2 uses this version of Mirostat instead of the truncation samplers, unless `temperature` is 0.
+            Its target entropy is `mirostat_tau`, and its learning rate is `mirostat_eta`. 0: no Mirostat.
         max_tokens: maximum number of tokens of the answer. None or below 1: until the model ends the answer or the
             context is full; if the context shifts, at most ten times the length of the context.
-        num_keep: number of first tokens, not counting BOS, that are kept when the context shifts; -1: the whole
+        num_keep: number of leading tokens, not counting BOS, that are kept when the context shifts; -1: the whole
             prompt.
         seed: None: a random seed.
-        exact: if True, the answer has the same bits whatever other requests are computed. For a batch-invariant model
-            (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is computed
-            alone. A model that is not batch-invariant computes requests with `exact` or a seed from an empty context.
+        exact: if True, the answer is bit-identical whatever other requests are processed. For a batch-invariant model
+            (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is processed
+            alone. A model that is not batch-invariant evaluates requests with `exact` or a seed from an empty context.
         reasoning_budget_tokens: number of thinking tokens after which `reasoning_budget_message` and the end of the
             thinking are forced; 0: no thinking; None: no limit.
         text_bias: (string, bias) pairs; each token of a string gets the bias, in addition to `logit_bias`.
@@ -109,9 +109,9 @@ class Request:
     files: tuple[tuple[str, str], ...] = ()  # (name, text) of other files, as context for filling the gap
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI's format: {"type": "function", "function": {...}}
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
-    format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer follows
+    format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer satisfies
     strict: bool = False  # True: a schema keyword that no grammar can enforce is an error; False: it is ignored
-    grammar: str | None = None  # grammar in GBNF that the answer follows
+    grammar: str | None = None  # GBNF grammar that the answer matches
     think: bool | str | None = None  # True, False, or (some templates) a level such as "high"; None: thinks if it can
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Request:
     prompt_only: bool = False  # if True, evaluates the prompt and samples no token
     return_context: bool = False
     # The text before the thinking, then the texts that may end it; the thinking budget uses them. When the budget is
-    # used up, the first of the ending texts is forced. (): the marks of the model's template.
+    # used up, the first of the ending texts is forced. (): the delimiters of the model's template.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # True if deltas contain their tokens
     # If one token is repeated more often than this, the answer ends. A cycle of a few tokens may be repeated
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def begins_with_token(self) -> bool:
-        """True if the context begins with a token id. Then no BOS is added: the request must contain it."""
+        """True if the context begins with a token id. No BOS is then added; the request must contain its own."""
         return bool(self.context) and isinstance(self.context[0], int)
 
 
@@ -181,7 +181,7 @@ class TokenLogprob(TokenChance):
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer: text, thinking or complete tool calls. Usually only one of them is not empty."""
+    """A part of an answer: text, thinking or complete tool calls. Usually only one of the three is non-empty."""
 
     text: str = ""
     thinking: str = ""
@@ -194,8 +194,8 @@ class Delta:
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """Returns one delta with the contents of all deltas in their order. (Thinking precedes text in an answer, even
-    within one delta.)"""
+    """Returns one delta with the contents of all deltas, in order. (Thinking precedes text in an answer, even within
+    one delta.)"""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -236,8 +236,8 @@ class AnswerSummary:
     cut_tokens: int = 0  # tokens that were left out of the prompt
     n_shifts: int = 0  # number of times that the full context lost its older half
     context: tuple[int, ...] = ()  # tokens of prompt and answer if the request had `return_context`, otherwise empty
-    # Counts of all computation while the answer was computed, including computation for other answers. `answer_stats`
-    # counts only from the answer's first token on.
+    # Counters of all computation during the answer, including computation for other answers. `answer_stats` counts only
+    # from the answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 

@@ -2,7 +2,7 @@
 
 llguidance computes which tokens the constraint's grammar allows. First, only the sampled token is checked. If the
 constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
-`common_sampler_sample` (common/sampling.cpp). The first answer with a constraint imports llguidance.
+`common_sampler_sample` (common/sampling.cpp). llguidance is imported for the first answer with a constraint.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionar
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """Returns a model's tokens for its matchers. They are made once per model, which takes 0.5 s and 60 MB for 150,000
-    tokens.
+    """Returns a model's tokens for its matchers. They are created once per model, which takes 0.5 s and 60 MB for
+    150,000 tokens.
 
-    End-of-generation tokens match no text of a grammar. Other control tokens keep their text, because the marks around
-    thinking and calls are control tokens in some models and plain text in others.
+    End-of-generation tokens match no text of a grammar. Other control tokens keep their text, because the delimiters
+    around thinking and calls are control tokens in some models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -135,7 +135,7 @@ class Matcher:
         error = self._matcher.get_error()
         if error.startswith("NoExtension"):
             raise SchemaError(
-                "no token of this model can continue the requested format, or nothing matches it; try another one."
+                "no token of this model can continue the requested format, or nothing matches it; send another format."
             )
         # Removes the grammar and the parser's state from the error message.
         message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
@@ -207,7 +207,7 @@ def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogpro
 
 class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
-    also count. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
+    also consider. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
     Raises OptionError if logit_bias has a token that the model lacks, or the value NaN, and for invalid DRY sequence
     breakers. Raises SchemaError for a constraint that cannot be followed.
@@ -259,11 +259,12 @@ class Sampler:
             return
         seed = random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
         tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
-        if sampling.mirostat:
+        mirostat = sampling.mirostat if sampling.temperature > 0 else 0
+        if mirostat:
             chain.add_temp(sampling.temperature)
-        if sampling.mirostat == 1:
+        if mirostat == 1:
             chain.add_mirostat(self._n_vocab, seed, tau, eta, MIROSTAT_TOKENS)
-        elif sampling.mirostat == 2:
+        elif mirostat == 2:
             chain.add_mirostat_v2(seed, tau, eta)
         else:
             chain.add_top_n_sigma(sampling.top_n_sigma)
@@ -276,7 +277,7 @@ class Sampler:
             chain.add_dist(seed)
 
     def _add_penalties(self, sampling: Sampling) -> int:
-        """Adds the repetition penalties. Returns the number of most recent tokens that they count, or 0 if they are
+        """Adds the repetition penalties. Returns the number of most recent tokens that they examine, or 0 if they are
         off."""
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
             return 0
@@ -358,6 +359,6 @@ class Sampler:
             logits = array.candidates_data.logit
             logits[~allowed] = -np.inf
             if not np.isfinite(logits).any():
-                raise SchemaError("no token of this model can continue the requested format; try another one.")
+                raise SchemaError("no token of this model can continue the requested format; send another format.")
         self._bindings.llama_sampler_apply(self._chain.sampler, c.pointer(candidates))
         return int(candidates.data[candidates.selected].id)

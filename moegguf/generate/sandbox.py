@@ -1,7 +1,7 @@
 """A process that renders chat templates with jinja2, and compiles grammars: `python -m moegguf.generate.sandbox`.
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
-internals. The operating system limits memory, and a timer ends this process when a template takes too long. Apart from
+internals. The operating system limits memory, and a timer kills this process when a template takes too long. Apart from
 the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts match the ones that
 models were trained with.
 
@@ -10,8 +10,8 @@ is compiled here first. If this compilation ends in time, so will the compilatio
 
 The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
 variables, and the maximum number of characters of the output; or it has a grammar and its limits. Each request has a
-limit on computing time in seconds. The process writes one line for each request, with the text, or with an error and
-its message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
+limit on CPU time, in seconds. The process writes one line for each request, with the text, or with an error and its
+message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
 
 If a template writes an object or list of a tool call without a filter, the output is JSON, as in OpenAI's API, and not
 Python's repr of the object.
@@ -135,8 +135,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON as in transformers: without HTML escapes, and with keys in their order unless `sort_keys` is True.
-    An undefined value becomes its text, and an iterator becomes a list."""
+    """Returns JSON as in transformers: without HTML escapes, and with keys in their original order unless `sort_keys`
+    is True. An undefined value becomes its text, and an iterator becomes a list."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
         default=lambda value: str(value) if isinstance(value, jinja2.Undefined) else list(value),
@@ -156,8 +156,8 @@ def _compile(template: str, lenient: bool) -> jinja2.Template:
 
 
 def _render(template: str, variables: dict[str, Any], characters: int) -> str:
-    """Returns the rendered text. If the template reads a field of a value that does not exist, or computes with such a
-    value, it is rendered again with `Blank`. For example, the description of a tool is optional."""
+    """Returns the rendered text. If the template reads a field of an undefined value, or computes with one, it is
+    rendered again with `Blank`. An example of an undefined value is the description of a tool that has none."""
     try:
         return "".join(_bounded(_compile(template, False).generate(variables), characters))
     except jinja2.UndefinedError:

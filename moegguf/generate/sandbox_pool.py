@@ -2,7 +2,7 @@
 Templates and grammars are untrusted, so a process may be killed.
 
 The first request starts a process, which is kept for the next request. Simultaneous requests start further processes,
-up to MAX_PROCESSES; any more requests wait. The child processes end with this process.
+up to MAX_PROCESSES; any more requests wait. The child processes exit with this process.
 """
 
 from __future__ import annotations

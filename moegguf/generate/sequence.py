@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many contexts long, as in Ollama
+MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many times as long as the context, as in Ollama
 
-MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that counts as repetition
-CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, because tables of numbers do
-AT_SCALE = " adapter at "  # separates the owner from the adapter's scale when the tokens were computed
+MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that is treated as repetition
+CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, as it does in tables of numbers
+AT_SCALE = " adapter at "  # separates the request's owner from the adapter's scale in `Sequence.owner`
 
 _tickets = itertools.count(1)
 
@@ -43,7 +43,7 @@ def owner_part(owner: str) -> tuple[str, str]:
 
 
 class AnswerEvents(Protocol):
-    """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback ends the whole loop.
+    """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback stops the whole loop.
     After the loop has been closed, another thread may call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
@@ -65,14 +65,14 @@ class KvSequence:
     tokens: list[int] = field(default_factory=list)
     owner: str = ""  # owner of these tokens, as `Sequence.owner` returns it
     sequence: Sequence | None = None  # the sequence that uses the place; None if the place is free
-    n_used: int = 0  # number of the step that used it last
+    n_used: int = 0  # number of the last step that used the place
     # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
     n_clean: int | None = None
 
 
 @dataclass(eq=False)
 class Task:
-    """Work that needs the whole model: the batch loop runs it while no answer is computed."""
+    """Work that needs the whole model: the batch loop runs it while no answer is being generated."""
 
     run: Callable[[], object]
     stop: Callable[[], object]  # ends `run` early; called by another thread, or by the loop's thread before `run`
@@ -84,7 +84,7 @@ class Task:
 
 
 class Sequence:
-    """A request while the batch loop computes it. The `summary` is complete when the answer has ended.
+    """A request while the batch loop processes it. The `summary` is complete when the answer has ended.
 
     A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and `generated`. `prompt`, `sampler`,
     `shifts`, `n_ctx` and `limit` exist after `read` if `error` is None.
@@ -120,7 +120,7 @@ class Sequence:
         self._first: Stats | None = None  # the model's counters at the first sampled token
 
     def read(self, llm: Llama) -> None:
-        """Makes the prompt, the sampler and the limits from the request. Sets `error` if the request cannot be
+        """Creates the prompt, the sampler and the limits from the request. Sets `error` if the request cannot be
         answered, usually to a ContextError, TemplateError, CapabilityError, SchemaError or OptionError."""
         self._llm = llm
         request = self.request
@@ -162,7 +162,7 @@ class Sequence:
         return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
-        """Returns True if both sequences may be in one pass: neither must be computed alone, and both use the same
+        """Returns True if both sequences may be in one pass: neither has to be processed alone, and both use the same
         scale of the model's adapter."""
         default = self._llm.lora_scale
         scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
@@ -179,10 +179,10 @@ class Sequence:
 
     @property
     def alone(self) -> bool:
-        """True if the sequence must be computed alone: if it has images, or if it has `exact` and other sequences could
-        change bits of the answer. This is possible if the model is not batch-invariant or if the context may shift. If
-        other sequences are being computed, a shift evaluates tokens again instead of moving their cells, which rounds
-        differently."""
+        """True if the sequence must be processed alone: if it has images, or if it has `exact` and other sequences
+        could change bits of the answer. This is possible if the model is not batch-invariant or if the context may
+        shift. If other sequences are being processed, a shift re-evaluates tokens instead of moving their cells, which
+        rounds differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
@@ -206,7 +206,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """True if only the token that was sampled last must still be evaluated."""
+        """True if only the last sampled token still has to be evaluated."""
         return self.n_pending == 1 and bool(self.generated)
 
     @property
@@ -216,7 +216,7 @@ class Sequence:
         return next((span for span in spans if span.begin >= self.n_evaluated), None)
 
     def begin(self, number: int, stats: Stats) -> None:
-        """Begins the computation of the sequence. `number`: its number in routing events. `stats`: the model's current
+        """Starts processing the sequence. `number`: its number in routing events. `stats`: the model's current
         counters."""
         self.number, self.context = number, list(self.prompt.tokens)
         self._start_s, self._before = time.perf_counter(), stats
@@ -301,7 +301,7 @@ class Sequence:
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
         """Completes the summary. If `error` is None, also sends the text that was held back. Returns `error`, or the
-        error of parsing this text, or None if there is neither."""
+        error from parsing this text, or None if there is neither."""
         try:
             delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
         except Exception as found:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"moegslt1"
 _HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of everything after the header, size of the JSON description
-_NOT_WHOLE = "is no slot that was saved whole; save it again."
+_NOT_WHOLE = "is not a slot that was saved whole; save it again."
 
 
 def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: str, **fields: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Forms:
 
     part_roles: frozenset[str] = frozenset()  # roles whose content must be a list of parts
     merges_system: bool = False  # system messages become the beginning of the next user message
-    user_results: bool = False  # results of tools are user messages
+    user_results: bool = False  # tool results are user messages
     null_content: bool = False  # the content of a message with calls but no text is null, not ""
     text_arguments: bool = False  # the arguments of a call are a string of JSON, not an object
     empty_tools: bool = False  # if there are no tools, `tools` is an empty list, not null
@@ -125,7 +125,7 @@ def rendered(
 
 
 def _shorten_ids(messages: Iterable[Message]) -> None:
-    """Replaces the ids of calls with ids that Mistral's templates accept: nine letters and digits."""
+    """Replaces call ids with ids that Mistral's templates accept: nine letters and digits."""
 
     def shortened(text: Any) -> str:
         return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
@@ -155,8 +155,8 @@ class _Probe:
 
     def n_lost(self, template: str, forms: Forms) -> int:
         """Returns the number of markers that are missing from the prompt. If the template rejects the conversation or
-        fails, all markers count as missing. Merging system messages counts as one more, so that other forms that lose
-        no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
+        fails, all markers are treated as missing. Merging system messages counts as one more, so that other forms that
+        lose no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
         marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
         try:
             prompt = rendered(template, forms, self.messages, self.tools, default_variables())

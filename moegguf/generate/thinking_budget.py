@@ -1,7 +1,7 @@
 """Limits the number of thinking tokens of an answer. When the budget is used up, forces tokens that end the thinking.
 
-The text, not the tokens, is searched for the marks of thinking, because tokens may divide a mark in different ways. If
-there is a token in `forced`, a `Sampler` uses this token instead of sampling one.
+The text, not the tokens, is searched for the thinking delimiters, because tokens may divide a delimiter in different
+ways. If there is a token in `forced`, a `Sampler` uses this token instead of sampling one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Channels(NamedTuple):
-    """The marks in the format of models whose messages have a channel or a recipient.
+    """The delimiters in the format of models whose messages have a channel or a recipient.
 
     `open` and `close` match the start and the end of a thinking message. `next_message` ends such a message and begins
     another one. If `answer` follows, the other message is the answer.
@@ -47,7 +47,7 @@ _RECIPIENTS = _Channels(
     "<|eom|><|start|>assistant",
     " to=user<|message|>",
 )
-_WINDOW = 512  # number of most recent characters that are searched for a mark
+_WINDOW = 512  # number of most recent characters that are searched for a delimiter
 
 
 @dataclass
@@ -55,13 +55,13 @@ class ThinkingBudget:
     """Counts the thinking tokens of one answer, and forces the end of the thinking when the budget is used up."""
 
     vocabulary: Vocabulary
-    open: re.Pattern[str]  # mark before the thinking
-    close: re.Pattern[str]  # mark after the thinking
+    open: re.Pattern[str]  # delimiter before the thinking
+    close: re.Pattern[str]  # delimiter after the thinking
     n_left: int  # tokens left for all thinking of the answer
     ends: list[list[int]]  # tokens that end the thinking the first time, the second time, ...; the last entry repeats
     only_first: bool = False  # True if only the start of the answer can be thinking
     message: Sequence[int] = ()  # tokens forced before the end tokens, unless the model has begun the end tokens
-    text: str = ""  # text since the last mark, at most _WINDOW characters; with channels, at first the prompt's end
+    text: str = ""  # text since the last delimiter, up to _WINDOW characters; with channels, at first the prompt's end
     thinks: bool = False
 
     def __post_init__(self) -> None:
@@ -121,10 +121,10 @@ class ThinkingBudget:
 
 def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
     """Returns the thinking budget for the answer to `request`. Returns None if the request sets no budget or fills a
-    gap, or if the model's marks of thinking are unknown.
+    gap, or if the model's thinking delimiters are unknown.
 
-    The request may name the marks. Otherwise the chat template determines them; for a prompt without a template, the
-    model's own template.
+    The request may name the delimiters. Otherwise the chat template determines them; for a prompt without a template,
+    the model's own template.
     """
     n_tokens, tokens = request.sampling.reasoning_budget_tokens, llm.vocabulary.tokens
     if n_tokens is None or request.suffix is not None:

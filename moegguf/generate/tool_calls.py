@@ -1,4 +1,4 @@
-"""Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's
+"""Reads the tool calls that models write: JSON objects, names with arguments between delimiters, Python's and Gemma's
 forms.
 
 A reader receives the text of a block of calls. It returns the calls, or None if the text is not a call. Such a text is
@@ -92,7 +92,7 @@ _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a tool, or a part of it, with its JSON schema."""
+    """A tool's parameter, or a part of one, with its JSON schema."""
 
     schema: Any = None
     root: Any = None  # the whole schema, in which references are resolved
@@ -221,18 +221,19 @@ def _behind(pattern: str | re.Pattern[str], text: str, at: int) -> int:
 
 
 def pattern_of(text: str) -> str:
-    """Returns a regular expression for the mark `text`. Where `text` has blanks, the expression matches any blanks or
-    none. Where `text` has a number, the expression matches any number."""
+    """Returns a regular expression for the delimiter `text`. Where `text` has whitespace, the expression matches any
+    whitespace or none. Where `text` has a number, the expression matches any number."""
     parts = re.split(r"(\s+|\d+)", text)
     return "".join(r"\s*" if part.isspace() else r"\d+" if part.isdigit() else re.escape(part) for part in parts)
 
 
 class Reader:
-    """Base class: reads the calls in a block, which is given without its outer marks. Subclasses implement `_next`."""
+    """Base class: reads the calls in a block, which is given without its outer delimiters. Subclasses implement
+    `_next`."""
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
         """Returns the calls in a block, or None if the text is not a call. `final`: True if the answer has ended, so
-        that marks at the end of the text may be missing."""
+        that delimiters at the end of the text may be missing."""
         calls = list[Call]()
         at = 0
         while (at := _behind(_SEPARATORS, text, at)) < len(text):
@@ -249,7 +250,8 @@ class Reader:
         raise NotImplementedError
 
     def is_open(self, text: str) -> bool:
-        """Returns True if the text ends within a value. A closing mark after it may then be a part of the value."""
+        """Returns True if the text ends within a value. A closing delimiter after it may then be a part of the
+        value."""
         return ends_within_string(text)
 
 
@@ -267,11 +269,11 @@ class JsonCalls(Reader):
 
 @dataclass(frozen=True)
 class MarkedCalls(Reader):
-    """Base class for readers of calls whose names are between marks. All marks are regular expressions."""
+    """Base class for readers of calls whose names are between delimiters. All delimiters are regular expressions."""
 
-    before: str = ""  # mark before a name
-    between: str = ""  # mark between name and arguments
-    after: str = ""  # mark after the arguments
+    before: str = ""  # delimiter before a name
+    between: str = ""  # delimiter between name and arguments
+    after: str = ""  # delimiter after the arguments
 
 
 @dataclass(frozen=True)
@@ -288,15 +290,15 @@ class NamedCalls(MarkedCalls):
 
 @dataclass(frozen=True)
 class TaggedCalls(MarkedCalls):
-    """Reads calls that are a name followed by arguments with their own marks.
+    """Reads calls that are a name followed by arguments with their own delimiters.
 
-    If `key_close` has a group, the group is the name of the value's type. `key_close` matches blanks only if the
-    template writes them, because other blanks belong to the value.
+    If `key_close` has a group, the group is the name of the value's type. `key_close` matches whitespace only if the
+    template writes it, because other whitespace belongs to the value.
     """
 
-    key_open: str = ""  # mark before an argument's name
+    key_open: str = ""  # delimiter before an argument's name
     key_close: str = ""  # text between an argument's name and its value
-    value_close: str = ""  # mark after an argument's value
+    value_close: str = ""  # delimiter after an argument's value
     string_sign: str = ""  # text of the group in `key_close` that marks a value as a string; "" without a group
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
@@ -304,8 +306,8 @@ class TaggedCalls(MarkedCalls):
         if begin is None:
             return None
         key = re.compile(rf"\s*{self.key_open}\s*([^<>\"\n]+?)\s*{self.key_close}", re.DOTALL)
-        # The mark ends a value only if another argument or the end of the call follows; elsewhere it is part of the
-        # value.
+        # The delimiter ends a value only if another argument or the end of the call follows; elsewhere it is part of
+        # the value.
         close = re.compile(rf"{self.value_close}(?=\s*(?:{self.key_open}|{self.after or chr(36)}|$))")
         arguments = dict[str, Any]()
         at = begin.end()
@@ -323,7 +325,7 @@ class TaggedCalls(MarkedCalls):
         return None if at == begin.end() < len(text) else ([(begin[1], arguments)], at)
 
     def is_open(self, text: str) -> bool:
-        """Returns True if the last argument's value has no closing mark yet."""
+        """Returns True if the last argument's value has no closing delimiter yet."""
         keys = [match.end() for match in re.finditer(self.key_open, text)]
         return bool(keys) and re.search(self.value_close, text[keys[-1] :]) is None
 
@@ -500,7 +502,7 @@ _ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_valu
 
 
 class ToolCallBlock(Reader):
-    """Reads the content of a <tool_call> block, in any of the formats that models use in it."""
+    """Reads the content of a <tool_call> block, in any format that models use inside such a block."""
 
     def _reader(self, text: str) -> Reader:
         if text.lstrip().startswith(("{", "[")):
@@ -545,7 +547,7 @@ _CUT_MEMBER = re.compile(r'(?:(?<=[{\[])|,)\s*(?:"(?:[^"\\]|\\.)*"?\s*:?\s*)?[\w
 
 
 def closed_json(text: str) -> Iterator[str]:
-    """Yields two texts that may be valid JSON for a JSON text that was cut: first with all strings and brackets
+    """Yields two completions of a truncated JSON text, which may be valid JSON: first with all strings and brackets
     closed, then also without the last, incomplete member."""
     yield _closed(text)
     yield _closed(_CUT_MEMBER.sub("", text))

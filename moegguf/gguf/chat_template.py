@@ -1,4 +1,4 @@
-"""Finds a model's capabilities, and the marks around its thinking, in its chat template. The template is not
+"""Finds a model's capabilities, and the delimiters of its thinking, in its chat template. The template is not
 rendered."""
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ThinkMarks:
-    """The marks that begin and end the thinking in an answer."""
+    """The delimiters of the thinking in an answer."""
 
     open: str
     close: str
-    sign: str = ""  # text by which a template with these marks is recognized; "": `close`
+    sign: str = ""  # text that identifies a template with these delimiters; "": `close`
 
     def begun_by(self, prompt_end: str) -> bool:
-        """Returns True if a prompt with this end has opened the thinking: only white space follows the last opening
-        mark."""
+        """Returns True if a prompt with this ending has opened the thinking: only whitespace follows the last opening
+        delimiter."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()
 
@@ -65,8 +65,8 @@ def has_channels(template: str) -> bool:
 
 
 def think_marks_of(template: str) -> ThinkMarks | None:
-    """Returns the marks around the thinking of a model with this template, if the template has known marks. Returns
-    None for a model with channels."""
+    """Returns the delimiters of the thinking of a model with this template; None if the template has no known
+    delimiters, or if the model has channels."""
     if has_channels(template):
         return None
     return next((marks for marks in THINK_MARKS if (marks.sign or marks.close) in template), None)
@@ -75,7 +75,7 @@ def think_marks_of(template: str) -> ThinkMarks | None:
 def capabilities_of(template: str | None) -> tuple[str, ...]:
     """Returns which of "tools", "thinking" and "insert" the template supports, in this order.
 
-    The rules for tools and thinking are Ollama's (server/images.go), with the marks of newer models added.
+    The rules for tools and thinking are Ollama's (server/images.go), with the delimiters of newer models added.
     """
     text = template or ""
     found = {
@@ -87,8 +87,8 @@ def capabilities_of(template: str | None) -> tuple[str, ...]:
 
 
 def tail(text: str, marks: Iterable[str]) -> int:
-    """Returns the length of the longest suffix of `text` that is an incomplete mark, which more text may complete.
-    Returns 0 if there is none."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of one of `marks`; 0 if there is
+    none."""
     longest = 0
     for mark in marks:
         at = text.find(mark[0], max(0, len(text) - len(mark) + 1))

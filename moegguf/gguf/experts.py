@@ -29,7 +29,7 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # every multi-token-prediction head has this tensor
 # Architectures whose multi-token-prediction heads may draft, because moegguf's tests cover them. For these heads
-# llama.cpp needs only a KV cache, and the models can take back drafted tokens.
+# llama.cpp needs only a KV cache, and the models can roll back drafted tokens.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 # llama.cpp reads this tensor row by row from the file if the model has one of the architectures in ROW_TABLE_ARCHS
 # (TENSOR_READ_LAZY in src/models).
@@ -45,8 +45,7 @@ _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """The matrices of one kind of all experts of a layer, stacked: shape (ne0, ne1, n_expert), where ne0 is a row's
-    length."""
+    """A layer's expert matrices of one kind, stacked: shape (ne0, ne1, n_expert), where ne0 is a row's length."""
 
     il: int
     kind: Kind
@@ -58,7 +57,7 @@ class ExpertMatrix:
     shard: int  # index into ExpertLayout.shards
     offset: int  # position of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    # bytes after each expert in a slot, which kernels of devices may read; the file does not have them
+    # bytes after each expert in a slot, which device kernels may read; the file does not contain them
     padding_bytes: int = 0
 
 
@@ -119,7 +118,7 @@ class ExpertLayout:
     # True: the multi-token-prediction layers are loaded, and their experts have no slots (`with_heads`)
     loads_heads: bool = False
     has_long_rope: bool = False  # True: the file has rotary factors for long contexts
-    row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file, from which single rows are read
+    row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file and are read row by row
 
     def check_unchanged(self) -> None:
         """Raises ExpertIOError if a shard was written to or replaced after its header was read. A deleted shard is not
@@ -179,7 +178,7 @@ class ExpertLayout:
 
     @property
     def row_table_bytes(self) -> int:
-        """The total size in bytes of the tables that stay in the file, from which single rows are read."""
+        """The total size, in bytes, of the tables that stay in the file and are read row by row."""
         return sum(table.n_bytes for table in self.row_tables)
 
     @property
@@ -188,8 +187,8 @@ class ExpertLayout:
         return self.looked_up_bytes + self.tied_output_bytes
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
-        """Returns a layout in which only the experts of `layers` count as experts. The experts of all other layers
-        count as dense weights."""
+        """Returns a layout in which only the experts of `layers` are treated as experts. The experts of all other
+        layers are treated as dense weights."""
         wanted = set(layers)
         moved = Counter[int]()
         for layer in self.layers:
@@ -204,14 +203,15 @@ class ExpertLayout:
         )
 
     def with_heads(self) -> ExpertLayout:
-        """Returns a layout in which the multi-token-prediction layers are loaded. The experts of these layers count as
-        dense weights, because a draft that waits for experts costs more than it saves."""
+        """Returns a layout in which the multi-token-prediction layers are loaded. The experts of these layers are
+        treated as dense weights, because a draft that waits for experts costs more than it saves."""
         return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None if the file has none. An empty template and the name "chatml" count
-        as none. If the file has only a template for conversations with tools, the value is that template."""
+        """The model's chat template (Jinja); None if the file has none. An empty template or the name "chatml" is
+        treated as no template. If the file has only a template for conversations with tools, the value is that
+        template."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template
@@ -244,9 +244,9 @@ def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ex
     """Returns the layout of the model at `path`, the only file or the first shard. With `vocab_only` the layout has no
     tensors, and the file may have none.
 
-    Raises ModelNotFoundError when a file is missing, ModelFormatError when one breaks a rule (the message names the
-    file, the key or tensor, and the offset), ExpertIOError when the disk fails. The files are read again only when a
-    shard has changed.
+    Raises ModelNotFoundError when a file is missing, and ExpertIOError when the disk fails. Raises ModelFormatError
+    when a file breaks a rule; the message names the file, the key or tensor, and the offset. The files are read again
+    only when a shard has changed.
     """
     return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 
@@ -288,7 +288,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     embedding_bytes = embedding.n_bytes if embedding else 0
     is_tied = "output.weight" not in tensors
     n_rows = embedding.shape[1:2] if embedding else ()
-    # only one layer is checked, because llama.cpp computes only one multi-token-prediction layer
+    # only one layer is checked, because llama.cpp runs only one multi-token-prediction layer
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
     if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:
@@ -325,7 +325,7 @@ def _expert_matrix(
             tensor, f"layer {il} is beyond the model's layers, which are 0 to {hparams.n_layer_all - 1}"
         )
     if len(tensor.shape) != 3:
-        raise file.tensor_error(tensor, f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}")
+        raise file.tensor_error(tensor, f"experts must be stacked in 3 dimensions, but the shape is {tensor.shape}")
     ne0, ne1, n_expert = tensor.shape
     if n_expert != hparams.n_expert:
         rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"
@@ -349,7 +349,7 @@ def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFil
 
 
 def _layer_fault(kinds: Mapping[Kind, ExpertMatrix], n_expert_used: int) -> str | None:
-    """Returns the rule that one layer's matrices break; None if they break none."""
+    """Returns the rule that one layer's matrices break; None if they are valid."""
     if n_expert_used == 0:
         return "has experts, but a token uses 0 of them (expert_used_count)"
     gate, up, down, gate_up = (kinds.get(kind) for kind in KINDS)

@@ -2,9 +2,9 @@
 its current bytes.
 
 What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
-differ between trainings. They are rarely quantised. So the quantisations of one model usually share a fingerprint, and
-they also share their routing. Saved contexts need the same weights, so they are used only with the same file on this
-disk (`weights_digest`): a copy of the file has a different digest. A few MB are read, never whole experts.
+differ between training runs. They are rarely quantised. So the quantisations of one model usually share a fingerprint,
+and they also share their routing. Saved contexts need the same weights, so they are used only with the same file on
+this disk (`weights_digest`): a copy of the file has a different digest. A few MB are read, never whole experts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fingerprint(layout: ExpertLayout) -> str:
 @functools.lru_cache(maxsize=16)
 def header_digest(shards: tuple[Shard, ...]) -> str:
     """Returns 32 hex digits of a SHA-256 over the headers and sizes of all shards. A different vocabulary, shape or
-    type gives a different digest. Raises ExpertIOError when a file cannot be read."""
+    type results in a different digest. Raises ExpertIOError when a file cannot be read."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
@@ -53,11 +53,11 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
     """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times that files had when their headers were read.
-    The digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    The digest also covers up to 4 KiB from the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
-    Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
-    bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A write that
-    changes none of these bytes is not detected there.
+    Every write changes a file's change time, except on file systems that do not record change times. On such file
+    systems, the bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A
+    write that leaves these bytes unchanged is not detected there.
     """
     digest = hashlib.sha256()
     for shard in shards:
@@ -70,7 +70,8 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
 
 def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, int]], what: str) -> None:
     """Adds the bytes at each (offset, number of bytes) of `spans` to the digest. First announces all reads to the
-    system, so that the disk can read in parallel. Raises ExpertIOError if the file ends too early or cannot be read."""
+    system, so the disk can perform them in parallel. Raises ExpertIOError if the file ends too early or cannot be
+    read."""
     n_missing = 0
     try:
         with open(path, "rb", buffering=0) as file:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.reader import GgufFile
 
-# limits that are compiled into llama.cpp, in the release that moegguf uses
+# limits compiled into the release of llama.cpp that moegguf uses
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 MAX_WIDTH = 1 << 24  # limit of n_embd, n_ff, n_head and similar sizes
@@ -53,7 +53,7 @@ class Keys:
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """Returns the error for the key `name`, which breaks a rule."""
         return ModelFormatError(
-            f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run, fetch it again."
+            f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run: fetch it again."
         )
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
@@ -72,8 +72,8 @@ class Keys:
         return value
 
     def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
-        """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's one number for every layer. A
-        missing key gives zeros. Raises an error for an array of the wrong length."""
+        """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's single number repeated for every
+        layer. Returns zeros for a missing key. Raises an error for an array of the wrong length."""
         value = self.metadata.get(f"{self.arch}.{name}", 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:

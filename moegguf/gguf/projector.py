@@ -1,7 +1,8 @@
 """Reads the header of a projector file (mmproj): the kind of vision model, its size, and the memory that it needs.
 
 A projector turns an image into vectors of the text model's width. The file is a GGUF of the architecture "clip".
-libmtmd reads the file without checking it: if libmtmd aborts, only a trial load ends (`moegguf/engine/trial.py`).
+libmtmd reads the file without checking it: if libmtmd aborts, only the process of a trial load is lost
+(`moegguf/engine/trial.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 DECODED_BYTES = 192 << 20  # maximum number of bytes needed while an image is decoded
 
-# Kinds whose image tokens attend to each other, so that one pass must hold the whole image: {kind: maximum number of
+# Kinds whose image tokens attend to each other, so that one pass must contain the whole image: {kind: maximum number of
 # tokens of an image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
 ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
 
@@ -90,7 +91,7 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         keys.number("embedding_length", None, 1, MAX_DIMENSION),
-        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # 0 in old files of Qwen2-VL
+        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # 0 in old Qwen2-VL files
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )

@@ -24,7 +24,7 @@ MAX_STRINGS = 1 << 22  # maximum number of strings in one array
 MAX_ALL_STRINGS = 1 << 23  # maximum number of strings in all arrays of a file
 KEPT_TOTAL_BYTES = 12 << 20  # maximum number of bytes for a file's key-values in memory
 CHUNK_BYTES = 1 << 20
-FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
+FETCH_AGAIN = "the file is damaged or incomplete: fetch it again"
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Cursor:
         return n
 
     def keep(self, n: int) -> None:
-        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if the kept bytes exceed KEPT_TOTAL_BYTES in
-        total."""
+        """Adds `n` to the number of bytes kept in memory. Raises ModelFormatError if the sum exceeds
+        KEPT_TOTAL_BYTES."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far")
@@ -96,16 +96,16 @@ class Cursor:
         ends before the last one."""
         self.n_strings += count
         if count > MAX_STRINGS:
-            self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
+            self.fail(f"an array of {count} strings is too long: at most {MAX_STRINGS} are allowed")
         if self.n_strings > MAX_ALL_STRINGS:
-            self.fail(f"the arrays have {self.n_strings} strings so far, at most {MAX_ALL_STRINGS} are allowed")
+            self.fail(f"the arrays have {self.n_strings} strings so far, but at most {MAX_ALL_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}")
         read = self.file.read
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
         try:
-            for _ in range(count):  # calls only built-in functions: a vocabulary has some 100,000 strings
+            for _ in range(count):  # calls only built-in functions, for speed: a vocabulary has some 100,000 strings
                 (n,) = unpack(read(8))
                 if n > self.size:
                     self.skip(n)
@@ -200,7 +200,7 @@ class FileVersion:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that differ between files and change with every write, if the file system keeps change times. A
+        """Numbers that differ between files and change with every write, if the file system records change times. A
         program can reset a file's modification time, but not its change time. The change time also changes when the
         file is renamed or linked, or its owner or mode changes."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
@@ -241,13 +241,13 @@ class GgufFile:
         """Returns the error for a tensor that breaks a rule."""
         return ModelFormatError(
             f"{self.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule};"
-            " the file cannot be run, convert or fetch it again."
+            " the file cannot be run: convert or fetch it again."
         )
 
 
 def _read_array(cur: Cursor) -> tuple[Value | None, int]:
-    """Reads an array. Returns its numbers and its number of elements. In place of the numbers, returns None for an
-    array of strings and for an array of more than KEPT_ITEMS elements."""
+    """Reads an array. Returns its numbers and its number of elements. Returns None instead of the numbers for an array
+    of strings, and for an array of more than KEPT_ITEMS elements."""
     gguf_type = cur.u32()
     count = cur.u64()
     if gguf_type == STRING:
@@ -256,7 +256,7 @@ def _read_array(cur: Cursor) -> tuple[Value | None, int]:
     if gguf_type not in _SCALARS:
         cur.fail(f"array elements of type {gguf_type} are not allowed")
     if count > MAX_ITEMS:
-        cur.fail(f"an array of {count} elements is too long, at most {MAX_ITEMS} are allowed")
+        cur.fail(f"an array of {count} elements is too long: at most {MAX_ITEMS} are allowed")
     items = struct.Struct(f"<{count}{_SCALARS[gguf_type]}")
     if count > KEPT_ITEMS:
         cur.skip(items.size)
@@ -326,7 +326,7 @@ def _read_header(cur: Cursor) -> tuple[int, int]:
     n_kv = cur.u64()
     for n, cap, least, what, at in ((n_tensors, MAX_TENSORS, 33, "tensors", 8), (n_kv, MAX_KV, 14, "key-values", 16)):
         if n > cap:
-            cur.fail(f"{n} {what} are too many, at most {cap} are allowed", at)
+            cur.fail(f"{n} {what} are too many: at most {cap} are allowed", at)
         if n * least > cur.size:
             cur.fail(f"{n} {what} do not fit in a file of {cur.size} bytes", at)
     return n_tensors, n_kv
@@ -341,7 +341,7 @@ def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
-    """Reads the entry of one tensor, which begins at `start`. The offset in the result counts from the start of the
+    """Reads the entry of one tensor, which begins at `start`. The offset in the result is relative to the start of the
     data section."""
     raw = cur.take(cur.length(MAX_NAME_BYTES, "the tensor's name"))
     name = raw.decode("utf-8", "backslashreplace")
@@ -350,15 +350,15 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
         cur.fail("the name is empty or has a zero byte", start)
     n_dims = cur.u32()
     if not 1 <= n_dims <= 4:
-        cur.fail(f"a tensor has 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
+        cur.fail(f"a tensor must have 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
     shape = tuple(cur.u64() for _ in range(n_dims))
     ggml_type = cur.u32()
     if ggml_type not in GGML_TYPES:
-        rule = f"tensor type {ggml_type} is unknown here"
+        rule = f"this moegguf does not know the tensor type {ggml_type}"
         cur.fail(rule, cur.pos - 4, "install a newer moegguf, which may know it, or fetch the file again")
     type_name, block, block_bytes = GGML_TYPES[ggml_type]
     if shape[0] % block:
-        cur.fail(f"rows of {type_name} must be a multiple of {block} long, but are {shape[0]}", start)
+        cur.fail(f"the row length of {type_name} must be a multiple of {block}, but is {shape[0]}", start)
     n_elements = math.prod(shape)
     n_bytes = n_elements // block * block_bytes
     if 0 in shape or max(n_elements, n_bytes) >= 1 << 63:
@@ -368,7 +368,7 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
     """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
-    name, or unless the tensors' data lies inside the file, with no gaps except for alignment."""
+    name. Also raises it unless the tensors' data is inside the file and contiguous, except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"
@@ -386,7 +386,7 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
             rule = f"its data ({t.n_bytes} bytes from {offset}) goes past the end of the file at {cur.size}"
             cur.fail(rule, start)
         if offset != end:
-            rule = f"its data offset must be {end - data_offset}, next to the tensor before it, but is {t.offset}"
+            rule = f"its data offset must be {end - data_offset}, right after the data before it, but is {t.offset}"
             cur.fail(rule, start)
         end += -(-t.n_bytes // alignment) * alignment
         tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, offset, t.n_bytes))
@@ -412,7 +412,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Returns the checked header of the GGUF file at `path`.
 
     Raises ModelNotFoundError when the file cannot be opened or is not a regular file, ModelFormatError for the first
-    rule that it breaks, ExpertIOError when the disk fails. Limits the memory that it needs, whatever sizes the file
+    rule that it breaks, and ExpertIOError when the disk fails. Limits its own memory use, whatever sizes the file
     claims. Reads the file again only when it has changed.
     """
     return _read_version(Path(path), FileVersion.now(Path(path)))

@@ -1,5 +1,5 @@
-"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as float32 arrays, and the rule by which
-`build_moe_ffn` (llama-graph.cpp) chooses experts."""
+"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as float32 arrays, and the rule that
+`build_moe_ffn` (llama-graph.cpp) uses to choose experts."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Router:
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model. A layer in which the token's id alone determines the experts has no entry. The first
-    layers of deepseek4 are such layers.
+    """The routers of a model. Layers in which the token's id alone determines the experts, such as the first layers of
+    deepseek4, have no entry.
 
     If n_group > 1, the experts of a layer are divided into n_group groups. A token's experts are then chosen from the
     n_group_used groups that score best for the token.

@@ -32,7 +32,7 @@ class ShardName(NamedTuple):
 
 def parse_shard_name(stem: str) -> ShardName:
     """Splits a shard's path or name, given without ".gguf", into its parts. The word "of" may be in upper or lower
-    case. A name without shard numbers counts as shard 1 of 1."""
+    case. A name without shard numbers is treated as shard 1 of 1."""
     match = _SHARD_STEM.fullmatch(stem)
     return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
@@ -55,9 +55,9 @@ def shards_of(path: Path) -> tuple[Path, ...]:
 def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tuple[Path, ...]:
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
-    `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. A copy whose
-    name ends with -00001-of-N (N shards) has the other copies beside it, numbered in the same way. Beside a first copy
-    with any other name, the other copies have the shards' own names.
+    `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. If the name of
+    the first copy ends with -00001-of-N (N shards), the other copies are in the same folder, numbered in the same way.
+    If it has any other name, the other copies there have the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():
@@ -85,7 +85,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     together.
 
     Raises ModelNotFoundError when a file is missing. Raises ModelFormatError when a file is damaged, is not the shard
-    that its name promises, or belongs to another model.
+    that its name indicates, or belongs to another model.
     """
     path = Path(path)
     first = read_gguf(path)

@@ -15,7 +15,7 @@ from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
 
-MOST_TOKENS = 1 << 15  # maximum number of entries of a token table
+MOST_TOKENS = 1 << 15  # maximum number of entries in a token table
 
 
 def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
@@ -28,13 +28,13 @@ def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray
 
 def choices(trace: Trace, row: int) -> Float32s:
     """Returns (n_tokens, n_expert): 1 if the layer's router chose the expert for the token, else 0. `row` is the
-    layer's position among the layers with experts. A token for which the layer was not computed has only zeros."""
+    layer's position among the layers with experts. A token that the layer did not process has only zeros."""
     return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
 
 
 def count_popularity(trace: Trace) -> Float32s:
     """Returns DuoServe-MoE's popularity P (n_moe_layer, n_expert) (equation 2): each expert's share of its layer's
-    choices. In a layer that was never computed all experts have equal shares."""
+    choices. In a layer without choices, all experts have equal shares."""
     counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
     return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
 

@@ -1,9 +1,8 @@
 """Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, with binary cross-entropy, BatchNorm, ReLU
 and dropout.
 
-Popularity and affinity are counted on the same trace first. After training, BatchNorm is folded into the matrices. The
-network's input for a sample is computed when a batch needs the sample, because the inputs of all samples may not fit in
-memory.
+Popularity and affinity are counted on the same trace first. After training, BatchNorm is folded into the matrices. A
+sample's input is computed when a batch needs it, because the inputs of all samples may not fit in memory.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from moegguf.trace.trace import Trace
 class Options(Schedule):
     """Options for training an ExpertMLP.
 
-    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). By default all epochs are
-    run here, because the learning rate falls until the last epoch. The result is the state after the epoch with the
-    best validation accuracy.
+    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). By default, all epochs run
+    here, because the learning rate falls until the last epoch. The result is the state after the epoch with the best
+    validation accuracy.
     """
 
     epochs: int = 45
@@ -60,8 +59,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
-    """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones were computed for the
-    token. There are no samples for the first layer with experts."""
+    """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones processed the token.
+    There are no samples for the first layer with experts."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])
@@ -81,7 +80,7 @@ def states(popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows:
 
     `rows` (n,) is each sample's layer: its position among the layers with experts, at least 1. `expert_ids` (n,
     n_layer, n_expert_used) holds the choices in the router's order. Only choices in layers before the sample's layer
-    count.
+    are used.
     """
     n_layer, n_expert = popularity.shape
     n, _, k = expert_ids.shape

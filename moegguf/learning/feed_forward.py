@@ -23,9 +23,9 @@ Loss = Callable[[Node, Floats], Batch]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples for training and validation. Each sample has a number, from 0 to n - 1."""
+    """Samples for training and validation. Samples are numbered from 0 to n - 1."""
 
-    validation: npt.NDArray[np.bool_]  # (n,) True: the sample only measures the accuracy after each epoch
+    validation: npt.NDArray[np.bool_]  # (n,) True: the sample is only used to measure the accuracy after each epoch
     # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert), 0 or 1
     read: Callable[[Indices], tuple[Floats, Floats]]
 
@@ -94,8 +94,8 @@ class FeedForward:
 
 
 def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
-    """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1 - share) for the others, so
-    that the expected value stays the same."""
+    """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1 - share) for the others, so the
+    expected value stays the same."""
     return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
 
 

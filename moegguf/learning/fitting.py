@@ -1,4 +1,4 @@
-"""Fits a network to choices of experts with AdamW. Training can end early if the validation accuracy stops rising.
+"""Fits a network to expert choices with AdamW. Training can stop early if the validation accuracy stops rising.
 
 This module knows nothing about traces.
 """
@@ -23,7 +23,7 @@ Report = Callable[[str, float], object]
 1)."""
 
 WARM_SHARE = 0.1  # share of the steps in which the learning rate rises
-MOST_NORM = 1.0  # largest norm of all parameters' gradients together; larger gradients are scaled down
+MOST_NORM = 1.0  # maximum joint norm of all gradients; gradients with a larger joint norm are scaled down
 BETAS = (0.9, 0.999)  # decay rates of Adam's two running averages
 EPS = 1e-8
 
@@ -41,7 +41,7 @@ class Schedule:
     batch: int = 512  # samples in a batch
     lr: float = 1e-3  # largest learning rate
     weight_decay: float = 0.01
-    patience: int = 3  # epochs without a better validation accuracy before the training ends; 0: runs all epochs
+    patience: int = 3  # epochs without a better validation accuracy before the training stops; 0: runs all epochs
     seed: int = 0
 
 
@@ -163,7 +163,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
             losses.append(batch.loss)
         fitted.losses.append(float(np.mean(losses)))
         found = trainee.validate()
-        if found > fitted.best or fitted.best == 0:  # 0 usually means no validation samples; the last epoch then counts
+        if found > fitted.best or fitted.best == 0:  # usually 0 without validation samples; the last epoch is then used
             best = trainee.state()
             best_epoch = epoch
         fitted.accuracies.append(found)
@@ -178,8 +178,8 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     """Returns (number of predicted experts that were chosen, number of chosen experts). Their ratio is ProMoE's
     ACCURACY (section 4.1).
 
-    The k experts with the highest scores of a sample count as predicted, where k is the largest number of experts
-    chosen in any of the samples. `scores` and `chosen` are (n, n_expert).
+    A sample's k highest-scoring experts are treated as predicted, where k is the largest number of experts chosen in
+    any of the samples. `scores` and `chosen` are (n, n_expert).
     """
     total = int(chosen.sum())
     if total == 0:
@@ -204,7 +204,7 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
 
 def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None) -> Batch:
     """Returns the binary cross-entropy of one sigmoid for each expert, averaged over experts and samples. If `known` is
-    given, only samples for which `known` is True count."""
+    given, only samples for which `known` is True are used."""
     x = logits.value
     decay = np.exp(-np.abs(x))
     losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)

@@ -18,7 +18,7 @@ Back = Callable[[Floats], tuple[Floats | None, ...]]
 
 
 class Node:
-    """A value in a computation that can be differentiated."""
+    """A value in a differentiable computation."""
 
     def __init__(
         self, value: Floats, inputs: tuple[Node, ...] = (), back: Back | None = None, learns: bool = False
@@ -31,8 +31,8 @@ class Node:
 
 
 def backward(last: Node, gradient: Floats) -> None:
-    """Computes the gradient of each node that learns and from which `last` was computed, and adds the gradient to the
-    node's `grad`. `gradient` is the gradient of `last` itself."""
+    """Computes the gradient of each node that learns and that `last` depends on, and adds the gradient to the node's
+    `grad`. `gradient` is the gradient of `last` itself."""
     last.grad = gradient
     for node in reversed(_in_order(last)):
         if node.back is None or node.grad is None:
@@ -43,8 +43,7 @@ def backward(last: Node, gradient: Floats) -> None:
 
 
 def _in_order(last: Node) -> list[Node]:
-    """Returns `last` and the nodes from which `last` was computed, each after its inputs. Nodes that do not learn are
-    left out."""
+    """Returns `last` and the nodes that it depends on, each after its inputs. Nodes that do not learn are left out."""
     order: list[Node] = []
     seen: set[int] = set()
 
@@ -61,12 +60,12 @@ def _in_order(last: Node) -> list[Node]:
 
 
 def add(a: Node, b: Node) -> Node:
-    """Returns a + b. An operand with fewer axes is repeated along the first axes of the other operand."""
+    """Returns a + b. An operand with fewer axes is repeated along the leading axes of the other operand."""
     return Node(a.value + b.value, (a, b), lambda g: (_summed(g, a), _summed(g, b)))
 
 
 def times(a: Node, b: Node) -> Node:
-    """Returns a * b, element by element. An operand with fewer axes is repeated along the first axes of the other
+    """Returns a * b, element by element. An operand with fewer axes is repeated along the leading axes of the other
     operand."""
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
@@ -77,8 +76,8 @@ def times(a: Node, b: Node) -> Node:
 
 
 def _summed(gradient: Floats, node: Node) -> Floats:
-    """Returns the gradient of an operand. If the operand's value was repeated along first axes, the gradient is the sum
-    over these axes."""
+    """Returns the gradient of an operand. If the operand's value was repeated along leading axes, the gradient is the
+    sum over these axes."""
     shape = node.value.shape
     return gradient if gradient.shape == shape else gradient.reshape(-1, *shape).sum(axis=0)
 
@@ -97,7 +96,7 @@ def product(x: Node, w: Node) -> Node:
 
 
 def matmul(a: Node, b: Node) -> Node:
-    """Returns a @ b for a (..., n, m) and b (..., m, k) with equal first axes."""
+    """Returns a @ b for a (..., n, m) and b (..., m, k) with equal leading axes."""
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
         return gradient @ b.value.swapaxes(-1, -2), a.value.swapaxes(-1, -2) @ gradient

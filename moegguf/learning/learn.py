@@ -1,9 +1,9 @@
-"""Learns the arrays that strategies need from one trace of a model, and saves them beside the model or in the user's
+"""Learns the arrays that strategies need from one trace of a model, and saves them next to the model or in the user's
 folder.
 
 Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:
-the share of the predicted experts that the router chose, and the hit rate. The first is saved together with the share
-of a predictor that always predicts the most used experts, and the second with the hit rate of LRU alone.
+the share of the predicted experts that the router chose, and the hit rate. The share is saved with the share of a
+predictor that always predicts the most used experts, and the hit rate with the hit rate of LRU alone.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ BRIEF: dict[str, Any] = {
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
-JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are judged
-LAYER_US = 1000.0  # computing time of a layer in the simulation, in microseconds
-LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer computes
+JUDGED_SHARE = 0.25  # share of all experts that have slots while strategies are evaluated
+LAYER_US = 1000.0  # compute time of a layer in the simulation, in microseconds
+LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer runs
 TRACE_BYTES = 1 << 30  # maximum size of a given trace to learn from, in bytes
 INPUT_BYTES = 768 << 20  # size limit for the router inputs in a recorded trace; training needs twice this memory
 
@@ -92,7 +92,7 @@ def needs_inputs(strategies: Iterable[str]) -> bool:
 
 def check_strategies(names: Sequence[str]) -> list[str]:
     """Returns the names without duplicates, or all of LEARNERS if there are none. Raises OptionError for a strategy
-    that is unknown or needs nothing learned."""
+    that is unknown or has nothing to learn."""
     for name in names:
         if find_strategy(name).name not in LEARNERS:
             raise OptionError(f"the strategy {name!r} needs no learning; these strategies do: {', '.join(LEARNERS)}.")
@@ -100,7 +100,8 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 
 
 class Learning:
-    """The requests of a trace, split into requests to learn from and held-out requests that judge what was learned.
+    """The requests of a trace, split into requests to learn from and held-out requests on which the result is
+    evaluated.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
     model, with too few requests, or without decoded tokens in the held-out requests.
@@ -131,8 +132,8 @@ class Learning:
         self._popularity = COUNTED["popularity"](self.training)
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
-        """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. An
-        interruption before saving leaves the old files unchanged."""
+        """Learns, evaluates and saves one strategy. Raises OptionError, and StorageError if a file cannot be written.
+        An interruption before saving leaves the old files unchanged."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -147,7 +148,7 @@ class Learning:
                 weights_file.save(path, file, self.artifacts.fingerprint, self.training.shape, saved)
             except OSError as error:
                 raise StorageError(
-                    f"{path} cannot be written ({error.strerror}); make room, or its folder writable."
+                    f"{path} cannot be written ({error.strerror}); make room on the disk, or make its folder writable."
                 ) from error
             paths.append(path)
         own = learned[str(strategy.predictor)].facts
@@ -189,9 +190,9 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns the shares of right predictions of the trained networks ("mlp_right") and of the model's own routers
-        ("skip_right"), each with LRU and prefetching. `prefetch_predictor` compares these shares later. Returns {} if
-        the routers cannot be read."""
+        """Returns the shares of correct predictions of the trained networks ("mlp_right") and of the model's own
+        routers ("skip_right"), each with LRU and prefetching. `prefetch_predictor` compares these shares later. Returns
+        {} if the routers cannot be read."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:

@@ -1,7 +1,7 @@
 """Trains ProMoE's two-layer MLPs (section 4.3), one for each pair of layers that the windows need.
 
 For training, each input is shifted to mean 0 and scaled to a standard deviation of at most 1 (`LEAST_SPREAD`).
-Afterwards shift and scaling are folded into the first layer.
+Afterwards, the shift and scaling are folded into the first layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
 from moegguf.trace.trace import Trace
 
-# Smallest divisor that scales an input, relative to the mean of the inputs' standard deviations. Smaller divisors would
+# Smallest divisor for scaling an input, relative to the mean of the inputs' standard deviations. Smaller divisors would
 # lead to weights too large for signed bytes.
 LEAST_SPREAD = 0.3
 

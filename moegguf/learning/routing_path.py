@@ -48,7 +48,7 @@ from moegguf.trace.trace import Trace
 BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
 MIN_SHARE = 1e-3  # shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is computed
-PRIOR_TOKENS = 1.0  # popularity is weighted like this number of tokens in a token id's statistics
+PRIOR_TOKENS = 1.0  # popularity counts as much as this many tokens in a token id's statistics
 N_POWER = 4  # power iterations for the largest singular values
 MASKED = np.float32(-1e9)  # attention score of positions that a token must not attend to
 VALIDATION_SHARE = 0.1
@@ -222,7 +222,7 @@ class Samples:
         self.known[here] = ids[:, :, 0] >= 0
 
     def tokens_of(self, sequences: list[int]) -> Integers:
-        """Returns the positions in `tokens` of the tokens of these requests."""
+        """Returns the positions of these requests' tokens in `tokens`."""
         parts = [
             np.arange(start, end)
             for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
@@ -232,7 +232,7 @@ class Samples:
 
     def popularity(self, places: Integers) -> Floats:
         """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that used each expert. In each layer,
-        only tokens for which the layer was computed count."""
+        only tokens for which the layer was computed are used."""
         return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
 
     def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
@@ -240,7 +240,7 @@ class Samples:
         starts.
 
         Their product approximates a figure for each token id, layer and expert: the log-odds that the token id uses the
-        expert, minus the log-odds of an average token. Only tokens at the positions `places` count.
+        expert, minus the log-odds of an average token. Only tokens at the positions `places` are used.
         """
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
@@ -271,8 +271,8 @@ class Samples:
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace. The requests in `validation` are used not for training, but to measure
-    the accuracy after each epoch."""
+    """The network with the chunks of a trace. The requests in `validation` are used only to measure the accuracy after
+    each epoch, not for training."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
         self._training = [sequence for sequence in samples.sequences if sequence not in validation]
@@ -320,8 +320,8 @@ class PathTrainee(Trainee):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the network. Returns the network's arrays, which depend only on the trace, the options and the number of
-    threads, and facts about the training."""
+    """Trains the network. Returns the network's arrays, and facts about the training. The arrays depend only on the
+    trace, the options and the number of threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
     validation = held_out(trace.select(samples.sequences), VALIDATION_SHARE, options.seed)

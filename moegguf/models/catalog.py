@@ -1,8 +1,9 @@
 """Finds, lists, copies, creates and removes the models of this machine by name.
 
-Sources, in this order: paths of files (where allowed), entries given to the catalog, the demo, MOEGGUF_MODELS, our
-index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first is
-used. The only files that are ever deleted are our own, and files in the Hugging Face cache that no name uses any more.
+Sources, in this order: paths of files (where allowed), entries passed to the catalog, the demo, MOEGGUF_MODELS, our
+index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first one
+found is used. The only files ever deleted are our own, and files in the Hugging Face cache that are no longer used by
+any name.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that can be used now. Each call reads the sources, so changes by other processes are seen. Any thread
-    may call any method.
+    """The models that are currently available. Each call rereads the sources, so it sees changes by other processes.
+    Any thread may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file on the machine.
 
-    given: additional models, which are found before the models of all sources except paths.
+    given: additional models, which take precedence over all sources except paths.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
@@ -76,11 +77,11 @@ class Catalog:
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
-        """Returns the model of this name, or at this path if paths are allowed.
+        """Returns the model with this name, or at this path if paths are allowed.
 
-        Raises ModelNotFoundError if there is no such model, with the most similar names if there are any. Also raises
-        ModelNotFoundError if files of the model are missing, unless `even_missing` is True. Raises ModelNameError for
-        an invalid name if paths are not allowed.
+        Raises ModelNotFoundError if there is no such model; the error suggests similar names, if any. Also raises
+        ModelNotFoundError if some of the model's files are missing, unless `even_missing` is True. Raises
+        ModelNameError for an invalid name if paths are not allowed.
         """
         text = os.fspath(name)
         if not text.strip():
@@ -114,8 +115,8 @@ class Catalog:
         return render(entry, next(names, str(entry.path)))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
-        """Makes `destination` another name for the files and overrides of `source`, and replaces an entry of that name
-        in our index. The files are not copied.
+        """Makes `destination` another name for the files and overrides of `source`, and replaces any entry with that
+        name in our index. The files are not copied.
 
         Raises ModelNotFoundError, ModelNameError, and OptionError if `destination` is the name of a model outside our
         index and Ollama's stores.
@@ -125,7 +126,7 @@ class Catalog:
         return self._save(lambda: entry, target)
 
     def create(self, name: str, recipe: Recipe) -> ModelEntry:
-        """Saves the model that `recipe` describes in our index under `name`, and replaces an entry of that name.
+        """Saves the model that `recipe` describes in our index under `name`, and replaces any entry with that name.
 
         Raises ModelNotFoundError for a missing base, draft model or blob. Raises ModelFormatError for files that are
         not a model, or not an adapter for it. Raises OptionError for a name in use, and for values that are not
@@ -174,11 +175,11 @@ class Catalog:
         return self._save(make, target)
 
     def remove(self, name: str) -> ModelEntry:
-        """Removes the name, and returns the removed model. Also deletes uploaded files that no name uses any more, and
-        files in the Hugging Face cache that only removed names use.
+        """Removes the name, and returns the removed model. Also deletes uploaded files that are no longer used by any
+        name, and files in the Hugging Face cache that only removed names use.
 
-        Raises ModelNotFoundError, OptionError for sources that are never changed, PullError when a file cannot be
-        deleted.
+        Raises ModelNotFoundError if there is no such model, OptionError if the model's source is read-only, and
+        PullError when a file cannot be deleted.
         """
         entry = self.find(name, even_missing=True)
         key = entry.name.lower()
@@ -222,7 +223,7 @@ class Catalog:
         yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
         yield from sources.cached_models(text, contents.hidden)
         yield from sources.ollama_models(text)
-        if text and (model := find_in_library(text)):  # short names of the library, which the sources above do not know
+        if text and (model := find_in_library(text)):  # the library's short names, which the sources above do not know
             yield from sources.cached_models(model.hub_name, contents.hidden)
         if path is not None and (folder := _existing(path, Path.is_dir)):
             file = sources.only_model(folder)
@@ -313,7 +314,7 @@ def _as_now(entry: ModelEntry) -> ModelEntry:
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
     """Returns the model with the LoRA adapter at `path` added. Raises ModelFormatError for a file that is not an
-    adapter for models of this architecture, ModelNotFoundError if the file is missing."""
+    adapter for models of this architecture, and ModelNotFoundError if the file is missing."""
     adapter = Path(path).expanduser().absolute()
     read_adapter(adapter, read_layout(entry.path).arch)
     return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))
@@ -330,6 +331,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
 def find_model(name: str | os.PathLike[str]) -> Path:
     """Returns the file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError if there is no such model, with the most similar names if there are any.
+    Raises ModelNotFoundError if there is no such model; the error suggests similar names, if any.
     """
     return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

@@ -1,4 +1,4 @@
-"""Reads facts from the headers of a model's files: family, size, quantisation, capabilities. Reads no weights."""
+"""Reads facts from the headers of a model's files: family, size, quantisation, capabilities. Does not read weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INFILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_
 def details(entry: ModelEntry) -> Details:
     """Reads the facts about an entry from its files.
 
-    Raises ModelNotFoundError, ModelFormatError and ExpertIOError, as `read_layout` does.
+    Raises ModelNotFoundError, ModelFormatError or ExpertIOError, as `read_layout` does.
     """
     layout = read_layout(entry.path)
     metadata = layout.metadata
@@ -107,7 +107,7 @@ def main_type(layout: ExpertLayout) -> str:
 
 
 def quantization(layout: ExpertLayout) -> str:
-    """Returns the name of the file type, such as "Q4_K_M". If the file states no known type, returns the main tensor
-    type."""
+    """Returns the name of the file type, such as "Q4_K_M". If the file does not state a known type, returns the main
+    tensor type."""
     kind = layout.metadata.get("general.file_type")
     return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)

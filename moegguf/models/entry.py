@@ -66,8 +66,8 @@ class ModelEntry(NamedModel):
     mmproj: Path | None = None  # a projector for images
     adapter: Path | None = None  # a LoRA adapter that is loaded with the model
     draft: Path | None = None  # a smaller model that guesses the model's next tokens
-    parent: str = ""  # the name from which this one was made; "": made from a path, or not made here
-    missing: tuple[Path, ...] = ()  # files that are no longer there
+    parent: str = ""  # the name from which this one was created; "": created from a path, or not created here
+    missing: tuple[Path, ...] = ()  # files that no longer exist
 
     @property
     def digest(self) -> str:
@@ -128,12 +128,12 @@ def blob_name(digest: str) -> str:
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """Returns 64 hex digits that identify the contents of the files. If the name of each file, or of the file to which
-    it links, is a SHA-256, these names are used and no file is read.
+    """Returns 64 hex digits that identify the contents of the files. If the name of each file, or of the file that it
+    links to, is a SHA-256, these names are used and no file is read.
 
     Otherwise the digest is computed from each file's size, first MiB and last MiB, because hashing all of a 200 GB
     model would take minutes. These parts contain the beginning of the header, and weights that differ between training
-    runs. A change only between these parts is not noticed. Raises OSError.
+    runs. A change that affects only the bytes between these parts is not detected. Raises OSError.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
@@ -165,7 +165,7 @@ def modified_at(path: Path) -> datetime:
 
 @lru_cache(maxsize=4096)
 def _sample(file: FileVersion) -> str:
-    """Returns a digest of a file's size, first MiB and last MiB. The digest is computed again only when the file has
+    """Returns a digest of a file's size, first MiB and last MiB. The digest is recomputed only when the file has
     changed."""
     digest = hashlib.sha256(f"{file.n_bytes}\n".encode())
     with open(file.path, "rb") as stream:

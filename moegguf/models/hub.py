@@ -4,18 +4,18 @@ Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTE
 names only when all files have been fetched. Errors of the Hub become moegguf's errors.
 
 A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
-interruption, even by another process. A file of full size is read again for its digest. If the digest is right, the
-blob gets its name. The locks are huggingface_hub's, so two programs do not fetch the same file at the same time. In the
+interruption, even by another process. A file of full size is reread to compute its digest. If the digest is right, the
+blob gets its name. The locks are huggingface_hub's, so two programs never fetch the same file at the same time. In the
 cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder
 gets a cache inside it, and hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
-failure or an interruption, and no later call continues the file. Over HTTP it checks no digest, and fails after a 5xx
-status or a reset connection. Within one call its `http_get` continues a file, but drops the bytes after the last full
-10 MiB, and waits as long as Retry-After says.
+failure or an interruption, and no later call continues the file. Over HTTP it does not check digests, and fails after a
+5xx status or a reset connection. Within one call, its `http_get` continues a file, but drops the bytes after the last
+full 10 MiB, and waits as long as the Retry-After header says.
 
 Importing this module is slow, because it imports huggingface_hub: import it only when something is fetched. Addresses
-and folders come from sources.py at each call, because huggingface_hub reads their environment variables only once.
+and folders come from sources.py on each call, because huggingface_hub reads their environment variables only once.
 Access tokens come from huggingface_hub.
 """
 
@@ -56,7 +56,7 @@ from moegguf.text import without_password
 TRIES = 4
 WAIT_S = 1.0  # seconds before the next try after a failure; doubled for each further failure in a row
 MAX_WAIT_S = 30.0
-TIMEOUT_S = 20.0  # seconds without a byte after which a request fails
+TIMEOUT_S = 20.0  # a request fails after this many seconds without a byte
 PROGRESS_BYTES = 1 << 20  # a try that receives at least this much resets the count of failures
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 FIRST_BYTES = 2 << 20  # bytes fetched before the header is first read; a large vocabulary needs several times as many
@@ -116,12 +116,12 @@ class HubFile:
 
     @property
     def missing_bytes(self) -> int:
-        """Returns how many bytes of the file are missing in the cache."""
+        """Returns how many bytes of the file are missing from the cache."""
         return self.size_bytes - self.received_bytes
 
     def is_at(self, path: Path) -> bool:
-        """Returns whether the file at `path` has this file's digest. First writes the data of the file at `path` to
-        disk (fsync). Raises OSError."""
+        """Returns whether the file at `path` has this file's digest. First flushes the file at `path` to disk (fsync).
+        Raises OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
         with open_regular(path) as found:
@@ -134,7 +134,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
     """Returns {path: file} for the newest commit of the branch `main` of "user/repo". Leaves out files without size or
     digest, and paths that lead out of the repository. `cache` is the cache's folder; None: the Hub's cache.
 
-    Raises ModelNotFoundError, PullError.
+    Raises ModelNotFoundError or PullError.
     """
     api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
     with hub_errors(repo):
@@ -162,7 +162,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
 def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
     """Opens a response with the file's bytes from `begin` on (status 206), or with all bytes (200).
 
-    Raises PullError if the server sends other bytes, and the errors of httpx2 and huggingface_hub.
+    Raises PullError if the server sends other bytes. Also raises the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
@@ -175,7 +175,7 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
         if response.status_code == 206 and not stated.startswith(f"bytes {begin}-"):
             raise PullError(
                 f"{file.repo}/{file.path}: asked for the bytes from {begin} on, the hub sent {stated[:60]!r};"
-                " try again, or check HF_ENDPOINT and what is between."
+                " try again, and check HF_ENDPOINT and proxies."
             )
         yield response
 
@@ -204,7 +204,7 @@ def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] =
 
 @contextmanager
 def hub_errors(repo: str, path: str = "") -> Iterator[None]:
-    """Turns errors of the Hub, of the network and of huggingface_hub inside the `with` block into moegguf's errors."""
+    """Converts Hub, network and huggingface_hub errors in the `with` block into moegguf's errors."""
     try:
         yield
     except MoeggufError:
@@ -218,7 +218,7 @@ def _shown_endpoint() -> str:
 
 
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
-    """Returns moegguf's error for an error of the Hub or of the network, with the next step for the user."""
+    """Returns moegguf's error for a Hub or network error, with the next step for the user."""
     what = f"{repo}/{path}" if path else repo
     page = f"{_shown_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
@@ -240,24 +240,25 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
         )
     if status:
         why = "the hub's rate limit is reached (429)" if status == 429 else f"the hub answered {status}"
-        return PullError(f"{why} for {what!r}; try again later, the download continues where it stopped.")
+        return PullError(f"{why} for {what!r}; try again later: the download continues where it stopped.")
     text = str(error).replace(hub_endpoint(), _shown_endpoint())
     reason = " ".join(text.split()) or type(error).__name__
     return PullError(
         f"fetching {what!r} from {_shown_endpoint()} failed ({reason:.200}); check the network, HF_ENDPOINT and"
-        " proxies, and try again, the download continues where it stopped."
+        " proxies, and try again: the download continues where it stopped."
     )
 
 
 @contextmanager
 def remote_model(name: str) -> Iterator[ModelEntry]:
-    """Provides the model of a Hub name with headers only, so that it can be described and planned before it is fetched.
+    """Provides a headers-only copy of the model with this Hub name, so that the model can be described and planned
+    before it is fetched.
 
-    Each of its files is a sparse file of its full size whose first bytes are the header. A reader of headers reads it
-    like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at the end of
-    the `with` block.
+    Each of its files is a sparse file of its full size whose first bytes are the header. Code that reads headers treats
+    the copy like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at
+    the end of the `with` block.
 
-    Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
+    Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
     parsed = parse_name(name)
     files = read_repository(parsed.repo)
@@ -285,7 +286,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                     continue
                 output.flush()
                 os.truncate(path, max(n_bytes, file.size_bytes))
-                # An error may come from the zeros after the fetched bytes. Only an error in the whole file counts.
+                # An error may come from the zeros after the fetched bytes. Only an error in the whole file is raised.
                 with suppress(ModelFormatError) if n_bytes < file.size_bytes else nullcontext():
                     if read_gguf(path).shard.header_bytes <= n_bytes:
                         return
@@ -304,11 +305,11 @@ def _fetch_header(file: HubFile, path: Path) -> None:
 def fetch_files(
     files: Sequence[HubFile], what: str, stopped: threading.Event, report: Callable[[dict[HubFile, int]], None]
 ) -> None:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` now and then, and at the end,
-    with the bytes of each file that are on disk. `what` names the download in messages.
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` periodically, and at the end, with
+    each file's number of bytes on disk. `what` names the download in messages.
 
     Raises the first error (ModelNotFoundError, ModelFormatError, PullError), and PullError if `stopped` is set. The
-    threads then end when they receive their next bytes.
+    threads then stop when they receive their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
@@ -323,7 +324,7 @@ def fetch_files(
                 received[file] = file.size_bytes
         except Stopped:
             return
-        except BaseException as error:  # the thread of the caller raises the error
+        except BaseException as error:  # the caller's thread raises the error
             errors.append(error)
             stopped.set()
 
@@ -344,7 +345,7 @@ def fetch_files(
     if errors:
         raise errors[0]
     if stopped.is_set():
-        raise PullError(f"fetching {what} was stopped; received bytes are kept, pull again to continue.")
+        raise PullError(f"fetching {what} was stopped; received bytes are kept: pull again to continue.")
     report(received)
 
 
@@ -355,7 +356,7 @@ def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Ev
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it once more from the
+    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it again from the
     start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):
@@ -368,8 +369,8 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
             file.partial.unlink()
         else:
             raise PullError(
-                f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it is"
-                " deleted, try again."
+                f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it"
+                " was deleted: try again."
             )
         os.replace(file.partial, file.blob)
         sync_folder(file.blob.parent)
@@ -377,7 +378,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
     """Acquires the file's lock in the cache and returns it. While another thread or process holds the lock, reports the
-    bytes that are in the cache so far. Raises Stopped if `stopped` is set meanwhile."""
+    bytes that are in the cache so far. Raises Stopped if `stopped` is set in the meantime."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -392,9 +393,9 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Sends one request for the missing bytes, if there are any, and writes them as they arrive. Raises
-    httpx2.ReadError if too few bytes arrive, PullError if the size differs from `file`, ModelFormatError if a .gguf
-    file does not begin with GGUF's magic bytes, and Stopped."""
+    """Fetches the missing bytes, if any, in one request, and writes them as they arrive. Raises httpx2.ReadError if too
+    few bytes arrive, and PullError if the size differs from `file`. Raises ModelFormatError if a .gguf file does not
+    begin with GGUF's magic bytes, and Stopped if `stopped` is set."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -462,8 +463,8 @@ def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: thre
 
 
 def link_commit(files: Sequence[HubFile]) -> Path:
-    """Makes links at the commit's paths to the blobs, then sets `main` to the commit. Returns the snapshot's folder.
-    Raises PullError."""
+    """Links the commit's paths to the blobs, then sets `main` to the commit. Returns the snapshot's folder. Raises
+    PullError."""
     folder = files[0].folder
     commit = files[0].commit
     snapshot = folder / "snapshots" / commit
@@ -474,8 +475,8 @@ def link_commit(files: Sequence[HubFile]) -> Path:
             # A correct link is kept, because another process may have just made it.
             if os.path.lexists(link) and not (link.exists() and link.samefile(file.blob)):
                 link.unlink(missing_ok=True)
-            with suppress(FileExistsError):  # another process has made it in the meantime
-                try:  # a relative link, as huggingface_hub makes them
+            with suppress(FileExistsError):  # another process has created it in the meantime
+                try:  # a relative link, like huggingface_hub's own links
                     link.symlink_to(os.path.relpath(file.blob, link.parent))
                 except PermissionError:  # a file system without symbolic links
                     os.link(file.blob, link)
@@ -488,9 +489,9 @@ def link_commit(files: Sequence[HubFile]) -> Path:
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Returns the files that are missing in `folder`. A path counts as present if it is a link to the complete file in
-    the cache. If the cache lacks the file, a path with the right size and digest counts as present, and is linked into
-    the cache. Raises PullError."""
+    """Returns the files that are missing from `folder`. A path is considered present if it is a link to the complete
+    file in the cache. If the cache lacks the file, a path with the right size and digest is considered present, and is
+    linked into the cache. Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path
@@ -499,7 +500,7 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
         if file.is_cached or not file.is_at(path):
             return file.is_cached and path.samefile(file.blob)
         file.blob.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # a file system without hard links: the next call computes the digest again
+        with suppress(OSError):  # a file system without hard links: the next call recomputes the digest
             os.link(path, file.blob)
         return True
 
@@ -508,8 +509,8 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
 
 
 def link_files(files: Sequence[HubFile], folder: Path) -> None:
-    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that no path
-    uses any more. Raises PullError."""
+    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that are no
+    longer used by any path. Raises PullError."""
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path

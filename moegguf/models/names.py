@@ -1,12 +1,12 @@
-"""Parses names of models: `[host/][namespace/]model[:tag]`.
+"""Parses model names: `[host/][namespace/]model[:tag]`.
 
-The rules for characters follow Ollama's (types/model/name.go), so that no part of a name leads out of a folder. A
-Hugging Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as
-a URL. The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
+The rules for characters follow Ollama's (types/model/name.go), so no part of a name can lead out of a folder. A Hugging
+Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as a URL.
+The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
 
 The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
-library.json describes how its facts were checked. A short name without a tag means the first model of that name. No
-other file is opened.
+library.json describes how its facts were checked. A short name without a tag refers to the first model with that name.
+No other file is opened.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_HOST = 253
 MAX_PART = 96  # characters, the Hub's limit
 MAX_TAG = 160  # characters; a tag can be a whole file name
 
-_URL = re.compile(  # address of a repository, or of one of its files, whose name is then the tag
+_URL = re.compile(  # address of a repository, or of a file in it, whose name is then the tag
     r"https?://(?:www\.)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)"
     r"(?:/(?:blob|resolve)/[^?#]+/([^/?#]+)(?:[?#].*)?|[/?#].*)?",
     re.IGNORECASE,
 )
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
-_RESERVED = {"hf", "ollama"}  # the prefixes hf: and ollama: cannot be names of models
+_RESERVED = {"hf", "ollama"}  # the prefixes hf: and ollama: cannot be model names
 
 FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
 
@@ -67,12 +67,12 @@ class Name:
 
     @property
     def is_hub(self) -> bool:
-        """Returns whether the name means a model on Hugging Face."""
+        """Returns whether the name refers to a model on Hugging Face."""
         return self.host == HUB_HOST
 
     @property
     def repo(self) -> str:
-        """The repository of a name on Hugging Face: "user/repo"."""
+        """The Hugging Face repository that the name refers to: "user/repo"."""
         return f"{self.namespace}/{self.model}"
 
 
@@ -85,7 +85,7 @@ def parse_name(text: str) -> Name:
     if not isinstance(text, str) or not text:
         raise ModelNameError(f"a model's name must be text that is not empty, but is {text!r:.40}; {FORMS}.")
     if len(text) > MAX_NAME:
-        raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
+        raise ModelNameError(f"a model's name may have up to {MAX_NAME} characters, but this has {len(text)}; {FORMS}.")
     if url := _URL.fullmatch(text):
         repo, file = url.groups()
         return _name(HUB_HOST, f"{repo.partition(':')[0]}:{unquote(file)}" if file else repo, text)
@@ -125,7 +125,7 @@ def _name(host: str, path: str, text: str) -> Name:
         raise _bad(text, "names no repository: it needs a user and a repository")
     if host and not name.is_hub and (not _HOST.fullmatch(host) or ".." in host or len(host) > MAX_HOST):
         raise _bad(
-            text, f"has three parts, but the first, {host!r:.40}, is no host such as example.com or localhost:5000"
+            text, f"has three parts, but the first, {host!r:.40}, is not a host such as example.com or localhost:5000"
         )
     parts = [(model, MAX_PART), (name.tag, MAX_TAG)]
     for part, most in [(namespace, MAX_PART), *parts] if host else parts:
@@ -146,11 +146,11 @@ def is_tag(text: str) -> bool:
 
 
 def _fault(part: str, most: int) -> str | None:
-    """Returns a description of the rule that `part` breaks; None if it breaks none."""
+    """Returns a description of the rule that `part` breaks; None if `part` is valid."""
     if not part:
         return "has an empty part"
     if len(part) > most:
-        return f"has a part of {len(part)} characters, at most {most} are allowed"
+        return f"has a part of {len(part)} characters, but at most {most} are allowed"
     if not _PART.fullmatch(part) or ".." in part or part.endswith("."):
         return (
             f"has {part!r:.40}, but a part has only letters, digits and . _ -, with no . or - first, no . last and no"
@@ -167,10 +167,10 @@ def _bad(text: str, rule: str) -> ModelNameError:
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A model of the library.
+    """A model in the library.
 
     `n_parameters` counts all weights, and `n_active` only the weights that one token uses: it leaves out unused
-    experts. Both leave out tables that stay in the file, where single rows are read (`row_table_bytes`).
+    experts. Both leave out tables that stay in the file and are read row by row (`row_table_bytes`).
     """
 
     name: str
@@ -183,7 +183,7 @@ class LibraryModel:
     n_expert: int
     n_expert_used: int
     n_layer: int
-    row_table_bytes: int = 0  # bytes of tables that stay in the file, from which single rows are read
+    row_table_bytes: int = 0  # bytes of tables that stay in the file and are read row by row
 
     @property
     def hub_name(self) -> str:
@@ -216,20 +216,20 @@ class LibraryModel:
 
 @functools.cache
 def library() -> tuple[LibraryModel, ...]:
-    """Returns all models of the library, in the order of its table."""
+    """Returns all models in the library, in the order of its table."""
     table = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
     return tuple(LibraryModel(**dict(zip(table["columns"], row, strict=False))) for row in table["models"])
 
 
 def find_in_library(text: str) -> LibraryModel | None:
-    """Returns the library's model of this short name, or None if there is none. Without a tag, or with the tag
-    `latest`, returns the first model of that name. Ignores the case of letters."""
+    """Returns the library's model with this short name, or None if there is none. Without a tag, or with the tag
+    `latest`, returns the first model with that name. Ignores the case of letters."""
     name = text.lower().removesuffix(":latest")
     return next((model for model in library() if name in (model.name, model.name.partition(":")[0])), None)
 
 
 def fetchable_name(text: str) -> str | None:
-    """Returns the Hugging Face name that `text` means: `text` itself, or the full name of a model of the library.
+    """Returns the Hugging Face name that `text` refers to: `text` itself, or the full name of a model in the library.
     Returns None for other texts, and for the path of a .gguf file."""
     if model := find_in_library(text):
         return model.hub_name

@@ -68,9 +68,9 @@ def _path_at(location: str) -> Path:
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
-    """Returns an entry with the current size and digest of its files. `missing` lists shards and an adapter that are
-    gone. A projector or draft model that is gone becomes None. The digest is computed again only if nothing is missing
-    and a file is not named by its digest."""
+    """Returns an entry with the current size and digest of its files. `missing` lists the shards that no longer exist,
+    and the adapter if it no longer exists. A projector or draft model that no longer exists becomes None. The digest is
+    recomputed only if nothing is missing and a file is not named by its digest."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
@@ -111,18 +111,19 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """Returns the contents now, which are empty if there is no file. Repairs a damaged file if it can be written.
-        Raises no error."""
+        """Returns the current contents, which are empty if there is no file. Repairs a damaged file if it can be
+        written. Does not raise errors."""
         contents = self._load()
         if not contents.is_intact:
-            with suppress(OSError, PullError), self.changed():  # a read-only folder keeps the damaged file
+            with suppress(OSError, PullError), self.changed():  # the damaged file stays in a read-only folder
                 pass
         return contents
 
     @contextmanager
     def changed(self) -> Iterator[Contents]:
-        """Provides the contents, which may be changed inside the `with` block, under the index's lock. At its end the
-        contents are written if they have changed, unless the block raises. Raises PullError when the disk fails."""
+        """Provides the contents, which may be changed inside the `with` block, under the index's lock. At the end of
+        the block, the contents are written if they have changed, unless the block raises. Raises PullError when the
+        disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "a+b") as lock:
@@ -190,7 +191,7 @@ def _to_json(contents: Contents) -> bytes:
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the bytes that are free on the disk of `folder`. The folder may not exist yet."""
+    """Returns the number of free bytes on the disk that holds `folder`. The folder may not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
@@ -212,14 +213,14 @@ def sets_folder() -> Path:
 
 
 class BlobStore:
-    """The uploaded files (blobs) in the data folder, and the sets made of them."""
+    """The uploaded files (blobs) in the data folder, and the sets built from them."""
 
     def __init__(self) -> None:
         self.folder = data_folder() / "blobs"
 
     def path(self, digest: str) -> Path:
-        """Returns the path of a blob. Raises ModelNameError for a text that is not a digest, ModelNotFoundError for a
-        missing blob."""
+        """Returns the path of a blob. Raises ModelNameError for a text that is not a digest, and ModelNotFoundError for
+        a missing blob."""
         if not self.has(digest):
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
         return self.folder / blob_name(digest)
@@ -235,9 +236,9 @@ class BlobStore:
         return BlobWriter(self.folder, digest, size_bytes)
 
     def make_set(self, files: Mapping[str, str]) -> ModelEntry:
-        """Makes a set of {file name: digest of a blob}. Returns the model in the set, without a name.
+        """Creates a set from {file name: digest of a blob}. Returns the model in the set, without a name.
 
-        Raises ModelNotFoundError for a missing blob or shard, ModelFormatError for files that are not a model,
+        Raises ModelNotFoundError for a missing blob or shard, ModelFormatError for files that are not a model, and
         OptionError for names that are not file names.
         """
         named = _named(files)
@@ -254,16 +255,16 @@ class BlobStore:
         return ModelEntry("", "own", paths, size_of(paths), digest, datetime.now(UTC), mmproj)
 
     def make_adapter(self, files: Mapping[str, str]) -> Path:
-        """Makes a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises
+        """Creates a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises
         OptionError unless there is one file with a valid name, and ModelNotFoundError for a missing blob."""
         if len(files) != 1:
-            raise OptionError(f"a model may have one adapter, but {len(files)} are given; merge them into one file.")
+            raise OptionError(f"a model's adapter must be one file, but {len(files)} are given; give one file.")
         ((name, blob),) = _named(files).items()
         return self._folder_of({name: blob}) / name
 
     def clean(self, used: Iterable[Path]) -> None:
-        """Removes sets that have no file in `used`, and blobs that were linked only in these sets. Keeps what cannot be
-        removed."""
+        """Removes sets without a file in `used`, and blobs that were linked only in these sets. Leaves anything that
+        cannot be removed."""
         kept = {path.parent for path in used}
         for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
             if folder in kept:
@@ -277,8 +278,8 @@ class BlobStore:
                         blob.unlink()
 
     def _folder_of(self, named: Mapping[str, str]) -> Path:
-        """Returns the folder of the set with these blobs. Makes it if it is missing. Raises ModelNotFoundError,
-        PullError."""
+        """Returns the folder of the set with these blobs. Creates the folder if it is missing. Raises
+        ModelNotFoundError or PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
@@ -339,11 +340,11 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
 
     def commit(self) -> Path:
         """Verifies the bytes and gives the blob its name. Raises ModelFormatError if the bytes do not have the
-        announced digest, and PullError."""
+        announced digest, and PullError if the disk fails."""
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
-                f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
+                f"the digest of the bytes is {found}, but {self._path.name} was announced; send the file again."
             )
         with disk_errors(self._failed):
             self._file.flush()
@@ -354,7 +355,7 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
+    """Flushes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -364,7 +365,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(failed: str) -> Iterator[None]:
-    """Turns errors of the disk inside the `with` block into PullError. Its message starts with `failed`."""
+    """Converts disk errors in the `with` block into PullError. Its message starts with `failed`."""
     try:
         yield
     except OSError as error:

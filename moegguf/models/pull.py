@@ -1,10 +1,10 @@
 """Downloads models from Hugging Face. `pull` takes a model's name and reports each step with Ollama's status texts.
 `fetch` takes a pattern for file names, as llama-cpp-python's `from_pretrained` does.
 
-Files get their names after all files of the model are downloaded, and `main` of the Hub's cache is updated last. Only a
-file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one process
-or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far.
-It fetches a file above PLAIN_LIMIT_BYTES from the start.
+Files get their names after all files of the model have been downloaded, and `main` of the Hub's cache is updated last.
+Only a file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one
+process or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received
+so far. It fetches a file above PLAIN_LIMIT_BYTES from the start.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Report = Callable[[PullStatus], None]
 
 def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
     """Downloads the files of the model `name` that are not in the cache, from Hugging Face. `name` is a name on Hugging
-    Face or a short name of the library. Returns the model's entry.
+    Face or a short name from the library. Returns the model's entry.
 
-    Calls `report` in the calling thread. Raises ModelNameError, ModelNotFoundError (`name` is not a name on Hugging
-    Face, or the repository or file does not exist), ModelFormatError for a .gguf file with other contents, and
-    PullError. If `cancelled` is set, raises PullError. Received bytes are kept for the next pull, except for a file
-    above PLAIN_LIMIT_BYTES.
+    Calls `report` in the calling thread. Raises ModelNameError for an invalid name, and ModelNotFoundError if `name` is
+    not a name on Hugging Face, or the repository or file does not exist. Raises ModelFormatError for a .gguf file with
+    other contents, and PullError if fetching fails or `cancelled` is set. Received bytes are kept for the next pull,
+    except for a file above PLAIN_LIMIT_BYTES.
     """
     model = find_in_library(name)
     parsed = parse_name(model.hub_name if model else name)
@@ -106,9 +106,9 @@ def fetch(
 
     Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are already complete there
     are not fetched again. If the list of files cannot be read from the Hub, uses only files that are already there.
-    Raises PullError, and ModelFormatError for a .gguf file with other contents. Raises ModelNotFoundError if the
-    repository does not exist, if `filename` selects no model or several, or if one of `others` does not match exactly
-    one file.
+    Raises PullError if fetching fails, and ModelFormatError for a .gguf file with other contents. Raises
+    ModelNotFoundError if the repository does not exist, if `filename` selects no model or several, or if one of
+    `others` does not match exactly one file.
     """
     from huggingface_hub.utils import tqdm
 

@@ -1,11 +1,11 @@
-"""The recipe of a new model: the model or files that it is made from, and its own settings and messages. This module
+"""The recipe of a new model: the model or files that it is based on, and its own settings and messages. This module
 defines the recipe, checks its values, and reads and writes it as a Modelfile.
 
 A Modelfile is a text in Ollama's grammar (parser/parser.go), with lines of the form `INSTRUCTION arguments`. The
 instructions, in upper or lower case, are FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text,
-LICENSE, ADAPTER path (once). A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the
-end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect. RENDERER
-and PARSER only cause a warning.
+LICENSE, ADAPTER path (once). A value extends to the end of its line, or is in quotes, or in triple quotes; a quote at
+the end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect.
+RENDERER and PARSER only cause a warning.
 
 moegguf adds two things to the grammar. DRAFT (once) takes the name or path of a draft model, or a value of the option
 `draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
@@ -98,13 +98,13 @@ def is_go_template(text: str) -> bool:
 
 
 def jinja_or_none(template: str | None) -> str | None:
-    """Returns `template`. Returns None for an empty template, and for a Go template, because it cannot be used."""
+    """Returns `template`. Returns None for an empty template, and for a Go template, because moegguf cannot use it."""
     return None if not template or is_go_template(template) else template
 
 
 def left_out(recipe: Recipe) -> list[str]:
     """Returns a sentence for each unknown parameter in `recipe`, and one for a Go template. These are left out when a
-    model is made."""
+    model is created."""
     found = [f"there is no parameter {name!r:.60}; it is left out." for name in recipe.parameters.keys() - PARAMETERS]
     if recipe.template and is_go_template(recipe.template):
         found.append("the template is in Go's language and is left out: the model's own is used, or one in Jinja.")
@@ -141,7 +141,7 @@ def check_ranges(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         if not _is_in_range(name, value):
             least, most = RANGES[name]
-            raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
+            raise OptionError(f"{name} must be from {least:,} to {most:,}, but is {value:,}")
         if name == "expert_cache":
             parse_expert_cache(value)
 
@@ -296,7 +296,7 @@ def _bare(text: str) -> str:
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Returns parameters as `ollama show` prints them: a padded name and a value in each line. A list has one line for
+    """Returns parameters as `ollama show` prints them: a padded name and a value on each line. A list has one line for
     each item."""
     return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 

@@ -1,6 +1,7 @@
 """Selects the files of a model in a repository by tag, by llama.cpp's rules for `-hf user/repo[:quant]`.
 
-A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works on paths only and opens no file.
+A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works only on paths and does not open
+files.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
-    """Returns (tag, files) for each complete model in `paths`, except models that no tag selects. With such a tag,
-    `select_files` finds the same files again among the complete models."""
+    """Returns (tag, files) for each complete model in `paths`, except models that no tag selects. Given such a tag,
+    `select_files` selects the same files from the complete models."""
     known = without_incomplete(paths)
     firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
     selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)

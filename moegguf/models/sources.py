@@ -1,15 +1,14 @@
 """Finds models on this machine: the demo in the package, and models in MOEGGUF_MODELS, in the Hugging Face cache and in
 Ollama's stores. Makes no network requests.
 
-The Hugging Face cache is huggingface_hub's own, which llama.cpp shares, so models that other programs fetched are
+The Hugging Face cache is huggingface_hub's own, which llama.cpp shares, so models that other programs have fetched are
 found, too. `models--user--repo/` has `blobs/` (the files, named by their digests), `snapshots/<commit>/` (links to the
 blobs, with the files' names) and `refs/main` (the commit of `main` that was fetched last). A cached model with a
 missing shard is not listed.
 
 An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list layers by digest, and the layers' bytes in
 `blobs/sha256-<hex>`. This module never writes to a store. A manifest is left out if it is damaged, leads out of the
-store or cannot be run (several adapters, cloud models). Go templates are left out, so that the model's own template is
-used.
+store or cannot be run (several adapters, cloud models). Go templates are left out, so the model's own template is used.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ def folder_files() -> list[Path]:
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """Yields the models in MOEGGUF_MODELS. Leaves out files whose names cannot be names of models, and files that
-    cannot be read. With `text`, yields only the model of this name. ".gguf", a shard's number and the tag `latest` may
-    be left out.
+    """Yields the models in MOEGGUF_MODELS. Leaves out files whose names cannot be model names, and files that cannot be
+    read. With `text`, yields only the model with this name. ".gguf", a shard's number and the tag `latest` may be left
+    out.
 
     With `text`, raises ModelNameError if the file name cannot be a model's name, and OSError if the file cannot be
     read.
@@ -90,7 +89,7 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name of a model, made from the name of its first file. Raises ModelNameError if the file's name
+    """Returns the name of a model, derived from the name of its first file. Raises ModelNameError if the file's name
     cannot be a model's name."""
     return parse_name(_plain_name(path.name)).canonical
 
@@ -146,7 +145,7 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
 
 def hub_cache() -> Path:
     """Returns the cache's folder according to huggingface_hub's rules. Unlike huggingface_hub, this function reads the
-    environment at each call."""
+    environment on each call."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
@@ -198,7 +197,7 @@ def repo_folder(repo: str, cache: Path) -> Path:
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
     """Yields every complete model in the cache, except models that no tag selects. If several commits have a model of
     the same name, yields the model in the commit of `main`, or else in the newest commit. With `text`, yields only
-    models to which this Hub name may refer. `hidden` holds keys of names to leave out."""
+    models that this Hub name may refer to. `hidden` holds keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -235,7 +234,7 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
     """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
-    Keeps a blob to which other files of the same repository link. Raises PullError when a file cannot be deleted.
+    Keeps a blob that other files of the same repository link to. Raises PullError when a file cannot be deleted.
     """
     repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
     snapshots = repository / "snapshots"
@@ -261,8 +260,8 @@ def ollama_folders() -> list[Path]:
 
 def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
     """Yields the models in Ollama's stores that can be run. With `text`, yields only models with this name. A name
-    without a host means Ollama's registry, and without a namespace its library. `user/model` and `hf.co/user/model` can
-    mean a user of Ollama's registry, too."""
+    without a host refers to Ollama's registry, and a name without a namespace to the registry's library. `user/model`
+    and `hf.co/user/model` can refer to a user of Ollama's registry, too."""
     keys = None
     if text is not None:
         if (name := name_or_none(text)) is None:
@@ -341,7 +340,7 @@ def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] 
 
 
 def _display_name(name: Name) -> str:
-    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not make a valid name."""
+    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not form a valid name."""
     full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
     if full.host != OLLAMA_HOST:
         return full.canonical

@@ -2,8 +2,8 @@
 
 Constants and structs lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")`
 is {"gate": 0, "up": 1, ...}. The wheel contains the header in this folder. Parsing the header takes about 2 ms, no
-longer than defining the same classes in Python. There is no generated file that could become outdated. This module
-parses only the part of C that the header uses, and does not know what the functions do.
+longer than defining the same classes in Python. No file is generated that could become outdated. This module parses
+only the part of C that the header uses, and does not know what the functions do.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Header:
 def _constants(body: str) -> dict[str, int]:
     """Returns the constants in the text of an enum as {name without MOEGGUF_: value}.
 
-    A constant without an explicit value gets its position in the enum, counted from 0.
+    The value of a constant without an explicit value is its position in the enum, counted from 0.
     """
     found: dict[str, int] = {}
     for name, value in re.findall(r"MOEGGUF_(\w+)(?:\s*=\s*([\d <]+))?", body):

@@ -1,7 +1,8 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
-// functions here record announced tokens, return failures of a pass, and resize a tier between passes. While every
-// expert of a tier is complete in its own slot and nothing observes its events, the functions here only count them.
+// functions here record announced tokens, return pass failures, and resize a tier between passes. While every expert of
+// a tier is complete in its own slot and nothing observes the tier's routing events, the functions here only count
+// these events.
 #include "store.h"
 #include "switches.h"
 
@@ -10,8 +11,8 @@
 namespace moegguf {
 namespace {
 
-// A routing event with at least this many choices per expert counts as using nearly all of the layer's experts. Random
-// choices would include 98 % of them (1 - e^-4).
+// A routing event with at least this many choices per expert is treated as using nearly all of the layer's experts.
+// Random choices would include 98 % of them (1 - e^-4).
 constexpr int64_t sweep_choices_per_expert = 4;
 
 #ifdef MOEGGUF_CHECK
@@ -26,7 +27,7 @@ void end_layer(Context & context) {
     if (context.supply) { context.supply->release(context); }
 }
 
-// Returns the total number of usable slots in the tiers that compute layers.
+// Returns the total number of usable slots in the compute tiers.
 int n_usable(const Store & store) {
     int n = 0;
     for (const auto & tier : store.tiers.compute) { n += tier->residency.n_usable(); }
@@ -143,10 +144,13 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     }
 }
 
-// Returns false if nothing has to change: the tier computes layers, every expert has its own slot, and n_slots is the
+// Returns false if nothing has to change: the tier is a compute tier, every expert has its own slot, and n_slots is the
 // tier's full size. Throws Error(INVALID) for a staging tier, or if the tier cannot have n_slots slots.
 bool changes_size(const Tier & tier, int n_slots) {
-    if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
+    if (tier.id == TierId::staging) {
+        throw Error(MOEGGUF_INVALID,
+                    "staging tensors keep the size of a layer, so their number of slots cannot change");
+    }
     const bool computes = tier.id == TierId::compute;
     const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
@@ -158,11 +162,11 @@ bool changes_size(const Tier & tier, int n_slots) {
 
 } // namespace
 
-// Functions that handle a routing event before the layer multiplies with its experts.
+// Functions that handle a routing event before the layer multiplies by its experts.
 
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    // A child process must not lock: a thread of the parent may have held the lock during the fork.
+    // A child process must not take the lock: a thread of the parent may have held the lock during the fork.
     if (shared.forked()) {
         context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
@@ -189,9 +193,10 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
     const bool has_experts = layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? layout.layers[choice.il].n_expert : 0);
     if (!has_experts) {
-        context.fail(MOEGGUF_ROUTING, "a layer without experts was routed");
+        context.fail(MOEGGUF_ROUTING, "only layers with experts are routed, but a layer without experts was routed");
     } else if (wrong) {
-        context.fail(MOEGGUF_ROUTING, "the router chose expert " + std::to_string(*wrong) + " of " +
+        context.fail(MOEGGUF_ROUTING, "experts are numbered from 0, but the router chose expert " +
+                                          std::to_string(*wrong) + " of " +
                                           std::to_string(layout.layers[choice.il].n_expert));
     }
     const bool is_same_pass = choice.il > context.pass.il;
@@ -235,7 +240,7 @@ bool Store::must_abort() {
     return context.failed() || shared.cancelled;
 }
 
-// Forgets the announced tokens. Returns false if the next tokens need no announcement: no listener is registered, and
+// Discards the announced tokens. Returns false if the next tokens need no announcement: no listener is registered, and
 // every expert is complete in its own slot. Always returns true in a forked child process.
 bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
@@ -265,8 +270,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// The function that resizes a tier.
-
+// Resizes a tier.
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
@@ -281,7 +285,7 @@ void Store::resize(Tier & tier, int n_slots) {
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     n_bindings += 1;
-    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that a smaller pool will not have
+    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots beyond the new size
     tier.resize(tier.reallocate(n_slots));
 }
 
@@ -307,7 +311,8 @@ void Store::pass_over(int il, int n_expert_used, int n_tokens) {
     if (shared.forked()) {
         context.fail_forked();
     } else if (!tiers.of(il).numbering.resident()) {
-        context.fail(MOEGGUF_BROKEN, "a graph multiplies by experts, and layer " + std::to_string(il) + " has slots");
+        context.fail(MOEGGUF_BROKEN, "a graph uses the router's ids, but not every expert of layer " +
+                                         std::to_string(il) + " is in its own slot");
     } else {
         if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
         count_idle(il, n_expert_used, n_tokens);

@@ -13,15 +13,15 @@ using namespace moegguf;
 
 namespace {
 
-// If a device fails, its backend calls ggml_abort() on some thread, and the process ends. Before that, the callback
-// report_failure() prints a line about the device to stderr. If the process is a worker, the parent process recognizes
-// this line (moegguf/serving/worker_process.py), and later loads do not use the device.
+// If a device fails, its backend calls ggml_abort() on one of the threads, which terminates the process. Before that,
+// the callback report_failure() prints a line about the device to stderr. If the process is a worker, the parent
+// process recognizes this line (moegguf/serving/worker_process.py), and later loads do not use the device.
 
 ggml_abort_callback_t next_callback = nullptr;
 
-// Returns true if the file in the message "FILE:LINE: text" has "ggml-" in its path, as files of device backends do.
-// Returns false for files of the CPU's backend, and for ggml-backend and ggml-alloc. Their messages report faults of
-// the program, not of a device.
+// Returns true if the file in the message "FILE:LINE: text" has "ggml-" in its path, as device backend files do.
+// Returns false for files of the CPU backend, and for ggml-backend and ggml-alloc. Messages from those files report
+// program errors, not device failures.
 bool of_a_device(const char * message) {
     const char * text = strstr(message, ": ");
     const auto names = [&](const char * part) {
@@ -50,8 +50,10 @@ void check_size(const Context & context, int32_t n_expert_used, int32_t n_tokens
     constexpr int32_t most_tokens = 1 << 24;
     if (n_expert_used < 1 || n_expert_used > context.store.layout.n_expert_max || n_tokens < 1 ||
         n_tokens > most_tokens) {
-        throw Error(MOEGGUF_INVALID,
-                    "a routing event has ids of at least one token, and no more per token than experts");
+        throw Error(
+            MOEGGUF_INVALID,
+            "a routing event must have 1 to 2^24 tokens, and for each token 1 or more expert ids, but not more than a "
+            "layer has experts");
     }
 }
 
@@ -61,8 +63,8 @@ void check_failure(const Context & context) {
     }
 }
 
-// Divides n slots among tiers, and returns the number for each tier. Each tier gets its pass_slots. The remaining slots
-// are divided in proportion to each tier's remaining room. Throws Error(INVALID) if n is too small or too large for the
+// Divides n slots among tiers, and returns the number for each tier. Each tier first gets its pass_slots. The rest are
+// divided in proportion to each tier's remaining capacity. Throws Error(INVALID) if n is too small or too large for the
 // tiers.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
@@ -101,7 +103,8 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // the pool added before this one is on the same device, so out.device already has the device's name
+        // The pool added before this one is on the same device, so out.device already contains the device's name.
+        return;
     }
     append(out.device, device);
     append(out.note, pool.memory().note);
@@ -109,14 +112,14 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
 
 void check_table(const Store & s, size_t n, const char * what) {
     if (n != s.layout.n_keys()) {
-        throw Error(MOEGGUF_INVALID, std::string(what) + " has " + std::to_string(s.layout.n_keys()) +
+        throw Error(MOEGGUF_INVALID, std::string(what) + " must have " + std::to_string(s.layout.n_keys()) +
                                          " entries, not " + std::to_string(n));
     }
 }
 
 // Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. If any of the tiers for
-// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are left out, and keep their size. A
-// simulation leaves out no tier.
+// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are omitted, and keep their size. In a
+// simulation, no tier is omitted.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -167,7 +170,8 @@ const char * moegguf_last_error(void) { return last_error.c_str(); }
 int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, moegguf_sizes * sizes) {
     return guarded([&] {
         if (n_matrices < 0 || n_slots < 0 || (n_matrices > 0 && !matrices)) {
-            throw Error(MOEGGUF_INVALID, "sizes need matrices and a number of slots");
+            throw Error(MOEGGUF_INVALID,
+                        "slot sizes need a number of matrices and a number of slots, each 0 or more, and the matrices");
         }
         const Strides strides(matrices, n_matrices);
         moegguf_sizes & out = given(sizes);
@@ -189,7 +193,7 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
                        int32_t * most) {
     return guarded([&] {
         if (n_matrices < 1 || n_slots < 1 || !matrices) {
-            throw Error(MOEGGUF_INVALID, "a pool has matrices and slots");
+            throw Error(MOEGGUF_INVALID, "a pool must have at least one matrix and one slot");
         }
         given(most) = most_slots(find_device(device), matrices, n_matrices, n_slots);
     });
@@ -200,9 +204,10 @@ int32_t moegguf_slot_tokens(const char * device) { return device ? most_slot_tok
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
     return guarded([&] {
         if (!config || config->abi != MOEGGUF_ABI_VERSION) {
-            throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
+            throw Error(MOEGGUF_INVALID,
+                        "the caller must use the ABI of this library, ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
-        moegguf_store *& opened = given(store); // throws for NULL before a store is made
+        moegguf_store *& opened = given(store); // throws for NULL before a store is created
         static std::once_flag once;
         std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
         opened = new moegguf_store(*config);
@@ -290,7 +295,7 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
         std::vector<std::vector<float>> tables(s.tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < tables.size(); i++) { s.tiers.compute[i]->residency.exchange_scores(tables[i]); }
-        lock.unlock(); // the replaced tables are destroyed without the lock
+        lock.unlock(); // the replaced tables are destroyed without holding the lock
     });
 }
 
@@ -302,7 +307,7 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * n
         for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
-        lock.unlock(); // the replaced policies are destroyed without the lock
+        lock.unlock(); // the replaced policies are destroyed without holding the lock
     });
 }
 
@@ -384,7 +389,7 @@ int moegguf_store_drain(moegguf_store * store, double timeout_s) {
             std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit);
         Lock lock(s.shared.mutex);
         if (!s.shared.wait_regardless(lock, [&] { return s.transfers.idle(); }, deadline)) {
-            throw Error(MOEGGUF_CANCELLED, "transfers were still going on after the given time");
+            throw Error(MOEGGUF_CANCELLED, "transfers did not end within the given time; wait longer");
         }
         s.tiers.check();
     });
@@ -408,7 +413,8 @@ int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * e
         check_size(c, n_expert_used, n_tokens);
         memcpy(&given(slot_ids), &given(expert_ids), sizeof(int32_t) * n_expert_used * n_tokens);
         if (inputs && n_embd <= 0) {
-            throw Error(MOEGGUF_INVALID, "a router's input has values, not " + std::to_string(n_embd));
+            throw Error(MOEGGUF_INVALID,
+                        "the number of values in a router's input must be above 0, not " + std::to_string(n_embd));
         }
         Choice choice = {il, slot_ids, n_expert_used, n_tokens, all_kinds};
         choice.inputs = inputs;
@@ -424,7 +430,9 @@ int moegguf_context_replay(moegguf_store * store, const moegguf_routing * routin
         const moegguf_routing & r = given(routing);
         given(n_done) = 0;
         if (r.n_events < 0 || (r.n_events > 0 && (!r.il || !r.n_tokens || !r.n_expert_used || !r.expert_ids))) {
-            throw Error(MOEGGUF_INVALID, "a replay needs a layer, tokens and expert ids for each event");
+            throw Error(MOEGGUF_INVALID,
+                        "a replay needs a layer, a number of tokens, a number of experts per token and expert ids for "
+                        "each event");
         }
         int64_t n_ids = 0;
         for (int64_t i = 0; i < r.n_events; i++) {
@@ -432,11 +440,11 @@ int moegguf_context_replay(moegguf_store * store, const moegguf_routing * routin
             n_ids += (int64_t)r.n_expert_used[i] * r.n_tokens[i];
         }
         if (n_ids != r.n_ids) {
-            throw Error(MOEGGUF_INVALID, "the events have " + std::to_string(n_ids) + " expert ids together, not " +
+            throw Error(MOEGGUF_INVALID, "the events need " + std::to_string(n_ids) + " expert ids in total, not " +
                                              std::to_string(r.n_ids));
         }
         if (r.compute_ns && !c.store.shared.has(MOEGGUF_SIMULATE)) {
-            throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock");
+            throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock; leave the compute times out");
         }
         replay(c, r, *n_done);
         check_failure(c);
@@ -452,11 +460,13 @@ int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event *
         const moegguf_tokens_event & event = given(tokens);
         const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
         if (event.n_tokens < 0 || (event.n_tokens > 0 && !event.tokens) || !known(event.phase)) {
-            throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
+            throw Error(MOEGGUF_INVALID, "an announcement must have its tokens and a phase, prefill or decode");
         }
         if (!event.sequences != !event.phases || !event.sequences != !event.outputs ||
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
-            throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
+            throw Error(
+                MOEGGUF_INVALID,
+                "sequences, phases and outputs must be given together, and each phase must be prefill or decode");
         }
         s.announce_tokens(event);
     });

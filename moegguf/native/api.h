@@ -30,7 +30,7 @@ int guarded(F && body) {
 
 template <typename T>
 T & given(T * pointer) {
-    if (!pointer) { throw Error(MOEGGUF_INVALID, "a pointer is null that must not be"); }
+    if (!pointer) { throw Error(MOEGGUF_INVALID, "a required pointer is null"); }
     return *pointer;
 }
 

@@ -1,6 +1,6 @@
-// arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Matrices that are already in memory
+// arrivals.h: the order in which the CPU kernels multiply by a layer's experts. Matrices that are already in memory
 // come first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed
-// order. This code runs and waits in the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
+// order. This code runs and waits on the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
 // kernels/multiply.cpp. It changes no slot and starts no transfer.
 #pragma once
 
@@ -11,18 +11,18 @@
 namespace moegguf {
 
 // The experts of one layer that are streamed through a few shared slots, because they have no slots of their own
-// (streamed_supply.cpp). Kernels take the experts in order, each from the slot through which it passes. Any thread may
-// call these functions.
+// (streamed_supply.cpp). Kernels process the experts in order, and read each from the slot through which it is
+// streamed. Any thread may call these functions.
 class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
-    virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer that is streamed now
+    virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer being streamed
     // Returns the expert's own slot; negative: the expert is streamed or not chosen.
     virtual int own_slot(int expert) const = 0;
     virtual int n_experts() const = 0; // number of streamed experts
     // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.
-    // Returns -1 if there is no such expert or its matrix will not arrive. Every thread of a kernel takes all streamed
-    // experts, in the order of i. A call also means that the thread has multiplied with the previous expert (i - 1).
+    // Returns -1 if there is no such expert or its matrix will not arrive. Every thread of a kernel processes all
+    // streamed experts, in the order of i. A call also means that the thread has finished multiplying by expert i - 1.
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 
@@ -34,7 +34,7 @@ class Arrivals {
     Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertStream & stream);
 
     // Returns true if MOEGGUF_OVERLAP is set and there is a tier whose kernels call next(). In a simulation, which runs
-    // no kernels, a tier is enough.
+    // no kernels, only the tier is required.
     bool possible() const { return possible_; }
     bool covers(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 

@@ -25,12 +25,14 @@ class RealClock final : public Clock {
     std::thread start_thread(const char * what, std::function<void()> body) override {
         return moegguf::start_thread(what, std::move(body));
     }
-    void advance(uint64_t) override { throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock"); }
+    void advance(uint64_t) override {
+        throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock that can be moved");
+    }
 };
 
 // A clock for simulations. Each link carries one transfer at a time. A transfer takes the link's latency plus the
-// transfer's bytes divided by the bandwidth. A transfer of 0 bytes, or over a link of bandwidth 0, takes no time.
-// wait() starts transfers on idle links. If there is nothing to start, wait() moves the time to the end of the next
+// transfer's bytes divided by the bandwidth. A transfer of 0 bytes, or over a link with bandwidth 0, takes no time.
+// wait() starts transfers on idle links. If there is nothing to start, wait() advances the time to the end of the next
 // transfer.
 class VirtualClock final : public Clock {
   public:
@@ -76,8 +78,8 @@ class VirtualClock final : public Clock {
         return started;
     }
 
-    // Finishes the running transfer that ends first, and moves the time to its end. Returns false if no transfer ends
-    // by the time end_ns.
+    // Finishes the running transfer that ends first, and advances the time to its end. Returns false if no transfer
+    // ends by the time end_ns.
     bool end_first(uint64_t end_ns) {
         Carried * first = nullptr;
         for (Carried & one : links_) {

@@ -36,22 +36,22 @@ class Clock {
     virtual uint64_t now_ns() const = 0;
 
     // Releases the lock and waits until another thread notifies `changed` or a spurious wake-up happens. Returns false
-    // if the deadline has passed. A virtual clock does not wait: it starts transfers, or moves the time to the end of
-    // the next transfer. It returns false if no transfer can start or end.
+    // if the deadline has passed. A virtual clock does not wait: it starts transfers, or advances the time to the end
+    // of the next transfer. It returns false if no transfer can start or end.
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
-    // Runs the transfers of this link from now on. In real time, the link's own threads run them, and `speed` is
+    // Adds a link, and runs its transfers from now on. In real time, the link's own threads run them, and `speed` is
     // ignored. In virtual time, idle links start transfers in the order in which the links were added.
     virtual void carry(Link & link, LinkSpeed speed) = 0;
     // Starts a thread that calls body(). In virtual time, starts no thread and returns an empty one; the caller then
     // does the work itself. `what`: the thread's name in an error. Throws Error.
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
-    // Lets `ns` nanoseconds of compute time pass, and runs the transfers that end meanwhile. The caller holds the
-    // store's lock. Throws Error(INVALID) in real time.
+    // Advances the clock by `ns` nanoseconds of compute time, and runs the transfers that end in that time. The caller
+    // holds the store's lock. Throws Error(INVALID) in real time.
     virtual void advance(uint64_t ns) = 0;
 };
 
-// Makes a clock. `virtual_ns`: the counter of virtual time; nullptr: the clock runs in real time.
+// Creates a clock. `virtual_ns`: the counter of virtual time; nullptr: the clock runs in real time.
 std::unique_ptr<Clock> make_clock(uint64_t * virtual_ns);
 
 } // namespace moegguf

@@ -73,7 +73,7 @@ void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    end(job, why); // end() comes first, so that every thread sees a copied matrix as ready or as submitted
+    end(job, why); // end() is called first, so that every thread sees a copied matrix as ready or as submitted
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.settle(s);
     shared_.done.notify_all();
@@ -89,7 +89,7 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-// The next functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
+// The following functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
 
 void Copies::submit_own(Lock & lock) {
     if (!own_.jobs.empty()) { // the copy thread has not yet recorded the completion of this thread's previous batch
@@ -121,10 +121,10 @@ void Copies::run() {
     }
 }
 
-// Moves queued jobs into batch_. A batch has all queued matrices that layers wait for, so that one copy can move
-// neighbouring slots. If no layer waits, a batch has one prefetched matrix, or for a staging tier up to most_ahead or
-// few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long. Returns false if
-// no queued job is still needed.
+// Moves queued jobs into batch_. A batch contains all queued matrices that layers are waiting for, so that one copy can
+// move neighbouring slots. If no layer is waiting, a batch contains one prefetched matrix, or for a staging tier up to
+// most_ahead or few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long.
+// Returns false if no queued job is still needed.
 bool Copies::take_batch() {
     const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;

@@ -18,17 +18,17 @@ class Copies final : public Link {
     Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier & to);
     ~Copies() override { stop(); }
 
-    // Callers of the next functions hold the store's lock.
+    // Callers of the following functions must hold the store's lock.
     void queue(int s, uint8_t kinds, bool demand); // queues copies from the source of slot s; wake() starts them
     void wake() { work_.notify_one(); }
     // Submits all queued demand copies on the calling compute thread. The copy thread records their completion. If it
     // has not yet recorded the completion of the previous batch from submit_own(), the copy thread submits the new
     // copies instead. Releases the lock during the submission.
     void submit_own(Lock & lock);
-    void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay
+    void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay queued
     bool idle() const { return demand_.empty() && prefetch_.empty(); }
 
-    // Overridden functions of Link.
+    // Overrides of Link's functions.
     void start_threads() override;
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
@@ -37,7 +37,7 @@ class Copies final : public Link {
     // Sets the stop flag of the whole store, joins the copy thread, and waits for the submitted copies.
     void stop();
 
-    // Returns true if the device has events. The computing stream can then wait for copies by itself.
+    // Returns true if the device has events. The compute stream can then itself wait for copies.
     bool has_events() const { return event_ != nullptr; }
     // Returns the bits of slot s's matrices whose copies are submitted but not finished. Any thread may call this.
     uint8_t submitted(int s) const;
@@ -49,7 +49,7 @@ class Copies final : public Link {
     struct Batch {
         std::vector<Job> jobs;
         uint64_t start_ns = 0;
-        std::string why; // reason why submitting failed; empty: it succeeded
+        std::string why; // reason why the submission failed; empty: it succeeded
     };
 
     void run();

@@ -74,8 +74,8 @@ Drives::Turn Drives::begin(size_t n) {
     return {*first, now, first->under_way};
 }
 
-// Ends a read of n bytes, and updates the drive's average time per byte. The time of the read is divided by all bytes
-// that were under way when the read began, because the drive may deliver them in any order.
+// Records the end of a read of n bytes, and updates the drive's average time per byte. The time of the read is divided
+// by the number of bytes that were under way when it began, because the drive may deliver them in any order.
 void Drives::end(const Turn & turn, size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Drive & drive = turn.drive;

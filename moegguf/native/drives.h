@@ -18,8 +18,8 @@ class Drives {
     Drives(const Layout & layout, bool direct);
 
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
-    // another copy. `retries`: counter of reads that were tried again. Any thread may call this. Throws Error(IO) if
-    // the last copy fails.
+    // another copy. `retries`: counter of retried reads. Any thread may call this. Throws Error(IO) if the last copy
+    // fails.
     const uint8_t * read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries);
 
     size_t size() const { return drives_.size(); }
@@ -32,7 +32,7 @@ class Drives {
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
         uint64_t under_way = 0; // number of bytes that were requested but have not been read yet
-        uint64_t silent_ns = 0; // now_ns() when a read last ended, or when an idle drive got a read
+        uint64_t silent_ns = 0; // time (now_ns()) when the last read ended, or when an idle drive was given a read
         float ns_per_byte = 0;  // moving average of the read time per byte; 0: not measured yet
         std::string dropped;    // reason why this copy is no longer read; empty: it is read
 

@@ -38,7 +38,7 @@ class Events {
 
   private:
     struct Record {
-        bool routed = true; // true: the record has a routing event; false: announced tokens
+        bool routed = true; // true: the record holds a routing event; false: announced tokens
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
         std::vector<int32_t> words; // memory of all arrays of the event; reused for later events if it is small
@@ -56,7 +56,7 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    // Limit on the 4-byte words of all arrays in the ring; a lone event may have more.
+    // Limit on the total number of 4-byte words in the ring's arrays; an event that is alone in the ring may exceed it.
     static constexpr size_t most_words = 64u << 20;
     static constexpr size_t lazy_events = 512; // number of waiting events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
@@ -69,7 +69,7 @@ class Events {
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
-    size_t n_words_ = 0; // number of 4-byte words of all arrays in the ring
+    size_t n_words_ = 0; // total number of 4-byte words in the ring's arrays
     uint64_t dropped_ = 0;
     bool delivering_ = false;
     bool stopping_ = false;

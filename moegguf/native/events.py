@@ -32,10 +32,10 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """Tokens that are about to be evaluated, in one pass or in several. The event comes before their routing events.
+    """Tokens that are about to be evaluated, in one pass or in several. This event precedes their routing events.
 
     If the tokens belong to several sequences, `sequence` is the sequence of the first token. `phase` is then DECODE if
-    any token decodes, because controllers act only while tokens are decoded.
+    any of the tokens is being decoded, because controllers act only while tokens are decoded.
     """
 
     sequence: int  # number of the request that the first token belongs to
@@ -54,8 +54,7 @@ class RoutingEvent(NamedTuple):
     """The experts that the router of layer `il` chose for the tokens of one pass.
 
     llama.cpp computes the last layer only for tokens whose logits are needed, so the last layer's event may have fewer
-    tokens than the pass. These are the last tokens of the pass, unless `outputs` of the announcement marks other
-    tokens.
+    tokens than the pass. These are the last tokens of the pass, unless the announcement's `outputs` marks other tokens.
     """
 
     pass_: int

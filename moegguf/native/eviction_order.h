@@ -20,7 +20,7 @@ class EvictionOrder {
         int slot;
         int expert;
 
-        bool before(const Entry & other) const { // has no branch, because first() compares all slots of a layer
+        bool before(const Entry & other) const { // branch-free, because first() compares all slots of a layer
             return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
         }
     };
@@ -55,7 +55,7 @@ class EvictionOrder {
         at_[s] = -1;
     }
 
-    const Entry * first(int il) { // returns the entry that is evicted first in this layer; nullptr: none
+    const Entry * first(int il) { // returns the next entry to evict in this layer; nullptr: none
         LayerOrder & layer = layers_[il];
         std::vector<Entry> & entries = layer.entries;
         if (entries.empty()) { return nullptr; }
@@ -75,7 +75,7 @@ class EvictionOrder {
     struct LayerOrder {
         std::vector<Entry> entries;
         bool is_scored = false;
-        int first = -1; // index of the entry that is evicted first; -1: not known
+        int first = -1; // index of the next entry to evict; -1: not known
     };
 
     float score(int il, int expert) const { return policy_ ? policy_->score(il, expert) : 0.0f; }

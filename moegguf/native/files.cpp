@@ -32,7 +32,7 @@ uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
 int64_t ns(const timespec & time) { return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec; }
 
 // Returns true if something other than a write can explain a new change time (ctime): another name, owner, mode or
-// number of hard links. A write may have happened, too, so the caller also compares a sample of the bytes.
+// number of hard links. Since there may have been a write as well, the caller also compares a sample of the bytes.
 bool may_be_renamed(const struct stat & before, const struct stat & now, const std::string & path) {
     struct stat named;
     return before.st_nlink != now.st_nlink || before.st_mode != now.st_mode || before.st_uid != now.st_uid ||
@@ -40,8 +40,8 @@ bool may_be_renamed(const struct stat & before, const struct stat & now, const s
            named.st_dev != now.st_dev;
 }
 
-// Returns the spans of a shard that are sampled. Each expert tensor of the shard has one: up to one page, starting at
-// the tensor's middle.
+// Returns the sampled spans of a shard: for each of its expert tensors, up to one page that starts at the tensor's
+// middle.
 std::vector<Span> sampled_spans(const Layout & layout, int shard) {
     std::vector<Span> spans;
     for (const Matrix & m : layout.matrices) {
@@ -115,8 +115,9 @@ std::vector<Shard::Sample> Shard::sample() const {
 
 void Shard::check_copy(const Shard & copy) const {
     const auto refuse = [&](const std::string & why) {
-        throw Error(MOEGGUF_INVALID, "a mirror is a copy of the model's file on another drive, but '" + copy.path_ +
-                                         "' " + why + ": copy '" + path_ + "' there again, or leave the mirror out");
+        throw Error(MOEGGUF_INVALID, "a mirror must be a copy of the model's file on another drive, but '" +
+                                         copy.path_ + "' " + why + ": copy '" + path_ +
+                                         "' there again, or leave the mirror out");
     };
     if (copy.opened_.st_dev == opened_.st_dev && copy.opened_.st_ino == opened_.st_ino) { refuse("is that file"); }
     if (copy.opened_.st_size != opened_.st_size) {

@@ -51,10 +51,10 @@ struct Span {
 //
 // The size, modification time and change time show whether the file was written to. A new name, owner, mode or number
 // of hard links also updates the change time. A new change time is accepted only if one of these differs and the
-// sampled bytes are unchanged. The sample has up to a page from the middle of every expert tensor (the matrices of one
-// kind of all experts of a layer). The sample of another model, training run or quantisation would differ. A write goes
-// unnoticed if it keeps the size and all sampled bytes, restores the modification time, and coincides with a new name,
-// owner, mode or number of hard links.
+// sampled bytes are unchanged. The sample contains up to a page from the middle of every expert tensor (the matrices of
+// one kind of all experts of a layer). The sample of another model, training run or quantisation would differ. A write
+// goes unnoticed if it keeps the size and all sampled bytes, restores the modification time, and coincides with a new
+// name, owner, mode or number of hard links.
 class Shard {
   public:
     Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO) or Error(MEMORY).
@@ -65,7 +65,7 @@ class Shard {
     void check_copy(const Shard & copy) const;
 
     // Reads n bytes at an offset, and returns their address in `buffer`. Throws Error(IO) if the file has been written
-    // to since it was opened, or if two attempts fail. `retries`: counter of reads that were tried again.
+    // to since it was opened, or if two attempts fail. `retries`: counter of retried reads.
     const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
 
     bool direct() const { return use_direct_; }
@@ -75,7 +75,7 @@ class Shard {
   private:
     struct Sample { // result of reading a sampled span
         uint64_t digest;
-        int error; // errno if the span cannot be read; 0: it can
+        int error; // errno if the span could not be read; otherwise 0
         bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
     };
 

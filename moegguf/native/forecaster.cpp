@@ -1,4 +1,4 @@
-// forecaster.cpp: implements forecaster.h: the ring of records, the thread that predicts, and its prefetches.
+// forecaster.cpp: implements forecaster.h: the ring of records, the predictor thread, and its prefetches.
 #include "forecaster.h"
 
 #include "router_scores.h"
@@ -25,7 +25,9 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     }
     if (chosen->window < 1 || chosen->window > longest_window || chosen->most_prefetches < 0 ||
         !(chosen->waste_weight >= 0.0f && std::isfinite(chosen->waste_weight))) {
-        throw Error(MOEGGUF_INVALID, "a predictor looks at least one layer ahead, and its limits are 0 or more");
+        throw Error(
+            MOEGGUF_INVALID,
+            "a predictor must look at least one layer ahead and at most 65536, and its limits must be 0 or more");
     }
     const PredictorFactory factory{&predictor_type(chosen->name), Arrays(*chosen)};
     std::unique_ptr<Predictor> first = factory.type->make(layout_, factory.arrays);
@@ -193,7 +195,7 @@ void Forecaster::keep_step() {
     }
 }
 
-// The thread that predicts calls the functions of this section.
+// The predictor thread calls the functions of this section.
 
 void Forecaster::run() {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
@@ -209,7 +211,7 @@ void Forecaster::run() {
         try {
             follow(current_, newest);
         } catch (const std::bad_alloc &) {
-            // Memory has run out: nothing is predicted from this record.
+            // out of memory: nothing is predicted from this record
         }
         lock.lock();
         busy_ = false;
@@ -217,9 +219,9 @@ void Forecaster::run() {
     }
 }
 
-// Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
+// Updates the predictors with a record. If `newest` is true and the pass is predicted, also predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
-// In lockstep, it is always true, because the next pass may be announced before the last layer's record is read.
+// In lockstep, `newest` is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -244,7 +246,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (factory_->type->sees_next_pass && row_ == last) { // predicts the next pass, too, for eviction policies only
+        if (factory_->type->sees_next_pass && row_ == last) { // eviction policies also use predictions of the next pass
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {
@@ -373,8 +375,8 @@ bool Forecaster::predict_sequences(int il, int distance) {
 }
 
 // Computes for each expert the raw and the calibrated probability that any sequence of the pass uses the expert, from
-// the predictions for individual sequences. Each sequence that was not selected counts like an average selected one. A
-// selected sequence without a prediction counts as not using the expert.
+// the predictions for individual sequences. Each sequence that was not selected is treated as an average selected one.
+// A selected sequence without a prediction is treated as not using the expert.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
     row.is_published = false;

@@ -1,6 +1,6 @@
-// forecaster.h: predicts on its own thread which experts a pass will use, and issues prefetches. Compute threads put
-// each choice of a router into a ring, and wait for predictions only with MOEGGUF_PREDICT_LOCKSTEP. In a simulation
-// there is no such thread, and the calling thread predicts.
+// forecaster.h: predicts on its own thread, the predictor thread, which experts a pass will use, and issues prefetches.
+// Compute threads put each router's choice into a ring, and wait for predictions only with MOEGGUF_PREDICT_LOCKSTEP. In
+// a simulation there is no predictor thread, and the calling thread predicts.
 //
 // Under the store's lock, the forecaster passes forecasts to the eviction policies of tiers, and prefetches to the
 // transfer queue. It pins and evicts nothing itself. A forecast affects only speed, never a token.
@@ -14,7 +14,7 @@
 
 namespace moegguf {
 
-// The tokens that a layer of a pass computes. The last layer may compute fewer tokens than the others.
+// The tokens for which a layer is computed in a pass. The last layer may be computed for fewer tokens than the others.
 struct PassTokens {
     int n_tokens = 0;
     int sequence = -1;                   // sequence of all tokens if `sequences` is NULL
@@ -79,9 +79,9 @@ class Calibration {
 };
 
 // Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
-// serves them better. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
+// works better for them. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
 // chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences, only most_selected
-// evenly spaced ones are predicted, and each other sequence counts as an average predicted one. Passes of more than
+// evenly spaced ones are predicted, and each other sequence is treated as an average predicted one. Passes of more than
 // most_sequences sequences are not predicted, because they use most experts.
 class Forecaster {
   public:
@@ -92,14 +92,15 @@ class Forecaster {
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
 
-    // Any thread may call the next three functions. set() replaces the predictor; nullptr: no predictor. When set()
-    // returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
+    // Any thread may call the following three functions. set() replaces the predictor; nullptr: no predictor. When
+    // set() returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
     // another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
-    void prefetch(bool on) { prefetching_ = on; }            // switches prefetches on or off
-    void read(float * probabilities, uint8_t * known) const; // writes the forecasts of layers that are not routed yet
+    void prefetch(bool on) { prefetching_ = on; } // switches prefetches on or off
+    // Writes the forecasts of layers that have not been routed yet.
+    void read(float * probabilities, uint8_t * known) const;
 
-    // Compute threads call the next functions without the store's lock.
+    // Compute threads call the following functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     // Returns the number of later layers whose routers the graphs of layers on a device should multiply with the
@@ -112,7 +113,7 @@ class Forecaster {
   private:
     static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
-    // Largest number of a sequence's last tokens in a pass that its predictor receives.
+    // A predictor receives at most this many of its sequence's last tokens per pass.
     static constexpr int most_known = 512;
 
     struct LastToken { // the last token of one sequence in a pass
@@ -148,7 +149,7 @@ class Forecaster {
     };
     struct LayerForecast {          // the forecast for one layer
         int distance = 0;           // number of MoE layers from the last observed layer to this one; 0: no forecast
-        bool is_published = false;  // true: eviction policies have received the forecast
+        bool is_published = false;  // true: the forecast has been passed to the eviction policies
         std::vector<int> sequences; // sequences for which there is a prediction
         std::vector<float> each;    // [sequences.size()][n_expert_max] raw probabilities
         std::vector<float> likely;  // [n_expert_max] raw probability that any sequence uses the expert
@@ -198,7 +199,7 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // The thread that predicts uses the next fields. set() changes them while this thread is not running, and read()
+    // The predictor thread uses the following fields. set() changes them while this thread is not running, and read()
     // reads layers_.
     std::optional<PredictorFactory> factory_;   // kept while prediction is off, because calibration_ belongs to it
     std::vector<SequencePredictor> predictors_; // one per sequence, at most most_sequences

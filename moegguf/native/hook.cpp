@@ -3,8 +3,8 @@
 // - While a graph is built, the hook adds nodes to layers whose experts a store holds, and reorders the nodes.
 // - While a graph runs, the scheduler's eval callback stops at a layer's expert ids, and the experts are acquired. It
 //   also stops before multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
-//   There the supply waits. No layer of a tier needs a stop while every expert of the tier is complete in its own slot
-//   and nothing observes routing events.
+//   At such a stop, the supply waits for the matrices. No layer of a tier needs a stop while every expert of the tier
+//   is complete in its own slot and nothing observes routing events.
 //
 // The hook may add and move nodes. It replaces the expert ids of a node with the slot ids from Store::acquire(). It
 // does not change slots itself.
@@ -20,7 +20,7 @@
 #include <cstring>
 
 // patches/scheduler.patch adds this function to ggml-backend.cpp. The symbol is weak, because `moegguf bench --against
-// stock` loads this library together with a llama.cpp without patches, which never calls moegguf_set_scheduler.
+// stock` loads this library together with an unpatched llama.cpp, which never calls moegguf_set_scheduler.
 extern "C" __attribute__((weak)) void ggml_backend_sched_set_callback_version(ggml_backend_sched_t sched,
                                                                               const uint64_t * version);
 
@@ -59,12 +59,12 @@ Store * store_of(const ggml_tensor * t) {
     return buft->iface.get_name == get_name ? (Store *)buft->context : nullptr;
 }
 
-// Prefixes of the names of the nodes at which the callback acts. The layer's number follows the prefix. The name for
-// `down` is also in patches/slot-ids.patch.
+// Name prefixes of the nodes at which the callback acts. The layer's number follows the prefix. The name for `down` is
+// also in patches/slot-ids.patch.
 
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
-constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the nodes of gate and up
-constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies with down
+constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the gate and up nodes
+constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies by down
 // The router's ids, if the layer multiplies by them; the callback does not stop here.
 constexpr char own_ids_node[] = "ffn_moe_own_ids-";
 
@@ -79,7 +79,7 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
 }
 
-// Indices into op_params of a node of slot ids. The words before them hold the offset of a view.
+// Indices into the op_params of a slot-id node. The words before them hold the offset of a view.
 constexpr int waits_word = 2;  // the word is 1 if experts may be missing
 constexpr int scores_word = 3; // the word is the number of later layers whose routers' scores follow the ids in memory
 
@@ -119,8 +119,8 @@ int scored_layers(const Store & store, int il, const ggml_tensor * input) {
 
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// The tensors that a layer's delayed nodes make, write and read. A node is delayed if it must follow the layer's slot
-// ids or another delayed node (must_follow). Delayed nodes are moved to the end of the layer, just before the next
+// The tensors that a layer's delayed nodes produce, write and read. A node is delayed if it must follow the layer's
+// slot ids or another delayed node (must_follow). Delayed nodes are moved to the end of the layer, just before the next
 // layer's slot ids.
 class Delayed {
   public:
@@ -162,7 +162,7 @@ class Delayed {
     bool has(const std::vector<int> & marks, const ggml_tensor * t) const { return marks[index(t)] == layer_; }
 
     const ggml_cgraph & graph_;
-    std::vector<int> made_; // value of layer_ when a tensor was last made by a delayed node or as slot ids
+    std::vector<int> made_; // value of layer_ when the tensor was last marked as slot ids, or as made by a delayed node
     std::vector<int> written_;
     std::vector<int> read_;
     int layer_ = 1;
@@ -230,9 +230,9 @@ ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     return waits && ggml_backend_get_device(backend) == tier.pool()->memory().device ? backend : nullptr;
 }
 
-// Acquires the experts whose ids the node `t` has computed, and replaces the ids with slot ids. If the ids are in a
-// device's memory, they are copied to the host and back. If the backend is known, its stream makes both copies, and
-// this thread waits only for the copy to the host. The scores of later layers' routers are in the same copy.
+// Acquires the experts whose ids the node `t` has computed, and replaces the ids with slot ids. If the ids are in
+// device memory, they are copied to the host and back. If the backend is known, its stream makes both copies, and this
+// thread waits only for the copy to the host. The scores of later layers' routers are in the same copy.
 void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
     Store & store = context.store;
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);

@@ -14,8 +14,8 @@ namespace moegguf {
 constexpr size_t huge_page_bytes = 2u << 20;
 
 // Requests huge pages for every whole, aligned huge page inside this memory. Nothing should have touched the memory
-// yet. Reading a file into huge pages takes a third of the processor time and fewer disk requests. Weights in huge
-// pages need fewer page-table look-ups.
+// yet. Reading a file into huge pages needs a third of the CPU time and fewer disk requests. Weights in huge pages need
+// fewer page-table look-ups.
 inline void ask_for_huge_pages(void * memory, size_t n) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;

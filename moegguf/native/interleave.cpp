@@ -1,4 +1,4 @@
-// interleave.cpp: converts rows of Q4_0 to the interleaved layout of the CPU's kernels, with stores that bypass the
+// interleave.cpp: converts rows of Q4_0 to the interleaved layout of the CPU kernels, with stores that bypass the
 // processor's caches (SSE2). With ordinary stores, as in upstream's function, the processor reads each cache line of a
 // slot before overwriting it, and drops lines that compute threads use. Stores that bypass the caches take about two
 // thirds of the time. Reader threads call this code through Pool::write, which uses upstream's code for
@@ -19,9 +19,9 @@ namespace {
 
 #if defined(__SSE2__)
 
-// A block of Q4_0 has a scale of 2 bytes, and 32 quants of 4 bits in 16 bytes. A block of the interleaved form combines
-// one block from each of 8 rows: the scales, then the first 8 bytes of each row, then the second 8 bytes. Quants change
-// from unsigned to signed.
+// A Q4_0 block has a 2-byte scale, and 32 4-bit quants in 16 bytes. An interleaved block combines one block from each
+// of 8 rows: the scales, then the first 8 bytes of each row, then the second 8 bytes. Quants are converted from
+// unsigned to signed.
 constexpr int q4_0_rows = 8, q4_0_cols = 32, q4_0_bytes = 18;
 
 void interleave_q4_0x8(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols) {

@@ -1,7 +1,6 @@
-// kv_blocks.cpp: reads states of sequences from files into a KV cache, and checks their digests. A thread starts when
-// the first block is added. It fills blocks, which means that it writes their bytes into tensors, while llama.cpp lists
-// the parts of the next ones. moegguf_kv_blocks_fill fills the remaining blocks together with this thread, and waits
-// for it to end.
+// kv_blocks.cpp: reads sequence states from files into a KV cache, and checks their digests. A thread starts when the
+// first block is added. It fills blocks (writes their bytes into tensors) while llama.cpp lists the parts of later
+// blocks. moegguf_kv_blocks_fill fills the remaining blocks together with this thread, and waits for it to end.
 //
 // This file writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
 #include "api.h"
@@ -125,7 +124,7 @@ struct moegguf_kv_blocks {
         if (filling.valid()) { filling.get(); }
     }
 
-    // Returns the offset, in the last block's file, of the n bytes that this address stands for; 0: the bytes are not
+    // Returns the offset, in the last block's file, of the n bytes that this address represents; 0: the bytes are not
     // in the block's state.
     uint64_t position(const void * address, size_t n) const {
         const Block & block = blocks.back();
@@ -165,7 +164,7 @@ struct moegguf_kv_blocks {
         }
     }
 
-    std::mutex mutex; // guards the next fields and the number of blocks
+    std::mutex mutex; // guards the following fields and the number of blocks
     std::condition_variable changed;
     size_t n_known = 0; // number of blocks whose list of parts is complete
     size_t n_begun = 0; // number of blocks that a thread has begun to fill
@@ -217,7 +216,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
     if (position && pread(current->file->fd, to, n, (off_t)position) != (ssize_t)n) {
-        memset(to, 0, n); // the read failed; if fill() cannot read these bytes either, the block counts as wrong
+        memset(to, 0, n); // the read failed; if fill() cannot read these bytes either, the block is treated as wrong
     }
     return position != 0;
 }

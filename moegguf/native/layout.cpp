@@ -63,13 +63,17 @@ Layout::Layout(const moegguf_config & config)
     : strides(config.matrices, config.matrices ? std::max(0, config.n_matrices) : 0) {
     if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || !config.matrices ||
         !config.n_expert_used) {
-        invalid("a store needs layers and expert matrices");
+        invalid(
+            "a store needs 1 to 4096 layers, expert matrices, and the number of experts that a token uses in each "
+            "layer");
     }
     const bool needs_files = !(config.flags & MOEGGUF_SIMULATE);
     if (config.n_shards < 0 || (needs_files && config.n_shards == 0) || (config.n_shards > 0 && !config.shard_paths)) {
-        invalid("a store needs the files that its experts lie in");
+        invalid("a store needs the files that contain its experts");
     }
-    if (config.n_mirrors < 0) { invalid("a store has mirrors or none, not " + std::to_string(config.n_mirrors)); }
+    if (config.n_mirrors < 0) {
+        invalid("the number of mirrors must be 0 or more, not " + std::to_string(config.n_mirrors));
+    }
     layers.resize(config.n_layer);
     const char * const * path = config.shard_paths;
     for (int i = 0; i < config.n_shards; i++) { shards.emplace_back(*path++); }
@@ -86,7 +90,8 @@ Layout::Layout(const moegguf_config & config)
         moe_layers.push_back(il);
         layer.n_expert_used = config.n_expert_used[il];
         if (layer.n_expert_used <= 0 || layer.n_expert_used > layer.n_expert) {
-            invalid("layer " + std::to_string(il) + " uses more experts than it has, or none");
+            invalid("layer " + std::to_string(il) +
+                    " must use at least one expert per token, and no more experts than it has");
         }
         n_experts += layer.n_expert;
         n_moe_layers += 1;
@@ -101,14 +106,16 @@ void Layout::add(const moegguf_matrix & m) {
         invalid("matrix '" + name + "' has a field out of range");
     }
     if (!is_matrix(m) || end_in_file(m) == 0) {
-        invalid("matrix '" + name + "' has a size that its type and shape do not give");
+        invalid("matrix '" + name +
+                "' must have a known type, the size that follows from its type and shape, and an end below 2^63 bytes");
     }
     if (!shards.empty() && (m.shard < 0 || m.shard >= (int)shards.size())) {
-        invalid("matrix '" + name + "' lies in a shard that does not exist");
+        invalid("matrix '" + name + "' is in a shard that does not exist");
     }
     Layer & layer = layers[m.il];
     if (layer.matrix[m.kind] >= 0 || (layer.n_expert != 0 && layer.n_expert != m.n_expert)) {
-        invalid("matrix '" + name + "' disagrees with its layer");
+        invalid("matrix '" + name +
+                "' is the second matrix of its kind in the layer, or has another number of experts than the others");
     }
     layer.matrix[m.kind] = (int)matrices.size();
     layer.chunks |= 1 << m.kind;

@@ -1,6 +1,6 @@
-// layout.h: the layout holds the place of each expert in the model's files, and the sizes of slots. The numbering holds
-// the slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering
-// ever changes. They do not know about memory, devices, or which experts are loaded.
+// layout.h: the layout holds the place of each expert in the model's files, and the slot sizes. The numbering holds the
+// slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever
+// changes. They do not know about memory, devices, or which experts are loaded.
 #pragma once
 
 #include "moegguf.h"
@@ -19,7 +19,7 @@ struct Error : std::runtime_error {
     moegguf_status status;
 };
 
-// Sets of matrix kinds. The bit 1 << kind stands for one kind.
+// Sets of matrix kinds. The bit 1 << kind represents a kind.
 constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
@@ -47,7 +47,8 @@ struct Layer {
     uint8_t chunks = 0;                               // bits of the matrix kinds that the layer has
 };
 
-bool is_matrix(const moegguf_matrix & m); // true: a known type, a shape in range, and rows of whole blocks
+// Returns true if the type is known, the shape is in range, and each row consists of whole blocks.
+bool is_matrix(const moegguf_matrix & m);
 
 // The distance between neighbouring slots in the arena of each matrix kind. It is the size of the largest matrix with
 // its padding, rounded up to a multiple of 64 bytes and of every block size used there.
@@ -60,7 +61,7 @@ struct Strides {
 
     uint64_t slot_bytes() const;
     uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
-    uint64_t pool_bytes(int n_slots) const; // size of all arenas in bytes, guards included
+    uint64_t pool_bytes(int n_slots) const; // size of all arenas in bytes, including guard bytes
 };
 
 struct Layout {
@@ -97,10 +98,10 @@ struct Layout {
 // The layers whose experts one tier may hold.
 struct LayerSet {
     std::vector<int> moe_layers; // il of the layers, in order
-    std::vector<uint8_t> has;    // [n_layer] 1: the set has the layer
+    std::vector<uint8_t> has;    // [n_layer] 1: the set includes the layer
     int n_experts = 0;           // number of experts in these layers
     int n_chunks = 0;            // number of matrices of all these experts
-    int token_cycle = 0;         // number of experts that one token uses in all these layers
+    int token_cycle = 0;         // total number of experts that one token uses in these layers
     int n_used_max = 0;          // largest number of experts that a token uses in one layer
 
     // Selects the MoE layers for which holds(il) is true.
@@ -115,7 +116,7 @@ struct LayerSet {
     void add(int il, const Layer & layer);
 };
 
-// The range of slots that a layer's pool tensor covers. Slot id 0 stands for slot `first_slot`.
+// The range of slots that a layer's pool tensor covers. Slot id 0 is slot `first_slot`.
 struct Window {
     int first_slot;
     int n_slots;

@@ -34,15 +34,15 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR of enum ggml_log_level
-# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a large part of a millisecond;
-# GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
-# 100 times without `active`. With all experts present, such a low number of polls would cost up to a fifth of the
-# speed.
+# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a large fraction of a
+# millisecond; GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000
+# times, or 100 times without `active`. With all experts present, such a low number of polls would cost up to a fifth of
+# the speed.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
 def library_folders() -> Iterable[Path]:
-    """Returns the folders that may hold libmoegguf: MOEGGUF_LIBRARY alone if set, else `lib` in each package folder."""
+    """Returns the folders that may hold libmoegguf: only MOEGGUF_LIBRARY if set, else every package's `lib`."""
     chosen = read_environment().library
     return [chosen] if chosen else [folder / "lib" for folder in package_folders()]
 
@@ -63,7 +63,7 @@ def find_library() -> Path:
 def check_processor(folder: Path) -> None:
     """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
 
-    Such a library would end the process with SIGILL. Checks nothing if the needed instructions or the processor's
+    Such a library would crash the process with SIGILL. Checks nothing if the needed instructions or the processor's
     instructions are unknown.
     """
     listed = folder / "CPU_FEATURES"
@@ -80,9 +80,9 @@ def check_processor(folder: Path) -> None:
 def _short_spins() -> Iterator[None]:
     """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
 
-    Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the block. With GNU's
-    default, threads spin for longer than a time slice of the scheduler. Threads that share a processor, as on a busy
-    machine, then wait for each other's whole slices at every barrier, hundreds of times a token.
+    Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the `with` block. With
+    GNU's default, threads spin for longer than a time slice of the scheduler. Threads that share a processor on a busy
+    machine then wait for each other's full time slices at every barrier, hundreds of times per token.
     """
     spinning = {} if any(name in os.environ for name in SPINNING) else SPINNING
     os.environ |= spinning
@@ -148,16 +148,16 @@ def load() -> c.CDLL:
     found = library.moegguf_abi_version()
     if found != abi.ABI_VERSION:
         raise LibraryError(
-            f"the native library has ABI {found}, this package needs ABI {abi.ABI_VERSION}; build it again."
+            f"the native library has ABI {found}, but this package needs ABI {abi.ABI_VERSION}; build it again."
         )
     abi.declare(library, check)
     return library
 
 
 def _load_backends(folder: Path) -> None:
-    """Loads the ggml backends of the build, then the backends of plug-ins.
+    """Loads the build's own ggml backends, then the plug-in backends.
 
-    Raises OSError when no backend of the build runs on this machine.
+    Raises OSError when none of the build's own backends runs on this machine.
     """
     base = _open(folder, "ggml-base")
     base.ggml_log_set(_KEEP_ERRORS, None)
@@ -196,7 +196,7 @@ def ggml() -> c.CDLL:
 
 
 def cpu_function(name: str) -> int:
-    """Returns the address of a function in ggml's CPU backend. Raises LibraryError if the backend does not have it.
+    """Returns the address of a function in ggml's CPU backend. Raises LibraryError if the backend has no such function.
 
     ggml looks up the function, because the backend's file has different names in different builds.
     """
@@ -214,7 +214,7 @@ def cpu_function(name: str) -> int:
 def llama_cpp() -> ModuleType:
     """Imports the `llama_cpp` bindings of this package, which use our libllama, and returns them.
 
-    Raises LibraryError when another `llama_cpp` was imported before, or when the bindings are not installed.
+    Raises LibraryError when another `llama_cpp` has already been imported, or when the bindings are not installed.
     """
     load()
     try:
@@ -232,7 +232,8 @@ def llama_cpp() -> ModuleType:
 
 
 def find_bindings() -> ModuleSpec | None:
-    """Returns the import spec of this package's bindings, and makes them load our libllama; None: not installed.
+    """Returns the import spec of this package's bindings, and makes them load our libllama; None if they are not
+    installed.
 
     Raises LibraryError when the native library does not load.
     """
@@ -281,7 +282,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
 
 
 def error(status: int, message: str) -> MoeggufError:
-    """Returns an exception with this message, of the type that belongs to a status of the C ABI.
+    """Returns an exception with this message, of the type for a status of the C ABI.
 
     For an unknown status, the type is MoeggufError.
     """

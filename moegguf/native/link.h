@@ -76,22 +76,22 @@ class Link {
     // Starts the threads that carry out transfers. Callers do not hold the store's lock. Throws Error.
     virtual void start_threads() = 0;
 
-    // Writes to `job` the next transfer that is still needed, and records that the transfer begins. Returns false if
-    // there is none.
+    // Writes to `job` the next transfer that is still needed, and records that the transfer has begun. Returns false if
+    // no transfer is needed.
     virtual bool begin_next(Job & job) = 0;
     // Records the end of a transfer. `why`: the reason for a failure; empty: the transfer succeeded.
     virtual void finish(const Job & job, const std::string & why) = 0;
-    // Only the virtual clock calls the next two functions. link_bytes() returns the number of bytes that go over the
-    // link; 0: the transfer takes no time. note_time() is called when a transfer begins, with the transfer's duration
-    // in ns.
+    // Only the virtual clock calls the following two functions. link_bytes() returns the number of bytes that go over
+    // the link; 0: the transfer takes no time. note_time() is called when a transfer begins, with the transfer's
+    // duration in ns.
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
     virtual void note_time(uint64_t) {}
 
     uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread may call this
 
   protected:
-    // Queues one transfer of the matrices `kinds` into slot s. `demand`: true if a layer waits for these matrices. The
-    // fields are written one by one, because copying a whole Job takes several times as long.
+    // Queues one transfer of the matrices `kinds` into slot s. `demand`: true if a layer is waiting for these matrices.
+    // The fields are written one by one, because copying a whole Job takes several times as long.
     void push(Tier & to, int s, SlotRef source, uint8_t kinds, bool demand) {
         const Slot & slot = to.residency.slot(s);
         Job & job = (demand ? demand_ : prefetch_).add();
@@ -105,8 +105,8 @@ class Link {
         job.streamed = -1;
         to.residency.queue(s, kinds);
     }
-    // Removes transfers from a queue, up to the first one that is still needed, and writes that one to `job`. Returns
-    // false if no transfer is needed.
+    // Removes transfers from a queue, up to the first one that is still needed, and writes that transfer to `job`.
+    // Returns false if no transfer is needed.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
         while (!job.kinds && !ring.empty()) {

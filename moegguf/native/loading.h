@@ -1,6 +1,6 @@
 // loading.h: functions that the patched llama.cpp calls while it loads a model. They read tensors that do not belong to
 // the store, and write them into the tensors' memory. Writing a tensor into a CPU buffer that converts weights also
-// converts the tensor for the CPU's kernels.
+// converts the tensor for the CPU kernels.
 #pragma once
 
 #include "huge_pages.h"
@@ -29,7 +29,7 @@ inline bool is_on_cpu(const ggml_tensor * tensor) {
 }
 
 // Reads n bytes of a llama_file. Two threads share a read of at least 1 MiB, because one thread copies from the page
-// cache at only half of the memory's speed. Smaller reads use llama.cpp's own function. That function also repeats a
+// cache at only half of the memory bandwidth. Smaller reads use llama.cpp's own function. That function also repeats a
 // failed large read, and throws the error.
 template <typename File>
 void read_tensor(File & file, void * to, size_t offset, size_t n) {

@@ -31,8 +31,8 @@ struct Part {
     llama_memory_i * memory;
 };
 
-// Returns the memory as a llama_memory_hybrid_idx if its sparse attention has an indexer with its own cache. The
-// indexer's cells are at the same places as the attention's cells. Returns nullptr for any other memory.
+// Returns the memory as a llama_memory_hybrid_idx if its sparse attention has an indexer with its own cache.
+// Corresponding cells have the same index in both caches. Returns nullptr for any other memory.
 llama_memory_hybrid_idx * indexed(llama_memory_i & memory) {
     auto * found = dynamic_cast<llama_memory_hybrid_idx *>(&memory);
     return found && found->get_mem_idx() ? found : nullptr;
@@ -77,7 +77,7 @@ std::vector<llama_memory_i *> chosen(llama_memory_i & memory, uint32_t kinds) {
     return found;
 }
 
-// Reads a sequence's cells into the caches of the attention and of its indexer, at the same places in both. After a
+// Reads a sequence's cells into the attention's cache and the indexer's cache, at the same indices in both. After a
 // failure, clears the sequence in both caches and rethrows the error.
 void read_indexed(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq) {
     llama_kv_cache::slot_info_vec_t places;
@@ -108,7 +108,7 @@ void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, l
     for (llama_memory_i * part : chosen(memory, kinds)) { part->state_read(io, seq, 0); }
 }
 
-// Counts the bytes of a state, and writes nothing.
+// Counts the bytes of a state without writing anything.
 class Counter : public llama_io_write_i {
   public:
     void write(const void *, size_t n) override { n_ += n; }

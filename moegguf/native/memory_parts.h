@@ -3,7 +3,7 @@
 //
 // Cells of full attention can be cut after any token. Cells of a sliding window are reused for later tokens. A
 // recurrent state cannot be cut. memory_parts.cpp is compiled into libllama, because it uses libllama's internal
-// classes. The argument `parts` has bits of memory_part; 0: the whole memory.
+// classes. The argument `parts` is a set of memory_part bits; 0: the whole memory.
 #pragma once
 
 #include "llama.h"
@@ -22,7 +22,7 @@ extern "C" {
 // Returns the parts that a memory has, as bits of memory_part; 0: the memory cannot be divided.
 LLAMA_API uint32_t moegguf_memory_parts(llama_memory_t memory);
 
-// The next two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts in `parts`.
+// The following two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts in `parts`.
 LLAMA_API bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama_seq_id seq, llama_pos p0,
                                     llama_pos p1);
 LLAMA_API void moegguf_parts_seq_cp(llama_memory_t memory, uint32_t parts, llama_seq_id from, llama_seq_id to,

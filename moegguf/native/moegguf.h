@@ -13,7 +13,7 @@
 //   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
 //   layers share one window of all slots.
 //
-//   Each layer is computed on one device. Each device has its own tier for its layers: arenas, residency and numbering
+//   Each layer runs on one device. Each device has its own tier for its layers: arenas, residency and numbering
 //   (tier.h). A tier may be filled from slots in host memory, and may have staging tensors for prompts
 //   (staged_supply.cpp).
 //
@@ -21,8 +21,8 @@
 //   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
 //      experts that are present. Only then are victims chosen. Slots into which copies are still under way are
 //      unpinned later. A slot that is pinned or being filled keeps its expert.
-//   2. A matrix in a slot becomes READY, with a release operation, after its bytes were written. The slot's generation
-//      increases whenever the slot is assigned or vacated, which happens only under the store's lock.
+//   2. A matrix in a slot becomes READY, with a release operation, after its bytes have been written. The slot's
+//      generation increases whenever the slot is assigned or vacated, which happens only under the store's lock.
 //   3. Unless every expert of the layer's tier is present in its own slot, a compute thread multiplies from a slot only
 //      after its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix
 //      READY with an acquire load. On the CPU, the kernel does this load; on other devices, the load comes before the
@@ -34,8 +34,9 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
-//                      They take the store's lock at a routing event, and to wait for absent matrices. A layer takes
-//                      no lock if every expert of its tier is present in its own slot, and nothing observes its events.
+//                      They take the store's lock at a routing event, and to wait for absent matrices. No lock is taken
+//                      for a layer if every expert of its tier is present in its own slot, and nothing observes its
+//                      events.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
@@ -43,7 +44,7 @@
 //   event thread     : calls the listener's callbacks, which may call the functions below. No other thread of the
 //                      store calls application code.
 //   any thread       : may call all other functions below, unless a comment says otherwise. Counters change without
-//                      the lock, so during an event some of them may be newer than others.
+//                      the lock, so during an event some counters may be more up to date than others.
 //
 // "The store's lock" guards residency, numbering, queues and policies. A slot's READY bits, counters, and the switches
 // (cancel, watch, listening) are atomics instead.
@@ -75,24 +76,24 @@ enum moegguf_status {
     // time.
     MOEGGUF_IO = 3,
     MOEGGUF_CANCELLED = 4, // the store was cancelled, or a time limit has passed
-    MOEGGUF_FORKED = 5,    // the call came from a child process, which has none of the store's threads
+    MOEGGUF_FORKED = 5,    // the call came from a child process, where the store's threads do not exist
     MOEGGUF_ROUTING = 6,   // the router chose an expert that its layer does not have
-    MOEGGUF_SLOTS = 7,     // one pass needs more slots for a layer than exist, or than become free
+    MOEGGUF_SLOTS = 7,     // a pass needs more slots for one layer than exist or become free
     MOEGGUF_BROKEN = 8,    // the store's bookkeeping is inconsistent, or a graph is out of date
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
 
 enum moegguf_flag {
-    MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU's kernels support it
+    MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU kernels support it
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
     MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for only one matrix
     MOEGGUF_PREEMPT = 1 << 3, // a routing event drops queued prefetches of its layer, except for chosen experts
-    MOEGGUF_OVERLAP = 1 << 4, // a layer may begin to compute before all of its matrices have arrived
+    MOEGGUF_OVERLAP = 1 << 4, // a layer may start running before all of its matrices have arrived
     // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     // that the layer does not need.
     //
-    // A pass of several tokens also counts as a sweep if the previous pass also had several tokens and used more
+    // A pass of several tokens is also treated as a sweep if the previous pass also had several tokens and used more
     // experts than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the
     // policy's scores decide.
     MOEGGUF_SWEEP = 1 << 5,
@@ -119,7 +120,7 @@ struct moegguf_matrix {
     uint64_t expert_bytes;
 };
 
-// A device that computes layers, and its slots.
+// A device that runs layers, and its slots.
 struct moegguf_device {
     const char * name; // ggml's name of the device; NULL: the CPU
     int32_t n_slots;
@@ -142,20 +143,20 @@ struct moegguf_config {
     int32_t n_shards;
     int32_t n_devices;
     int32_t n_readers;   // number of reader threads for each copy of the shards; at most 64 run in total
-    int32_t n_ram_slots; // number of slots in host memory from which slots of devices are filled; 0: none
+    int32_t n_ram_slots; // number of slots in host memory from which device slots are filled; 0: none
     int32_t n_mirrors;   // number of copies of the shards on other drives
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;      // [1 + n_mirrors][n_shards]; first the model's own shards
     const int32_t * n_expert_used;         // [n_layer] number of experts that a token uses; 0: the layer has no experts
     const struct moegguf_device * devices; // [n_devices]
-    const int32_t * device_of_layer;       // [n_layer] index of the device that computes the layer; NULL: 0 for all
+    const int32_t * device_of_layer;       // [n_layer] index of the device that runs the layer; NULL: 0 for all
     double sim_bytes_per_ns;               // simulation: bandwidth of reads from the file; 0: reads take no time
     double sim_latency_ns;                 // simulation: latency of each read
 };
 
-// COMPUTE: the slots with which layers compute, on all devices together unless a function's comment says otherwise.
-// RAM: the slots in host memory from which slots of devices are filled. STAGING: the staging tensors of all devices,
-// for prompts. DEVICE + i: the slots of device i alone.
+// COMPUTE: the slots of the devices that run layers, all devices together unless a function's comment says otherwise.
+// RAM: the slots in host memory from which device slots are filled. STAGING: the staging tensors of all devices, for
+// prompts. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
 // Counters since the store was opened. Fields about reads and bytes count transfers from the file into slots, not
@@ -170,9 +171,9 @@ struct moegguf_counters {
     uint64_t read_retries;
     uint64_t read_errors;
     uint64_t stall_ns;  // time compute threads spent waiting for experts or for slots
-    uint64_t hook_ns;   // time spent in routing events, without waits
+    uint64_t hook_ns;   // time spent in routing events, excluding waits
     uint64_t read_ns;   // time spent reading the file, summed over reader threads
-    uint64_t upload_ns; // time spent writing into slots, copies to devices included, summed over threads
+    uint64_t upload_ns; // time spent writing into slots, including copies to devices, summed over threads
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched experts that were complete when a pass first needed them
@@ -184,7 +185,7 @@ struct moegguf_counters {
     uint64_t forecast_right;  // number of forecast_picks that the router chose
     uint64_t forecast_ns;     // time spent predicting
     uint64_t forecast_scored; // routing events whose graph computed the scores of later layers' routers
-    // The next fields are gauges: current values, not sums.
+    // The following fields are gauges: current values, not sums.
     uint64_t chunks_reading;
     uint64_t queue_needed;
     uint64_t queue_wanted;
@@ -204,14 +205,14 @@ struct moegguf_tier_info {
     uint64_t hits_late;  // look-ups of experts that had a slot, but not yet every matrix
     uint64_t misses;
     uint64_t evictions;
-    uint64_t prefetch_wasted; // prefetched experts that lost their slot before any use
+    uint64_t prefetch_wasted; // prefetched experts that lost their slot before they were used
     // Number of bytes transferred into its slots on demand, from the file or from other slots.
     uint64_t bytes_missed;
     uint64_t bytes_prefetched; // number of bytes transferred into its slots for prefetches and for free slots
     // Time compute threads spent waiting for this tier's experts; RAM: only the part during which bytes still had to
     // arrive from the file.
     uint64_t stall_ns;
-    uint64_t stream_waits; // number of times that the computing stream, instead of a thread, waited for copies
+    uint64_t stream_waits; // number of times that the compute stream, instead of a thread, waited for copies
     uint64_t copy_ns;      // time spent copying into its slots
     uint64_t slots_used;
     uint64_t slots_pinned;
@@ -227,7 +228,7 @@ struct moegguf_tier_info {
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
     char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
-    char note[192];         // reason why its memory is not pinned for all devices; empty: there is none
+    char note[192];         // reason why its memory is not pinned for all devices; empty: it is pinned, or need not be
 };
 
 // Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
@@ -236,13 +237,13 @@ struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
     uint64_t bytes_per_s; // estimated read speed of the drive, summed over concurrent reads; 0: not measured yet
-    int32_t dropped;      // 1: opening or reading the copy failed, and it is no longer used
+    int32_t dropped;      // 1: the copy could not be opened or read, and is no longer used
     char note[256];       // reason why the copy was dropped; empty: it is in use
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
-// The next types describe a predictor that the store itself computes: its name and its trained arrays. The class of
+// The following types describe a predictor that the store itself runs: its name and its trained arrays. The class of
 // each predictor in moegguf/native/predictors reads its arrays by name. The error for an unknown predictor lists the
 // names of all predictors.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
@@ -255,9 +256,10 @@ struct moegguf_array {
 };
 
 enum moegguf_predict_flag {
-    MOEGGUF_PREDICT_ONCE = 1 << 0,         // each layer is predicted once in a pass, as soon as `window` includes it
-    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // routing events wait for all earlier predictions: slow, but reproducible
-    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // order of prefetches: probability times proximity; else nearest layer first
+    MOEGGUF_PREDICT_ONCE = 1 << 0,     // each layer is predicted once per pass, as soon as `window` includes it
+    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1, // routing events wait for all earlier predictions: slow, but reproducible
+    // Prefetches are ordered by probability times proximity; otherwise, the nearest layer comes first.
+    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2,
 };
 
 struct moegguf_predictor {
@@ -265,22 +267,22 @@ struct moegguf_predictor {
     int32_t n_arrays;
     uint32_t flags; // enum moegguf_predict_flag
     const struct moegguf_array * arrays;
-    int32_t window;          // number of MoE layers that are predicted ahead
-    int32_t most_prefetches; // largest number of prefetches in a pass; 0: forecasts only protect experts in slots
+    int32_t window;          // number of MoE layers to predict ahead
+    int32_t most_prefetches; // largest number of prefetches per pass; 0: forecasts only protect experts in slots
     float waste_weight;      // cost of a useless prefetch, as a share of the stall that a useful one saves; 0: no cost
 };
 
-// Sizes of slots and pools. Every arena has guard bytes after its last slot.
+// Slot and pool sizes. Every arena has guard bytes after its last slot.
 struct moegguf_sizes {
     uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // distance between slots in the arena of each kind; 0: no such matrices
     uint64_t slot_bytes;                      // size of one slot, summed over all arenas
-    uint64_t pool_bytes;                      // size of all arenas, guards included
-    // 1: the CPU's kernels can stream experts, so a pass of several tokens may use more experts of a layer than there
-    // are slots.
+    uint64_t pool_bytes;                      // size of all arenas, including guard bytes
+    // 1: the CPU kernels can stream experts, so a pass of several tokens may use more experts of a layer than there are
+    // slots.
     uint64_t streams;
 };
 
-// Routing events for moegguf_context_replay. `expert_ids` has the ids of all events, one event after another, each
+// Routing events for moegguf_context_replay. `expert_ids` contains the ids of all events, one event after another, each
 // [n_tokens][n_expert_used].
 struct moegguf_routing {
     int64_t n_events;
@@ -297,12 +299,13 @@ struct moegguf_routing {
 // three are NULL.
 struct moegguf_tokens_event {
     int32_t sequence; // number of the request; in a batch: the request of the first token
-    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if any of the tokens decodes
+    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if any of the tokens is being decoded
     int32_t n_tokens;
     const int32_t * tokens;    // [n_tokens]
     const int32_t * sequences; // NULL: all tokens have `sequence`
     const int32_t * phases;    // NULL: all tokens have `phase`
-    const int32_t * outputs;   // [n_tokens] 1: the token gets logits; the last layer is computed only for such tokens
+    // [n_tokens] 1: the token's logits are needed; the last layer is computed only for such tokens.
+    const int32_t * outputs;
 };
 
 // A router's choice at one layer in one pass.
@@ -328,7 +331,8 @@ enum moegguf_listen_flag {
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
     MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for free space instead of dropping events
     MOEGGUF_LISTEN_LOCKSTEP = 1 << 3, // routing events wait for the delivery of earlier events: slow, but reproducible
-    MOEGGUF_LISTEN_LAZY = 1 << 4,     // the listener's thread wakes rarely: events come in groups, up to 100 ms late
+    // The listener's thread wakes rarely: events are delivered in groups, up to 100 ms late.
+    MOEGGUF_LISTEN_LAZY = 1 << 4,
 };
 
 struct moegguf_listener { // a callback may be NULL: its events are then not recorded
@@ -346,12 +350,12 @@ struct moegguf_failure {
 
 // Measured speeds of the CPU, of a device, and of copies to the device. The measurement uses the experts of one layer.
 struct moegguf_speeds {
-    double cpu_bytes_per_ns;    // speed at which the CPU multiplies with experts, for one token
+    double cpu_bytes_per_ns;    // speed of expert multiplications on the CPU, for one token
     double cpu_op_ns;           // mean time of a small node in a graph on the CPU
-    double device_bytes_per_ns; // speed at which the device multiplies with experts, for one token
+    double device_bytes_per_ns; // speed of expert multiplications on the device, for one token
     double device_op_ns;        // mean time of a small node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
-    double copy_ns;             // fixed time of a batch of copies, in addition to the time for the bytes
+    double copy_ns;             // fixed overhead of a batch of copies, in addition to the time for the bytes
     double stop_ns;      // extra time of a stop at a layer: the device finishes its work, the host reads and writes ids
     double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
 };
@@ -367,7 +371,7 @@ typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 // A table has the shape [n_layer][largest number of experts in a layer]. The argument n must be the number of its
 // entries; otherwise the status is INVALID.
 
-// Returns MOEGGUF_ABI_VERSION of the library.
+// Returns the library's MOEGGUF_ABI_VERSION.
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 
 // Returns the bits of all remedies that the environment variable MOEGGUF_SWITCHES can switch on or off (switches.h).
@@ -399,9 +403,9 @@ MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
 // Measures the speeds of the CPU with n_ram_slots slots, and of the config's only device with its n_slots slots. The
 // slots hold copies of the first expert of the config's only MoE layer, or zeros if there are no shards. If the
-// device's name is NULL (the CPU), the fields of the device are 0.
+// device's name is NULL (the CPU), the device's fields are 0.
 //
-// Each measurement normally takes about `seconds` (at most 60) on n_threads threads; nothing else should compute
+// Each measurement normally takes about `seconds` (at most 60) on n_threads threads; nothing else should be running
 // meanwhile. The slots are freed at the end. INVALID: for example, the config has several devices or MoE layers;
 // MEMORY: a device refuses the slots.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
@@ -433,9 +437,9 @@ MOEGGUF_API int moegguf_store_drive(moegguf_store * store, int32_t index, struct
 // Writes a table with the state of each expert in a tier: 0 absent, 1 has a slot but is not complete, 2 complete.
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
 
-// Writes two tables of counts since the store was opened, for the tiers that compute layers: how often each expert was
-// looked up, and how often it got a slot. In a tier whose experts are all complete in their own slots, look-ups are
-// counted only while moegguf_store_watch is on or there is a listener.
+// Writes two tables of counts since the store was opened, for the compute tiers: how often each expert was looked up,
+// and how often it got a slot. In a tier whose experts are all complete in their own slots, look-ups are counted only
+// while moegguf_store_watch is on or there is a listener.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 
 // Switches watching on or off. While watching is on, the store also handles routing events of layers whose experts are
@@ -455,28 +459,28 @@ MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_fore
 // among equal scores, the least recently used expert. NULL: the policy decides again.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 
-// Sets a forecast for policies: a table of the probabilities that experts are used the next time their layer is
+// Sets a forecast for policies: a table of the probabilities that experts will be used the next time their layer is
 // computed. known [n_layer]: not 0 for layers with probabilities. NULL: removes the forecast. The store drops a layer's
 // probabilities when the layer's router has chosen.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
 
-// Starts a thread that predicts with this predictor, and prefetches experts if that probably saves time. It predicts
-// passes in which each of up to 64 sequences decodes one token. An expert's probability is the probability that any
-// sequence uses the expert. If there are more than eight sequences, only eight are predicted, and each other sequence
-// counts as an average predicted one.
+// Starts a thread that predicts with this predictor, and prefetches experts if that probably saves time. The thread
+// predicts passes in which each of up to 64 sequences decodes one token. An expert's probability is the probability
+// that any sequence uses the expert. If there are more than eight sequences, only eight are predicted, and each other
+// sequence is treated as an average predicted one.
 //
 // The arrays must stay valid until a later call that replaces or removes the predictor has returned. NULL: removes the
 // predictor. INVALID: an unknown name, a missing or unsuitable array, or a limit out of range; the earlier predictor
 // stays in effect.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 
-// Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect experts in
-// slots from eviction. Prefetching is initially on.
+// Switches prefetching for the predictor's forecasts on or off. While prefetching is off, forecasts only protect
+// experts in slots from eviction. Prefetching is initially on.
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 
-// Writes a table with the forecast of the store's own predictor, and known [n_layer]. known is 1 for layers that have a
-// forecast and whose router has not chosen yet.
+// Writes a table with the forecast of the store's own predictor, and known [n_layer]. known is 1 for layers with a
+// forecast whose router has not chosen yet.
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 
 // Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Experts that do not
@@ -499,10 +503,10 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
 // Pageable host memory of unused slots is returned to the system. Any other pool is reallocated. If a smaller pool does
-// not fit beside the old pool, the slots are emptied first, and the tier may get fewer than n_slots. COMPUTE divides
-// n_slots among the devices, excluding the CPU if there are other devices. INVALID: the tier cannot have n_slots;
-// MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every pool (no slot is then
-// left); IO: reads did not end within a minute.
+// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots.
+// COMPUTE divides n_slots among the devices, excluding the CPU if there are other devices. INVALID: the tier cannot
+// have n_slots; MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every pool (no
+// slot is then left); IO: reads did not end within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like
@@ -514,11 +518,11 @@ MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s);
 // microseconds per hundred slots.
 MOEGGUF_API int moegguf_store_check(moegguf_store * store);
 
-// Lets ns nanoseconds of compute time pass in virtual time. INVALID: the store is not a simulation.
+// Advances virtual time by ns nanoseconds of compute time. INVALID: the store is not a simulation.
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
-// Functions of the context. A store serves one llama_context. Only the thread that computes may call the functions of
-// this section.
+// Functions of the context. A store serves one llama_context. Only the thread that runs passes may call the functions
+// of this section.
 
 // Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix has
 // arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. inputs [n_tokens][n_embd]: the router's inputs; NULL:
@@ -531,21 +535,21 @@ MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const
 // including the failed one.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
-// Forgets the tokens announced last. The next tokens have this sequence and phase, unless they are announced. Returns 1
-// if the next tokens have to be announced, and 0 while every expert is complete in its own slot and there is no
-// listener. Takes no lock. store must not be NULL.
+// Discards the last announced tokens. The next tokens belong to this sequence and phase, unless they are announced.
+// Returns 1 if the next tokens have to be announced, and 0 while every expert is complete in its own slot and there is
+// no listener. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 
-// Announces the tokens that are evaluated next. The listener and the predictor receive them, and later routing events
-// refer to them. INVALID: a phase is unknown, or only some of the three arrays are set.
+// Announces the tokens that will be evaluated next. The listener and the predictor receive them, and later routing
+// events refer to them. INVALID: a phase is unknown, or only some of the three arrays are set.
 MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
 
 // Returns 1 if no failure is recorded or pending and nothing is pinned: moegguf_context_failure, which takes the lock,
 // would then do nothing. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
 
-// Writes why the last pass failed; status OK: it did not fail. If `clear` is not 0, also forgets the failure and unpins
-// the pass's slots. The next pass can then start.
+// Writes the reason why the last pass failed; status OK: it did not fail. If `clear` is not 0, also forgets the failure
+// and unpins the pass's slots. The next pass can then start.
 MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
 
 // The callback for llama_context_params.cb_eval, with the store as user data. If `ask` is true, returns true if the
@@ -559,8 +563,8 @@ MOEGGUF_API bool moegguf_abort(void * store);
 
 // Only the patched llama.cpp calls the functions of this section. They return no status.
 
-// Stores the scheduler that computes for the store's context; does nothing if the callback is not moegguf_eval. On a
-// device with events, the scheduler's streams then wait for copies to the device, instead of the compute thread.
+// Stores the scheduler that runs the graphs of the store's context; does nothing if the callback is not moegguf_eval.
+// On a device with events, the scheduler's streams then wait for copies to the device, instead of the compute thread.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // Returns true if the graph of the last moegguf_set_scheduler call still uses the right ids for each layer's experts.
@@ -572,7 +576,7 @@ MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 
 // Returns the buffer type for the matrices of an adapter (LoRA) on the weight `w`. If a store holds the experts of `w`,
-// this is a buffer type of the device that computes the layer. Otherwise it is the buffer type of `w`.
+// this is a buffer type of the device that runs the layer. Otherwise it is the buffer type of `w`.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
 
 // Returns the tensor that replaces `w` in the multiplication by experts. If a store holds the experts of `w`, this is
@@ -582,10 +586,10 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, con
 
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
-// memory until then. router: the layer's router; NULL: it is not one matrix. Graphs of earlier layers multiply with it
-// if the predictor uses such scores. Returns NULL if the graph selects matrices by expert_ids. The reason is that no
-// store holds `w`, or that every expert of the layer's tier is complete in its own slot and nothing observes its
-// events.
+// memory until then. router: the layer's router; NULL: the router is not one matrix. The graphs of earlier layers
+// multiply with the router if the predictor uses such scores. Returns NULL if the graph selects matrices by expert_ids.
+// This is the case if no store holds `w`, or if every expert of the layer's tier is complete in its own slot and
+// nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, struct ggml_tensor * router, int il);
@@ -633,8 +637,8 @@ MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct m
                                       const void ** state);
 
 // Reads all blocks, and writes the parts that moegguf_state_put has recorded into their tensors. Writes to n_right the
-// number of blocks before the first one that could not be read or has a different digest. The parts of all such blocks
-// are set to zero.
+// number of blocks before the first one that could not be read or has a different digest. The parts of every unreadable
+// or different block are set to zero.
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
 """Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
-Each package adds one folder to the namespace package `moegguf_backends`. The folder is named like the package, without
-`moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library was
-built. `tools/gpu/plugin.py` builds such packages.
+Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without the
+prefix `moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library
+was built. `tools/gpu/plugin.py` builds such packages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from moegguf.package import __version__
 
 NAMESPACE = "moegguf_backends"
-BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must be the same as in moegguf's own build
+BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must match moegguf's own build
 GPU = 1  # value of enum ggml_backend_dev_type
 
 

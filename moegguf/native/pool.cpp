@@ -143,13 +143,15 @@ ggml_backend_dev_t find_device(const char * name) {
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         names += (i ? ", " : "") + std::string(ggml_backend_dev_name(ggml_backend_dev_get(i)));
     }
-    throw Error(MOEGGUF_INVALID,
-                std::string("no ggml device named '") + (name ? name : "CPU") + "'; there are: " + names);
+    throw Error(MOEGGUF_INVALID, std::string("there is no ggml device named '") + (name ? name : "CPU") +
+                                     "'; the devices are: " + names);
 }
 
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
-    if (!backend) { throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend"); }
+    if (!backend) {
+        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " could not create a backend");
+    }
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
     void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
     if (function) { ((ggml_backend_set_n_threads_t)function)(backend.get(), n_threads); }
@@ -190,7 +192,9 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
     const moegguf_matrix * last = nullptr;
     int32_t bytes = 0;
     for (moegguf_matrix * m = matrices; m < matrices + n; m++) {
-        if (!is_matrix(*m)) { throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together"); }
+        if (!is_matrix(*m)) {
+            throw Error(MOEGGUF_INVALID, "a matrix must have a known type, and a width that this type allows");
+        }
         if (!last || last->type != m->type || last->ne0 != m->ne0) {
             ggml_context_ptr ctx = tensor_context(1);
             bytes = (int32_t)padding_of(buft, ggml_new_tensor_2d(ctx.get(), (ggml_type)m->type, m->ne0, m->ne1));
@@ -253,8 +257,8 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        // The anchor is a dummy weight (cpu_anchor()). It is in plain memory, because interleaved memory holds only
-        // weights of multiplications.
+        // The anchor is a dummy weight (cpu_anchor()). It is in plain memory, because interleaved memory can hold only
+        // weights for multiplications.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
         // Allocates memory only for the anchor, because every other tensor of the context already has memory.
@@ -340,8 +344,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
 }
 
 // When a tensor is bound, the backend may write past the tensor's end, where other slots are: CUDA sets the padding to
-// zero. Operations on buffers wait for these writes, but streams of backends do not. So the arena is cleared and the
-// slots are copied only after rebind(), by operations on buffers.
+// zero. Buffer operations wait for these writes, but backend streams do not. So the arena is cleared and the slots are
+// copied only after rebind(), by buffer operations.
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -377,7 +381,7 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
     }
 }
 
-// Binds all tensors of a kind to the new memory of the kind's arena. Each layer's tensor then has all n_slots slots.
+// Binds all tensors of a kind to the new memory of the kind's arena. Each layer's tensor then covers all n_slots slots.
 void Pool::rebind(int kind, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }

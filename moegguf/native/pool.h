@@ -1,4 +1,4 @@
-// pool.h: the memory of expert slots on one ggml device, and the tensors that llama.cpp multiplies with.
+// pool.h: the memory of expert slots on one ggml device, and the tensors by which llama.cpp multiplies.
 //
 // A pool allocates, writes and frees its own arenas (one for each matrix kind), and binds its tensors to them. It does
 // not know which expert is in a slot. Callers ensure that only one thread at a time writes a matrix of a slot.
@@ -11,17 +11,17 @@
 namespace moegguf {
 
 // Returns the size in bytes of a piece: the rows of a matrix that are read and written at once. A piece is at most
-// about 4 MiB, or 64 rows if they are larger. So buffers stay small even if an expert has 50 MB. A piece has whole
+// about 4 MiB, or 64 rows if they are larger. So buffers stay small even for a 50 MB expert. A piece consists of whole
 // groups of 64 rows, because interleaved layouts work on groups of up to 16 rows.
 uint64_t piece_bytes(const Matrix & m);
 
-// Returns true if the CPU's kernels can multiply with the experts of these matrices in any order. Assumes that each
-// matrix is interleaved if the CPU supports this.
+// Returns true if the CPU kernels can multiply by the experts of these matrices in any order. Assumes that each matrix
+// is interleaved if the CPU supports this.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
 // The kind of memory in which a pool is allocated.
 struct PoolMemory {
-    ggml_backend_dev_t device = nullptr; // device that computes with the memory or copies from it
+    ggml_backend_dev_t device = nullptr; // device that computes on the memory or copies from it
     ggml_backend_buffer_type_t buft = nullptr;
     bool repack = false; // true: interleaves weights of types that the device's kernels support
     bool pinned = false; // true: pinned host memory, from which the device copies directly
@@ -32,10 +32,10 @@ struct PoolMemory {
 
 // Returns the device of this name; NULL: the CPU. Throws Error(INVALID) for an unknown name.
 ggml_backend_dev_t find_device(const char * name);
-// Makes a ggml backend for a device. n_threads: the number of compute threads, for devices that use threads. Throws
+// Creates a ggml backend for a device. n_threads: the number of compute threads, for devices that use threads. Throws
 // Error(MEMORY) if the device refuses.
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
-// Describes memory of the device itself. Throws Error(INVALID) for an unknown device.
+// Describes the device's own memory. Throws Error(INVALID) for an unknown device.
 PoolMemory device_memory(const char * name, bool repack);
 // Describes the host memory from which these devices are filled. The memory is pinned for the first device that can pin
 // memory, and pageable if there is none.
@@ -82,14 +82,13 @@ class Pool {
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 
-    // Returns true if the kernels that multiply with this pool can call a function that chooses the next expert. They
-    // find the function's address in the op_params of the pool tensor (set_op_params).
+    // Returns true if the kernels that multiply by this pool's tensors can call a function that chooses the next
+    // expert. They find the function's address in the op_params of the pool tensor (set_op_params).
     bool kernels_ask_for_order() const;
     void set_op_params(int matrix, const void * pointer);
-    // Returns a dummy weight in the CPU's memory, or nullptr if kernels cannot choose the order of experts. ggml
-    // computes a node on the device that holds the node's weights. The node that holds the ids has this dummy weight as
-    // a source, so ggml computes it on the CPU. Kernels then read the ids from the memory into which the hook has
-    // written them.
+    // Returns a dummy weight in CPU memory, or nullptr if kernels cannot choose the order of experts. ggml computes a
+    // node on the device that holds the node's weights. The node that holds the ids has this dummy weight as a source,
+    // so ggml computes it on the CPU. Kernels then read the ids from the memory into which the hook has written them.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 
     // Makes every layer's tensor cover all slots, for a pool without a slot for every expert.
@@ -133,10 +132,10 @@ class Pool {
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;
-    // [n_matrices] tensors that llama.cpp multiplies with; nullptr: the matrix's layer is in another tier.
+    // [n_matrices] tensors by which llama.cpp multiplies; nullptr: the matrix's layer is in another tier.
     std::vector<ggml_tensor *> tensors_;
-    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot; nullptr: another
-    // tier has the matrix's layer.
+    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot; nullptr: the
+    // matrix's layer is in another tier.
     std::vector<ggml_tensor *> slot_;
     std::vector<moegguf_kind> kind_;
     std::vector<uint64_t> padding_; // [n_matrices] number of padding bytes, all zero, after an expert in a slot

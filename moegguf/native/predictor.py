@@ -1,4 +1,4 @@
-"""A predictor that the store computes by itself: its name, its trained arrays, and the limits of its actions.
+"""A predictor that the store itself runs: its name, its trained arrays, and the limits of its actions.
 
 The weights of networks are signed bytes. A prediction reads them from memory, and float32 weights would have four times
 as many bytes.
@@ -38,9 +38,9 @@ class NativePredictor:
 class NativeForecast:
     """Options that control how the store uses a predictor."""
 
-    window: int = 2  # number of MoE layers that are predicted ahead
+    window: int = 2  # number of MoE layers to predict ahead
     once: bool = False  # predicts each layer only once per pass, when it enters the window
-    most_prefetches: int = 0  # largest number of prefetches in a pass; 0: forecasts only protect resident experts
+    most_prefetches: int = 0  # largest number of prefetches per pass; 0: forecasts only protect resident experts
     waste_weight: float = 0.1  # cost of a useless prefetch, relative to the stall that a useful prefetch saves
     lockstep: bool = False  # routing events wait for all earlier predictions; runs are then reproducible, but slow
     # Orders prefetches by probability times the layer's proximity; False: nearest layer first.

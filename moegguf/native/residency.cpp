@@ -1,5 +1,4 @@
-// residency.cpp: implements residency.h: changes of slots, the choice of a victim, and the verification of the
-// bookkeeping.
+// residency.cpp: implements residency.h: slot changes, the choice of a victim, and the verification of the bookkeeping.
 #include "residency.h"
 
 #include <algorithm>
@@ -171,7 +170,7 @@ void Residency::vacate(int s) {
 
 void Residency::end_stream(int s, int expert) {
     own(s, expert);
-    // Counts one use of the streamed expert, because the pass has multiplied with it.
+    // Counts one use of the streamed expert, because the pass has multiplied by it.
     policy_->on_use(slots_[s].il, expert);
     publish(s, layout_.layers[slots_[s].il].chunks);
 }

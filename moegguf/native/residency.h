@@ -2,10 +2,10 @@
 //
 // In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot, or else the slot
 // of a victim. Each layer has one candidate (eviction_order.h). A slot that is pinned, or into which a transfer is
-// under way, is not a candidate. A slot whose transfers are only queued can be one. The candidate with the lowest
-// policy score is evicted. Equal scores are ordered first, in a sweep, by layer (the layer that is needed last goes
-// first), and then by age. A layer with no more than its share of slots loses one only if no layer above its share has
-// a candidate.
+// under way, is not a candidate. A slot whose transfers are only queued can be a candidate. The candidate with the
+// lowest policy score is evicted. Equal scores are ordered first, in a sweep, by layer (the layer that is needed last
+// goes first), and then by age. A layer with no more than its share of slots loses one only if no layer above its share
+// has a candidate.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
 // (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call pin() for the slots of a
@@ -26,11 +26,11 @@ struct Slot {
     int il = -1;     // layer that owns the slot; -1: the slot is free
     int expert = -1; // expert in the slot; -1 with a layer: experts are streamed through the slot (streamed_supply.cpp)
     uint32_t generation = 0; // increases whenever the slot is assigned or vacated
-    // Number of layers that compute with the slot, plus number of slots that are filled from it; 0: may be evicted,
-    // unless a transfer into it is under way.
+    // Number of layers that use the slot, plus number of slots that are filled from it; 0: may be evicted, unless a
+    // transfer into it is under way.
     int pins = 0;
-    uint32_t requests = 0;   // number of calls of request() for this slot
-    uint8_t queued = 0;      // bits of the slot's matrices that wait for their transfer
+    uint32_t requests = 0;   // number of calls to request() for this slot
+    uint8_t queued = 0;      // bits of the slot's matrices whose transfer is queued
     uint8_t reading = 0;     // bits of the slot's matrices whose transfer is under way
     bool prefetched = false; // true: the expert was prefetched and has not been requested since
     uint64_t last_use = 0;   // value of the tier's counter of uses at the slot's last use
@@ -100,8 +100,8 @@ class Residency {
     bool ordered(const LayerStep & now) const { return policy().orders(now); }
     float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() returns true
 
-    // Returns the chance that an expert is used the next time its layer is computed. This is the forecast; without a
-    // forecast it is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
+    // Returns the chance that an expert will be used the next time its layer is computed. This is the forecast; without
+    // a forecast it is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
     float chance(int il, int expert) const;
     void count_uses(bool on);
 

@@ -27,7 +27,7 @@ struct Counted : Figures {
     Counted & operator=(const Counted &) = delete;
 };
 using Counters = Counted<moegguf_counters>;
-using TierCounters = Counted<moegguf_tier_info>; // a tier counts only in the struct's fields before pool_bytes
+using TierCounters = Counted<moegguf_tier_info>; // only the struct's fields before pool_bytes are counters
 
 inline void count(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_add(&figure, n, __ATOMIC_RELAXED); }
 
@@ -82,7 +82,7 @@ struct Shared {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
     // Waits until done() returns true or the deadline passes, and returns the last result of done(). Unlike wait(), it
-    // continues to wait while the store is cancelled or being closed.
+    // keeps waiting while the store is cancelled or being closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

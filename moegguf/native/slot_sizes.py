@@ -1,4 +1,4 @@
-"""Computes the sizes of slots and pools before a store is opened."""
+"""Computes slot and pool sizes before a store is opened."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """The sizes of slots and of a pool in bytes, and whether the CPU's kernels can stream experts."""
+    """The sizes of slots and of a pool in bytes, and whether the CPU kernels can stream experts."""
 
     stride_bytes: Mapping[Kind, int]  # bytes from one slot to the next in the arena of each matrix kind
-    slot_bytes: int  # bytes of one slot, summed over the arenas of all matrix kinds
-    pool_bytes: int  # bytes of all arenas, including the guard bytes after the last slot of each arena
-    # True: the CPU's kernels can stream experts (streamed_supply.cpp), so a pass of several tokens may use more experts
+    slot_bytes: int  # size of one slot in bytes, summed over the arenas of all matrix kinds
+    pool_bytes: int  # size of all arenas in bytes, including the guard bytes after the last slot of each arena
+    # True: the CPU kernels can stream experts (streamed_supply.cpp), so a pass of several tokens may use more experts
     # of a layer than there are slots.
     streams: bool
 
@@ -71,9 +71,10 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 
 
 def slot_tokens(device: str | None) -> int:
-    """Returns the largest number of tokens in a pass for which a device rounds as if all experts were resident.
+    """Returns the largest number of tokens in a pass for which a device rounds exactly as it does with all experts
+    resident.
 
-    Up to this number of tokens, results have the same bits for any number of slots. device: ggml's name; None is the
+    Up to this number of tokens, results are bit-identical for any number of slots. device: ggml's name; None is the
     CPU, which has no limit.
     """
     return int(library.load().moegguf_slot_tokens(device and device.encode()))
@@ -82,8 +83,8 @@ def slot_tokens(device: str | None) -> int:
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Returns the largest number of slots, from 1 to n_slots, that one pool can have on a device.
 
-    The limits are the device's largest buffer, the largest tensor that its kernels can multiply with, and 32-bit
-    offsets in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name.
+    The limits are the device's largest buffer, the largest tensor by which its kernels can multiply, and 32-bit offsets
+    in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name.
     """
     most, matrices = c.c_int32(), matrices_of(layout, [device])
     library.load().moegguf_most_slots(device and device.encode(), matrices, len(matrices), n_slots, c.byref(most))

@@ -1,5 +1,5 @@
-// speeds.cpp: measures how fast the CPU and a device multiply with a model's experts, and how fast experts are copied
-// to the device. It uses the pools and kernels of a store, but allocates its own pools and needs no open store.
+// speeds.cpp: measures how fast the CPU and a device multiply by a model's experts, and how fast experts are copied to
+// the device. It uses the pools and kernels of a store, but allocates its own pools and needs no open store.
 #include "api.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace moegguf {
 namespace {
 
-// The largest number of tokens in a measured graph. Each token multiplies with its own slots, so the graph reads each
-// slot at most once.
+// The largest number of tokens in a measured graph. Each token uses its own slots, so the graph reads each slot at most
+// once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
 // The number of nodes in a graph that runs until a stop. A layer has about this many nodes.
@@ -102,7 +102,7 @@ class Graph {
 
     void allocate() {
         buffer_.reset(ggml_backend_alloc_ctx_tensors(context_.get(), backend_));
-        if (!buffer_) { throw Error(MOEGGUF_MEMORY, "no memory for what a graph computes"); }
+        if (!buffer_) { throw Error(MOEGGUF_MEMORY, "no memory for the tensors of a graph"); }
     }
 
     void compute() const {
@@ -141,8 +141,8 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
 }
 
-// Returns how many bytes of expert weights the backend multiplies per ns, one token at a time. No two tokens of the
-// graph use the same slot, so no token finds its weights in a cache because of the previous token.
+// Returns the number of bytes of expert weights that the backend multiplies per ns, one token at a time. No two tokens
+// of the graph use the same slot, so no token finds its weights in a cache because of the previous token.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;
@@ -160,7 +160,7 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
         for (size_t i = 0; i < n_matrices; i++) {
             ggml_tensor * product = ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back());
-            if (!ggml_backend_supports_op(backend, product)) { // ggml ends the process at a node that it cannot compute
+            if (!ggml_backend_supports_op(backend, product)) { // ggml would abort at a node that it cannot compute
                 throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend)) + " cannot multiply with " +
                                                  ggml_type_name(layout.matrices[i].type) + " experts");
             }
@@ -205,7 +205,7 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 
 // Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
 // reads a layer's ids and writes them back. Sets cpu_layer_ns: the time in ns of the transfers for a layer whose
-// experts the CPU multiplies with. The estimated time of the graph's own nodes is subtracted from both.
+// experts run on the CPU. The estimated time of the graph's own nodes is subtracted from both.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();
@@ -256,17 +256,19 @@ void measure_device(const Experts & experts, const char * name, int n_threads, d
 
 moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds) {
     if (n_threads < 1 || n_threads > GGML_MAX_N_THREADS || !(seconds > 0) || seconds > 60) {
-        throw Error(MOEGGUF_INVALID,
-                    "speeds are measured with 1 to 512 threads, for more than 0 and at most 60 s each");
+        throw Error(
+            MOEGGUF_INVALID,
+            "speeds can be measured only with 1 to 512 threads, and for more than 0 and at most 60 seconds each");
     }
     if (config.n_devices != 1 || !config.devices) {
-        throw Error(MOEGGUF_INVALID, "speeds are measured on one device, or on the CPU alone");
+        throw Error(MOEGGUF_INVALID, "speeds can be measured only on one device, or on the CPU alone");
     }
     const moegguf_device & device = config.devices[0];
     const Layout layout(config);
     const Experts experts(layout, device.n_slots), of_cpu(layout, config.n_ram_slots);
     if (layout.n_moe_layers != 1 || std::min(experts.n_slots(), of_cpu.n_slots()) < experts.n_used()) {
-        throw Error(MOEGGUF_INVALID, "speeds are measured with one layer, and slots for the experts of one token");
+        throw Error(MOEGGUF_INVALID,
+                    "speeds can be measured only with one layer, and with slots for all experts that a token uses");
     }
     moegguf_speeds out = {};
     measure_cpu(of_cpu, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);

@@ -36,7 +36,7 @@ class StagedSupply final : public Supply {
     void observe(Context & context, Lock & lock) override {
         if (tiers_.staging.empty()) { return; }
         const Pass & pass = context.pass;
-        // A new pass begins, and the previous pass had no event in the layers after last_il_. So these layers are
+        // A new pass begins, and the previous pass had no event in the layers after last_il_, so these layers are
         // computed only for tokens whose logits are needed.
         if (pass.il <= last_il_ && last_tokens_ > 1) {
             std::fill(shortens_.begin() + last_il_ + 1, shortens_.end(), 1);
@@ -207,8 +207,8 @@ class StagedSupply final : public Supply {
     }
 
     // Copies all experts of a layer ahead, if the pass has enough tokens (choices_per_expert). With fewer tokens, too
-    // many experts would be copied in vain. Does nothing if the layer would use the same tensor as the layer
-    // `computing`.
+    // many experts would be copied unnecessarily. Does nothing if the layer would use the same tensor as the layer that
+    // is being computed (`computing`).
     void copy_layer_ahead(int il, int n_tokens, int computing) {
         Tier & to = tiers_.of(il, n_tokens);
         const Window window = to.numbering.window(il);
@@ -224,7 +224,7 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Queues a copy of an expert into the expert's place in the staging tensor, if a slot on the device or in RAM has
+    // Queues a copy of an expert into the expert's place in the staging tensor, if a slot on the device or in RAM holds
     // the whole expert. Evicts only an expert that an earlier layer left in that place. Returns false if no copy was
     // queued.
     bool borrow(Tier & to, int il, int expert) {

@@ -1,4 +1,4 @@
-// store.cpp: implements store.h: makes the parts of a store, starts the threads of the links, and stops all threads:
+// store.cpp: implements store.h: creates the parts of a store, starts the threads of the links, and stops all threads:
 // first the listener's, then the predictor's, then the links'.
 #include "store.h"
 
@@ -80,7 +80,9 @@ std::vector<Tier *> Store::tiers_at(int index) {
     } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
         found.push_back(tiers.compute[d].get());
     } else {
-        throw Error(MOEGGUF_INVALID, "this store has no such slots: in RAM, to stage prompts in, or of that device");
+        throw Error(
+            MOEGGUF_INVALID,
+            "this store has no such slots: it has no slots in RAM, no staging tensors, or no device of that number");
     }
     return found;
 }

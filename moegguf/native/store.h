@@ -1,6 +1,6 @@
 // store.h: the expert store, which owns its parts and connects them. There is one object for each kind of supply, and
 // one context. The store's function acquire() runs between a router's choice and the multiplications of the chosen
-// experts (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
+// experts (acquire.cpp). Each part has its own header. moegguf.h declares the C ABI.
 #pragma once
 
 #include "events.h"
@@ -10,7 +10,7 @@
 
 namespace moegguf {
 
-// Makes the store's ggml buffer type, which only reserves address space for expert tensors (hook.cpp).
+// Creates the store's ggml buffer type, which only reserves address space for expert tensors (hook.cpp).
 std::shared_ptr<ggml_backend_buffer_type> make_reserved_buft(Store * store);
 
 class Store {
@@ -22,8 +22,8 @@ class Store {
     // wait_kinds, and replaces expert ids with slot ids (except in an expert stream).
     //
     // After the call, every chosen expert has a slot or is streamed, and the matrices of wait_kinds have arrived, or
-    // the computing stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After
-    // a failure, the context holds the reason, and all ids are 0, which is safe to compute with. The function itself
+    // the compute stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After a
+    // failure, the context holds the reason, and all ids are 0, which is safe to compute with. The function itself
     // moves no bytes and changes no slot.
     void acquire(const Choice & choice);
 
@@ -46,8 +46,8 @@ class Store {
     // process, after a cancellation, or if experts no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);
 
-    // Returns true if the pass must end: it failed, the store was cancelled, or a matrix of its layer did not arrive.
-    // ggml calls this between nodes. It takes no lock unless something failed.
+    // Returns true if the pass must end: the pass failed, the store was cancelled, or a matrix of the current layer did
+    // not arrive. ggml calls this between nodes. It takes no lock unless something failed.
     bool must_abort();
     bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; needs no lock
     void take_failure(moegguf_failure & out, bool clear);

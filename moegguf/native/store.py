@@ -1,6 +1,6 @@
 """The expert store as a Python object, whose methods call the C ABI's functions for a store.
 
-The module also has the store's options, the names of its eviction policies, and the conversion of events to numpy.
+The module also contains the store's options, the names of its eviction policies, and the conversion of events to numpy.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from moegguf.quantities import Link
 
 
 class Tier(enum.IntEnum):
-    """A tier of slots: COMPUTE for devices that compute layers, RAM for slots from which COMPUTE's slots are filled."""
+    """A tier of slots: COMPUTE for devices that run layers, RAM for slots from which COMPUTE's slots are filled."""
 
     COMPUTE = abi.COMPUTE_TIER
     RAM = abi.RAM_TIER
 
 
-STAGING_TENSORS = 2  # one tensor is filled while a layer computes with the other one; a third one brings no gain
+STAGING_TENSORS = 2  # one tensor is filled while a layer uses the other; a third would bring no benefit
 # The largest share of a device's memory for experts that two staging tensors may occupy. Slots get the rest.
 STAGING_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class DeviceSlots:
-    """A device that computes layers, and the slots in its memory for their experts."""
+    """A device that runs layers, and the slots in its memory for their experts."""
 
     name: str | None  # ggml's name; None: the CPU
     n_slots: int
-    layers: Collection[int]  # il of the layers that the device computes; layers without experts are ignored
+    layers: Collection[int]  # il of the layers that the device runs; layers without experts are ignored
     through_ram: bool = False  # missing experts are read into slots in RAM first, if the store has such slots
     staging: int = 0  # number of staging tensors for prompts, each with space for all experts of a layer
     # Number of slots that a layer may need in a pass that is not staged; 0: as many as one token needs.
@@ -75,12 +75,12 @@ class StoreOptions:
     """
 
     readers: int = 4  # number of threads that read each copy of the model's files
-    repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, where these support the type
+    repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, if these support the type
     direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops queued prefetches of its layer, except for chosen experts
     demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
-    overlap: bool = True  # a layer may begin to compute before all of its matrices have arrived
+    overlap: bool = True  # a layer may start running before all of its matrices have arrived
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     # that the layer does not need. In successive passes of several tokens that use more experts than there are slots,
     # experts of the layer that is needed last are evicted first, unless the policy's scores decide.
@@ -102,7 +102,7 @@ class StoreOptions:
 
     @property
     def can_stream(self) -> bool:
-        """True if these options allow streaming of experts. The kernels must support it, too (`SlotSizes.streams`)."""
+        """True if these options allow streaming. The kernels must support streaming, too (`SlotSizes.streams`)."""
         return self.overlap and self.device is None
 
 
@@ -115,7 +115,7 @@ class ListenOptions:
     everything: bool = False  # compute threads wait for a slow listener; False: events are dropped
     # Each routing event waits until all earlier events are delivered; runs are then reproducible, but slow.
     lockstep: bool = False
-    lazy: bool = False  # many events are delivered together, up to 0.1 s late; this slows the model less
+    lazy: bool = False  # many events are delivered together, up to 0.1 s late; this slows the model down less
     max_input_tokens: int = 1
 
 
@@ -149,7 +149,7 @@ def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
 
 
 class NativePolicy(NamedTuple):
-    """An eviction policy that the store computes itself: its name, and whether it uses forecasts."""
+    """An eviction policy that the store itself runs: its name, and whether it uses forecasts."""
 
     name: str
     takes_forecast: bool = False  # True: the policy uses forecasts (`Store.set_forecast`)
@@ -166,11 +166,11 @@ def native_policies() -> Mapping[str, NativePolicy]:
 
 
 class Store:
-    """A cache of experts of `layout`, with n_slots slots in the memory of the device that computes.
+    """A cache of experts of `layout`, with n_slots slots in the memory of the compute device.
 
-    With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
-    the device is then copied from RAM; an expert that RAM does not have is read from the file into RAM first. `tiers`
-    lists the tiers that exist. `context` has the calls for the llama_context that uses the store.
+    With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. Experts
+    missing on the device are then copied from RAM; experts that are not in RAM either are first read from the file into
+    RAM. `tiers` lists the tiers that exist. `context` provides the calls for the llama_context that uses the store.
 
     n_slots: a number, or a list of several devices with their slots. In the second case, every layer with experts is on
     one of the devices, `options.device` and `options.staging` have no effect, and devices with `through_ram` share the
@@ -180,9 +180,9 @@ class Store:
     first.
 
     Raises AllocationError when the device has no free memory, and ExpertIOError when a shard cannot be opened. Raises
-    OptionError for an option out of range, and for a mirror that differs from the shards. Close the store after the
-    model and the llama_context that use it. Methods that call the library raise ClosedError after close(), and most of
-    them raise ForkError in a child process.
+    OptionError for an option out of range, and for a mirror that differs from the shards. Free the model and the
+    llama_context that use the store before closing the store. Methods that call the library raise ClosedError after
+    close(), and most of them raise ForkError in a child process.
     """
 
     def __init__(
@@ -249,12 +249,12 @@ class Store:
         )
 
     def device_of(self, il: int) -> int:
-        """Returns the index of the device that computes a layer; -1: none."""
+        """Returns the index of the device that runs a layer; -1: none."""
         return next((index for index, device in enumerate(self.devices) if il in device.layers), -1)
 
     @property
     def handle(self) -> int:
-        """The address of the moegguf_store. Raises ClosedError."""
+        """The address of the moegguf_store. Raises ClosedError after close()."""
         if self._handle is None:
             raise ClosedError("the expert store is closed; load the model again.")
         return self._handle
@@ -330,7 +330,8 @@ class Store:
         return figures if figures["n_slots"] else {}
 
     def residency(self, tier: Tier = Tier.COMPUTE) -> npt.NDArray[np.uint8]:
-        """Returns the state of each expert in a tier, (n_layer, n_expert): 0 absent, 1 incomplete, 2 complete.
+        """Returns the state of each expert in a tier, as an array (n_layer, n_expert): 0 absent, 1 incomplete, 2
+        complete.
 
         Raises OptionError if there is no such tier.
         """
@@ -341,7 +342,7 @@ class Store:
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
-        Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that has every
+        Returns (look-ups, assigned slots) for the compute tiers, both (n_layer, n_expert). In a pool that holds every
         expert, look-ups are counted only while `watch` is on or there is a listener.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
@@ -349,10 +350,10 @@ class Store:
         return uses, loads
 
     def watch(self, on: bool) -> None:
-        """Turns the complete count of `activity` on or off.
+        """Switches the complete counting of `activity` on or off.
 
-        While it is on, the store also handles routing events of layers whose experts are all in slots. This makes
-        passes slower.
+        While counting is complete, the store also handles routing events of layers whose experts are all in slots. This
+        makes passes slower.
         """
         self._library.moegguf_store_watch(self.handle, on)
 
@@ -371,8 +372,8 @@ class Store:
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
         """Replaces the forecast that policies read.
 
-        probabilities: (n_layer, n_expert) probability that an expert is used the next time its layer is computed; None:
-        nothing is known.
+        probabilities: (n_layer, n_expert) probability that an expert will be used the next time its layer is computed;
+        None: nothing is known.
 
         known: the layers with a forecast.
         """
@@ -414,7 +415,7 @@ class Store:
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
         """Returns the forecast of the store's predictor: (probabilities (n_layer, n_expert), known (n_layer,)).
 
-        known is True for layers with a forecast. The forecast of a layer ends when the layer's router has chosen.
+        known is True for layers with a forecast. The forecast of a layer is dropped when the layer's router has chosen.
         """
         probabilities, known = np.zeros(self.shape, np.float32), np.zeros(self.layout.n_layer, np.uint8)
         self._library.moegguf_store_forecast(
@@ -438,7 +439,7 @@ class Store:
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
     def pause_fill(self, on: bool) -> None:
-        """Pauses the filling of free slots in the background, or resumes it.
+        """Pauses or resumes the filling of free slots in the background.
 
         Callers pause it while the processor and the disk have other work.
         """
@@ -453,7 +454,7 @@ class Store:
         """Calls on_routing for each routing event, and on_tokens for each announcement, on the store's event thread.
 
         Without arguments, stops the calls, and returns after the last one. The functions may keep an event's arrays. An
-        exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
+        exception in a function stops the calls. The next `raise_callback_error` then raises CallbackError.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
@@ -505,9 +506,9 @@ class Store:
         new pool is allocated. If there is too little memory for both the old pool and a smaller new one, all slots are
         emptied first, and the tier may get fewer slots.
 
-        device: index of the one device that is resized. Without it, several devices share the slots: each gets the
-        slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also compute
-        layers, the number of the CPU's slots does not change.
+        device: index of the only device to resize. Without it, several devices share the slots: each gets the slots
+        that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also run layers, the
+        number of the CPU's slots does not change.
 
         Raises AllocationError if the device refuses a larger pool (the slots are then unchanged), or refuses every pool
         after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier
@@ -528,18 +529,18 @@ class Store:
         self._library.moegguf_store_check(self.handle)
 
     def advance(self, ns: int) -> None:
-        """Moves the modelled clock of a simulation forward, as if layers had computed for this time."""
+        """Advances the modelled clock of a simulation, as if layers had run for this long."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
 
     def close(self) -> None:
-        """Ends the store's threads and frees its pools. A second call does nothing."""
+        """Stops the store's threads and frees its pools. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._library.moegguf_store_close(handle)
 
 
 class StoreContext:
-    """The store's calls for the llama_context that uses it: announced tokens, routing events, failures of passes."""
+    """The store's calls for the llama_context that uses it: announced tokens, routing events, pass failures."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
@@ -561,8 +562,8 @@ class StoreContext:
     def acquire(self, il: int, expert_ids: npt.ArrayLike, inputs: Float32s | None = None) -> Int32s:
         """Acquires experts (n_tokens, n_expert_used) of layer il, and returns the slot id of each one.
 
-        While a model computes, the hook (hook.cpp) does this. Simulations and tests call this function. inputs
-        (n_tokens, n_embd): the router's input vectors, for predictors.
+        While a model runs, the hook (hook.cpp) does this. Simulations and tests call this function. inputs (n_tokens,
+        n_embd): the router's input vectors, for predictors.
         """
         ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
         slots = np.empty_like(ids)
@@ -578,9 +579,9 @@ class StoreContext:
     ) -> None:
         """Acquires the experts of many routing events one after another (`acquire`).
 
-        il, n_tokens and n_expert_used are (n_events,). expert_ids has the ids of all events, one after another.
-        compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first event that
-        fails, and raises this event's error.
+        il, n_tokens and n_expert_used are (n_events,). expert_ids contains the ids of all events, one event after
+        another. compute_ns (n_events,) is the modelled time that passes after each event. The call stops at the first
+        event that fails, and raises this event's error.
         """
         columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
         if compute_ns is not None:
@@ -597,7 +598,7 @@ class StoreContext:
         self._library.moegguf_context_replay(self.handle, c.byref(routing), c.byref(n_done))
 
     def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
-        """Forgets the announced tokens, and notes the sequence and phase of the next tokens.
+        """Discards the announced tokens, and notes the sequence and phase of the next tokens.
 
         Returns True if the next tokens have to be announced (`announce`). Returns False if every expert is complete in
         its own slot and there is no listener.
@@ -607,7 +608,7 @@ class StoreContext:
     def announce(
         self, sequence: int | Integers, phase: int | Integers, tokens: Integers, outputs: Integers | None = None
     ) -> None:
-        """Announces the tokens that are evaluated next, to the listener and to the predictor.
+        """Announces to the listener and the predictor the tokens that will be evaluated next.
 
         sequence, phase: one value for all tokens, or a value for each token (n_tokens,). outputs (n_tokens,): 1 for
         tokens whose logits are needed; None: logits of all tokens are needed. The call is fast enough to be made
@@ -630,7 +631,7 @@ class StoreContext:
     def take_failure(self) -> Any:
         """Returns the failure of the last pass (struct moegguf_failure), and forgets it; None: there is no failure.
 
-        Only the thread that computes may call this.
+        Only the thread that runs passes may call this.
         """
         if self._library.moegguf_context_is_clear(self.handle):
             return None

@@ -1,10 +1,10 @@
 // streamed_supply.cpp: streams a layer's absent experts through a few slots of the CPU's tier, matrix by matrix. This
 // happens at a routing event of several tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set. While
-// the CPU multiplies with one matrix, readers read the next ones. This is the prefill pipeline of DuoServe-MoE (section
+// the CPU multiplies by one matrix, readers read the next ones. This is the prefill pipeline of DuoServe-MoE (section
 // 5.2).
 //
 // This supply may pin and assign slots of the CPU's tier. It chooses the streamed matrix that readers read next, and
-// the one that kernels multiply with next. When a stream has ended, its last experts keep their slots.
+// the one by which kernels multiply next. When a stream has ended, its last experts keep their slots.
 #include "arrivals.h"
 #include "supply.h"
 
@@ -14,12 +14,12 @@ namespace moegguf {
 namespace {
 
 // The maximum number of slots through which a layer is streamed. Readers fill some of these slots while kernels
-// multiply with others.
+// multiply by others.
 constexpr int most_streaming_slots = 8;
 
-// Streams one layer at a time. All compute threads take the streamed experts in the same order. Expert experts_[i] uses
-// slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied with that
-// matrix.
+// Streams one layer at a time. All compute threads process the streamed experts in the same order. Expert experts_[i]
+// uses slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied by
+// that matrix.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
     StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
@@ -38,9 +38,9 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Returns true if this supply can serve the event. The event must have several tokens and be computed on the CPU,
-    // in a tier that has fewer slots than experts and is filled directly from the file. The event's experts must
-    // outnumber the usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
+    // Returns true if this supply can serve the event. The event must have several tokens and use a tier on the CPU
+    // that has fewer slots than experts and is filled directly from the file. The event's experts must outnumber the
+    // usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
     // (Arrivals::possible).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
@@ -93,10 +93,10 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     struct Kind {
         // [slots_.size()] index in experts_ of the expert whose matrix was last read into the slot; -1: none.
         std::unique_ptr<std::atomic<int>[]> held;
-        // [experts_.size()] number of threads that have multiplied with each expert's matrix.
+        // [experts_.size()] number of threads that have multiplied by each expert's matrix.
         std::unique_ptr<std::atomic<int>[]> n_past;
         int n_asked = 0; // number of matrices whose reads have begun
-        int n_free = 0;  // number of matrices that all threads have multiplied with
+        int n_free = 0;  // number of matrices by which all threads have multiplied
     };
     bool kernels_take() const { return tier_->pool(); } // false in a simulation, which has no memory and no kernels
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
@@ -171,7 +171,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (!context_ || job.requests != number_) { return; }
         Kind & kind = of(job.kinds);
         kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
-        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used immediately
+        if (!kernels_take()) { // a simulation has no kernels: the matrix is treated as used immediately
             give_free(kind);
         }
     }
@@ -187,7 +187,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (i > n) { return -1; }
         order.i += 1;
         if (i > 0 && kind.n_past[i - 1].fetch_add(1, std::memory_order_acq_rel) + 1 == order.n_threads) {
-            Lock lock(shared_.mutex); // the last thread that has multiplied with the matrix lets readers overwrite it
+            Lock lock(shared_.mutex); // the last thread to multiply by the matrix lets readers overwrite it
             give_free(kind);
         }
         if (i == n || !wait_for_index(kind, i, is_first_thread)) { return -1; }
@@ -215,7 +215,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
     void give_free(Kind & kind) {
-        kind.n_free += 1; // a counter is enough, because all threads take the experts in the same order
+        kind.n_free += 1; // a counter is enough, because all threads process the experts in the same order
         shared_.work.notify_one();
         bool all = true;
         for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {
@@ -236,7 +236,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         stop();
     }
 
-    Tier * const tier_; // the tier of the layers that the CPU computes; nullptr: none
+    Tier * const tier_; // the tier of the layers that the CPU runs; nullptr: none
     Arrivals arrivals_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
     bool given_up_ = false;             // true: a thread has stopped waiting, so the other threads stop, too

@@ -71,10 +71,12 @@ void Supply::pin_present(Context & context, int most) {
 }
 
 void Supply::fail_without_slot(Context & context) {
-    context.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS,
-                 "one pass needs " + std::to_string(context.event.experts.size()) + " experts of layer " +
-                     std::to_string(context.event.il) + " at once, the pool has " +
-                     std::to_string(context.pinned.tier->residency.n_usable()) + " slots");
+    if (shared_.cancelled) { return context.fail(MOEGGUF_CANCELLED, "cancelled"); }
+    context.fail(MOEGGUF_SLOTS, "one pass needs " + std::to_string(context.event.experts.size()) +
+                                    " experts of layer " + std::to_string(context.event.il) +
+                                    " at once, but the pool has " +
+                                    std::to_string(context.pinned.tier->residency.n_usable()) +
+                                    " slots; give a larger budget for experts");
 }
 
 void Supply::wait(Context & context, uint8_t kinds) {
@@ -84,8 +86,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        // The time at which the last awaited matrix had arrived from the file. Until then, the stall also counts for
-        // the tier in RAM.
+        // The time at which the last awaited matrix had arrived from the file. Until then, the stall is also attributed
+        // to the tier in RAM.
         uint64_t file_done = start;
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {
@@ -111,7 +113,7 @@ void Supply::finish(Context & context) {
     for (size_t i = 0; i < event.n_ids(); i++) { event.ids[i] = event.slot_of[event.ids[i]] - first_slot; }
 }
 
-// Functions of the parts of a context, and of the context itself.
+// Functions of a context and of its parts.
 
 const int32_t * Event::begin(const Choice & choice, int n_expert) {
     for (int expert : experts) { // clears the entries of the previous event, even if that event has failed

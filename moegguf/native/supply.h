@@ -25,7 +25,7 @@ namespace moegguf {
 class Store;
 class Supply;
 
-// The tokens that were last announced to the store. The next passes compute them in this order.
+// The tokens that were last announced to the store. The next passes evaluate them in this order.
 struct Announced {
     int sequence = -1;
     int phase = MOEGGUF_PREFILL;
@@ -33,17 +33,17 @@ struct Announced {
     int next = 0;                   // index of the first token after the passes that have begun
     std::vector<int32_t> sequences; // [n_tokens] sequence of each token; empty: all tokens have `sequence`
     std::vector<int32_t> phases;    // [n_tokens] phase of each token; empty: all tokens have `phase`
-    std::vector<int32_t> outputs;   // [n_tokens] 1: the token gets logits; empty if `sequences` is empty
+    std::vector<int32_t> outputs;   // [n_tokens] 1: the token's logits are needed; empty if `sequences` is empty
 };
 
 struct Pass {
     static constexpr int none = INT32_MAX; // value of `il` between passes: the next layer starts a pass
 
-    int il = none; // layer that is computed now
+    int il = none; // layer that is being computed
     uint64_t number = 0;
     int n_tokens = 0;     // number of tokens of the pass; the last layer may be computed for fewer tokens
     bool decodes = false; // true: the pass has one token, or decodes one token of each of its sequences
-    int n_experts = 0;    // sum of the numbers of experts that the layers have chosen so far
+    int n_experts = 0;    // number of experts that the layers have chosen so far, summed over layers
     // True: MOEGGUF_SWEEP is set, this pass and the previous pass have several tokens, and the previous pass used more
     // experts than there are usable slots.
     bool cycles = false;
@@ -60,10 +60,10 @@ struct Choice {
     int n_tokens = 0;
     uint8_t wait_kinds = 0;    // bits of the matrices for which Store::acquire waits before it returns
     bool ids_in_place = false; // true: kernels read the ids from the memory at `ids`, not from a copy
-    // The backend that computes the layer, if its stream can itself wait for copies. nullptr: the compute thread waits.
+    // The backend that runs the layer, if its stream can itself wait for copies. nullptr: the compute thread waits.
     ggml_backend_t stream = nullptr;
     const float * weights = nullptr;
-    const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; nullptr: not needed or not available
+    const float * inputs = nullptr; // [n_tokens][n_embd] router inputs; nullptr: not needed or not available
     int n_embd = 0;
     // Scores of the routers of the next n_scored layers with experts, [n_scored][n_tokens][n_expert of the layer], for
     // this layer's inputs. nullptr: the graph does not compute them.
@@ -92,10 +92,10 @@ struct Event : Choice {
 // The slots that a context has pinned for one layer, all in one tier. pin(), unpin(), awaits_file() and noted() need
 // the store's lock.
 struct Pinned {
-    Tier * tier = nullptr; // tier in which the layer computes; never nullptr
+    Tier * tier = nullptr; // tier whose slots the layer uses; never nullptr
     std::vector<int> slots;
     uint8_t chunks = 0; // bits of the matrices that each expert of the layer has
-    // Backend whose stream computes the layer and can wait for copies; nullptr: the compute thread waits.
+    // Backend whose stream runs the layer and can wait for copies; nullptr: the compute thread waits.
     ggml_backend_t stream = nullptr;
     uint8_t ordered = 0; // bits of the matrices for which the stream already waits
 
@@ -177,12 +177,12 @@ struct Context {
     Pinned late; // pinned slots of an earlier layer, until the copy thread has recorded the end of their copies
     Supply * supply = nullptr; // supply of the last routing event, until its slots are unpinned; nullptr: none
     Failure failure;
-    ggml_backend_sched_t scheduler = nullptr; // scheduler that computes the graph; nullptr: not known
+    ggml_backend_sched_t scheduler = nullptr; // scheduler that runs the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
     int scored_layers = 0;                    // value of Forecaster::scored_layers() when that graph was built
-    HostIds ids;                              // host copies of ids and scores that are in a device's memory
-    std::vector<float> weights;               // host copy of routing weights that are in a device's memory
-    std::vector<float> inputs;                // host copy of router inputs that are in a device's memory
+    HostIds ids;                              // host copies of ids and scores that are in device memory
+    std::vector<float> weights;               // host copy of routing weights that are in device memory
+    std::vector<float> inputs;                // host copy of router inputs that are in device memory
 };
 
 // Supplies each expert in its own slot. An absent expert gets a free slot or the slot of a victim. This class serves
@@ -201,7 +201,7 @@ class Supply {
     // have arrived.
     virtual bool computes_on_arrival(int /*il*/) const { return false; }
 
-    // Callers of the next functions hold the store's lock.
+    // Callers of the following functions hold the store's lock.
     virtual bool can_stream(const Context &) const { return false; } // true: this supply can stream the event's experts
     virtual void observe(Context &, Lock &) {}                       // called at each event before place()
     virtual void drop_ahead() {} // drops transfers that were queued ahead for later layers
@@ -212,11 +212,12 @@ class Supply {
     // Unpins the slots of a layer that has been computed, or that will not be computed.
     virtual void release(Context & context);
 
-    // The compute thread calls the next functions without the lock.
+    // The compute thread calls the following functions without the lock.
     // Waits until each slot has these matrices or has failed, or until the store is cancelled. Does not wait for
     // streamed experts, nor for submitted copies if the context has a stream: the stream then waits for them.
     virtual void wait(Context & context, uint8_t kinds);
-    virtual void finish(Context & context); // replaces the event's expert ids with slot ids; a stream keeps them
+    // Replaces the event's expert ids with slot ids; a stream leaves the expert ids unchanged.
+    virtual void finish(Context & context);
 
   protected:
     // Looks up the event's experts, and pins at most `most` of those that have slots. All others count as misses. Must
@@ -234,7 +235,7 @@ class Supply {
 };
 
 // The wait ends when take() returns a slot, when no transfer is under way, or when the store is cancelled. During the
-// wait, slots become free only at the end of transfers. Prefetches are paused, so that they do not take these slots.
+// wait, slots become free only at the end of transfers. Prefetches are paused, so that they do not occupy these slots.
 template <typename Take>
 int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     int s = -1;
@@ -250,8 +251,8 @@ int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     return s;
 }
 
-// The next two functions make the streamed and the staged supply. tier: the tier of the layers that the CPU computes;
-// nullptr: none.
+// The following two functions create the streamed and the staged supply. tier: the tier of the layers that the CPU
+// runs; nullptr: none.
 std::unique_ptr<Supply> make_streamed_supply(const Layout & layout, Shared & shared, Transfers & transfers,
                                              Tier * tier);
 std::unique_ptr<Supply> make_staged_supply(const Layout & layout, Shared & shared, Transfers & transfers,

@@ -1,6 +1,6 @@
 // switches.h: the remedies. A remedy is an optimisation that can be switched on or off, so that its effect can be
-// measured with one build of the library (docs/gpu.md, "The short run"). Remedies affect only speed, never a bit of a
-// result.
+// measured with one build of the library (docs/gpu.md, "The short run"). Remedies affect only speed, and never change a
+// single bit of any result.
 //
 // The environment variable MOEGGUF_SWITCHES is the decimal sum of the bits of the remedies that are on. It is read when
 // the library is loaded. If it is unset or empty, default_remedies are on.

@@ -1,6 +1,6 @@
-// threads.h: settings that help a store's own threads and the compute threads share the processors. ShortSpins may
-// start an idle OpenMP team of two threads for the process. This file knows nothing about stores or about the work that
-// threads do.
+// threads.h: settings that help a store's own threads and the compute threads share processors. ShortSpins may start an
+// idle OpenMP team of two threads for the process. This file knows nothing about stores or about the work that threads
+// do.
 #pragma once
 
 #include "layout.h"
@@ -32,12 +32,12 @@ std::thread start_thread(const std::string & what, Body body) {
 // processors. Compute threads then spin only briefly at a barrier before they sleep (GNU OpenMP manual,
 // GOMP_SPINCOUNT).
 //
-// This helps while experts are read, because a spinning thread takes processor time from reader threads. A tier with a
-// slot for every expert creates no such object. Its compute threads wait only for each other, for microseconds, and
-// sleeping would take longer than spinning. In a build without OpenMP, this class does nothing.
+// This helps while experts are read, because a spinning thread takes CPU time from reader threads. A tier with a slot
+// for every expert creates no such object. Its compute threads wait only for each other, for microseconds, and sleeping
+// would take longer than spinning. In a build without OpenMP, this class does nothing.
 //
 // The constructor throws Error(MEMORY) if the team's first thread is refused. If the second thread is refused, OpenMP
-// ends the process, as it does for compute threads.
+// terminates the process, as it does for compute threads.
 class ShortSpins {
   public:
     ShortSpins();

@@ -1,4 +1,4 @@
-// tier.cpp: implements tier.h: the verbs that change a slot, sizes of tiers, and the tiers of a store.
+// tier.cpp: implements tier.h: the verbs that change a slot, tier sizes, and the tiers of a store.
 #include "tier.h"
 
 #include "clock.h"
@@ -18,14 +18,14 @@ constexpr int least_of_cuda = 4;
 
 std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config & config) {
     if (config.n_devices < 1 || config.n_devices > most_devices || !config.devices) {
-        invalid("a store needs devices that compute its layers");
+        invalid("a store needs 1 to 64 devices that compute its layers");
     }
     std::vector<int> devices(layout.layers.size(), 0);
     for (int il : layout.moe_layers) {
         devices[il] = config.device_of_layer ? config.device_of_layer[il] : 0;
         if (devices[il] < 0 || devices[il] >= config.n_devices) {
-            invalid("layer " + std::to_string(il) + " is on device " + std::to_string(devices[il]) + " of " +
-                    std::to_string(config.n_devices));
+            invalid("devices are numbered from 0, but layer " + std::to_string(il) + " is on device " +
+                    std::to_string(devices[il]) + " of " + std::to_string(config.n_devices));
         }
     }
     return devices;
@@ -66,7 +66,9 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     : device_of_layer(devices_of_layers(layout, config)) {
     const bool has_memory = !(config.flags & MOEGGUF_SIMULATE);
     const auto has_ram = [&](int d) { return config.n_ram_slots > 0 && config.devices[d].through_ram; };
-    if (config.n_ram_slots < 0) { invalid("a tier has slots, not " + std::to_string(config.n_ram_slots)); }
+    if (config.n_ram_slots < 0) {
+        invalid("the number of slots in RAM must be 0 or more, not " + std::to_string(config.n_ram_slots));
+    }
     const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); });
     if (!in_ram.moe_layers.empty()) {
         std::vector<ggml_backend_dev_t> devices;
@@ -81,7 +83,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         const moegguf_device & device = config.devices[d];
         const LayerSet layers(layout, [&](int il) { return device_of_layer[il] == d; });
         if (layers.moe_layers.empty() || device.n_slots <= 0) {
-            invalid("a device of a store has layers with experts, and slots");
+            invalid("each device of a store must have a layer with experts and at least one slot");
         }
         Memory memory;
         if (has_memory) { memory = device_memory(device.name, config.flags & MOEGGUF_REPACK); }
@@ -157,8 +159,8 @@ void Tier::vacate(int s) {
     give_back(s);
     const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
     if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-        // The expert leaves the device. So its copy in RAM becomes the most recently used slot, and stays longer than
-        // copies of experts that are still on the device.
+        // The expert leaves the device. So its copy in RAM becomes the most recently used slot there, and stays longer
+        // than copies of experts that are still on the device.
         ram_->residency.touch(r);
     }
     residency.vacate(s);

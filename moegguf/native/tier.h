@@ -1,11 +1,11 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
-// slots are filled. A store has a tier for each device that computes layers. It may also have a tier in RAM that fills
-// the tiers of devices. The staging tensors of a device form another tier, for prompts.
+// slots are filled. A store has a tier for each device that runs layers. It may also have a tier in RAM that fills the
+// tiers of devices. The staging tensors of a device form another tier, for prompts.
 //
 // Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches,
-// and assigns and borrows the slots in RAM from which slots of devices are filled. Both kinds of links settle a slot
-// when a transfer into it has ended. A slot that failed is vacated once it has no pins.
+// and assigns and borrows the slots in RAM from which device slots are filled. Both kinds of links settle a slot when a
+// transfer into it has ended. A slot that failed is vacated once it has no pins.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
 // counted only here: ready hits, late hits (the expert has a slot but is not complete) and misses. A tier queues no
@@ -23,13 +23,13 @@ namespace moegguf {
 
 class Copies;
 
-// disk: the shards of the GGUF, which have every expert. All other tiers have slots. ram: slots from which slots of
-// devices are filled. compute: slots with which layers compute. staging: tensors with all experts of a layer, for
+// disk: the shards of the GGUF, which contain every expert. All other tiers have slots. ram: slots from which device
+// slots are filled. compute: slots of devices that run layers. staging: tensors with all experts of a layer, for
 // prompts.
 enum class TierId : uint8_t { disk, ram, compute, staging };
 
 // A reference to the slot of an expert. It is valid while the slot has this generation. For the tier `disk`, `slot` is
-// -1, and the layout has the offsets in the file.
+// -1, and the layout contains the offsets in the file.
 struct SlotRef {
     TierId tier = TierId::disk;
     int slot = -1;
@@ -47,7 +47,7 @@ struct Job {
     bool demand = false; // true: a compute thread waits for the transfer; false: a prefetch
     // Value of Slot::requests of the destination when the job was queued. Streamed: the number of the stream.
     uint32_t requests = 0;
-    uint64_t bytes = 0;    // size of these matrices together in bytes; set when the transfer begins
+    uint64_t bytes = 0;    // total size of these matrices in bytes; set when the transfer begins
     uint64_t begun_ns = 0; // time at which the transfer began
     int streamed = -1;     // index of the expert in the stream; -1: the expert is not streamed
 };
@@ -55,8 +55,8 @@ struct Job {
 // The maximum number of staging tensors of one device (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
-// Returns the largest number of tokens in a pass for which a device's results have the same bits as if every expert
-// were resident. The number is valid for any number of slots and any type of weights. It is 1 for NULL, and if the ggml
+// Returns the largest number of tokens in a pass for which a device's results are bit-identical to those with every
+// expert resident. The number is valid for any number of slots and any weight type. It is 1 for NULL, and if the ggml
 // backend does not report it. For a CUDA card that ggml does not know, it is least_of_cuda. `name`: ggml's name of the
 // device.
 int most_slot_tokens(const char * name);
@@ -103,8 +103,8 @@ class Tier {
     // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
     // - borrow makes a slot of another tier the source of a slot. The source is pinned until the slot is complete or
     //   vacated.
-    // - pin protects a slot from eviction. Each layer that computes with the slot has a pin, and so has each slot that
-    //   is filled from it.
+    // - pin protects a slot from eviction. Each layer that uses the slot has a pin, and so has each slot that is filled
+    //   from it.
     // - unpin drops one pin, and settles the slot.
     // - settle unpins the source of a complete slot. It vacates an unpinned, incomplete slot if no transfer into the
     //   slot is under way, and if none is queued or the slot failed.
@@ -126,9 +126,8 @@ class Tier {
     // otherwise.
     void check_sources() const;
 
-    // Sets the number of usable slots, and evicts the experts from slot n_slots and all later slots. Nothing may be
-    // read, copied or computed meanwhile. If the memory of these slots can be returned page by page, it goes back to
-    // the system.
+    // Sets the number of usable slots, and evicts the experts from slot n_slots and all later slots. No read, copy or
+    // pass may be under way. If the memory of these slots can be returned page by page, it goes back to the system.
     void resize(int n_slots);
     // Allocates new memory for n_slots slots. Does nothing if memory can be returned page by page, or in a simulation.
     // Returns the number of slots for which there is memory. If a smaller size is refused, this may be fewer than
@@ -150,7 +149,7 @@ class Tier {
 
     Tier * const ram_;
     std::unique_ptr<Pool> pool_;
-    std::optional<ShortSpins> short_spins_; // set if the CPU computes with this tier and may have to wait for experts
+    std::optional<ShortSpins> short_spins_; // set if the CPU uses these slots and may have to wait for experts
     std::vector<Source> source_;            // [n_slots] source of each slot; empty if no slot is filled from RAM
     std::vector<int> borrowers_;
 };
@@ -182,7 +181,7 @@ class LookUps {
 
 void count_stall(Shared & shared, Tier & tier, uint64_t ns);
 
-// Waits for done() like Shared::wait. The calling thread computes with slots of this tier, so the time counts as a
+// Waits for done() like Shared::wait. The calling thread runs a layer with slots of this tier, so the time counts as a
 // stall.
 template <typename Done>
 bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
@@ -193,8 +192,7 @@ bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
 }
 
 struct Tiers {
-    // Throws Error(INVALID) for devices, layers and slots that do not fit together, and Error(MEMORY) if a device
-    // refuses memory.
+    // Throws Error(INVALID) for inconsistent devices, layers and slots, and Error(MEMORY) if a device refuses memory.
     Tiers(const Layout & layout, const moegguf_config & config);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
@@ -206,14 +204,14 @@ struct Tiers {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
     }
 
-    // Returns the tier with which layer il computes n_tokens tokens: the device's slots, or its staging tensors.
+    // Returns the tier that layer il uses for n_tokens tokens: the device's slots, or its staging tensors.
     Tier & of(int il, int n_tokens) const;
     void check() const; // calls Residency::check() and check_sources() of every tier
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
 
-    std::unique_ptr<Tier> ram;                  // slots in RAM from which slots of devices are filled; nullptr: none
-    std::vector<std::unique_ptr<Tier>> compute; // one for each device that computes layers
-    std::vector<std::unique_ptr<Tier>> staging; // staging tensors of the devices that have some
+    std::unique_ptr<Tier> ram;                  // slots in RAM from which device slots are filled; nullptr: none
+    std::vector<std::unique_ptr<Tier>> compute; // one for each device that runs layers
+    std::vector<std::unique_ptr<Tier>> staging; // one for each device with staging tensors
     std::vector<Tier *> all;                    // every tier above
     std::vector<int> device_of_layer;           // [n_layer] index of the layer's device in `compute`
     Tier * on_cpu = nullptr;                    // the tier in `compute` that belongs to the CPU; nullptr: none

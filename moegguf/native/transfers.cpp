@@ -1,4 +1,4 @@
-// transfers.cpp: implements transfers.h: the queue of transfers and the threads that read.
+// transfers.cpp: implements transfers.h: the transfer queue and the reader threads.
 #include "transfers.h"
 
 #include "switches.h"
@@ -15,7 +15,7 @@ constexpr size_t most_wants = 4096; // maximum number of waiting requests, and o
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
-// Returns true if at least one tier has a slot for each of its experts.
+// Returns true if any tier has a slot for each of its experts.
 bool has_slot_each(const Tiers & tiers) {
     return tiers.any([](const Tier & tier) { return tier.numbering.resident(); }) ||
            (tiers.ram && tiers.ram->numbering.resident());
@@ -46,7 +46,7 @@ void Transfers::start_threads() {
             threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
         }
     } catch (const Error &) {
-        if (threads_.empty()) { // one reader thread is enough; only none at all is an error
+        if (threads_.empty()) { // one reader thread is enough; having none is an error
             throw;
         }
     }
@@ -67,8 +67,8 @@ void Transfers::drive_info(int index, moegguf_drive_info & info) const {
     const int n_drives = drives_ ? (int)drives_->size() : 0;
     if (index < 0 || index >= n_drives) {
         throw Error(MOEGGUF_INVALID, "the store reads " + std::to_string(n_drives) +
-                                         " copies of the model's files, and copy " + std::to_string(index) +
-                                         " is none of them");
+                                         " copies of the model's files, numbered from 0, and copy " +
+                                         std::to_string(index) + " is not one of them");
     }
     drives_->describe(index, info);
 }
@@ -183,7 +183,7 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
 
 // Looks for a slot on the same device or in RAM from which the expert of slot s can be copied. Returns true if the
 // expert was looked up in RAM, whether or not it was found. Returns false if no look-up was needed. In that case, slot
-// s is complete, belongs to a stream, or has a source or a transfer, or another slot on the device has the expert.
+// s is complete, belongs to a stream, or has a source or a transfer, or another slot on the device holds the expert.
 bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
@@ -338,9 +338,9 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
     return false;
 }
 
-// Takes the next expert for a free slot. Experts of the warm start come first. They get free slots of the tier that
-// computes, or else of RAM. With MOEGGUF_FILL, all experts of each tier that has a slot for every one of its experts
-// come next. Returns false if no expert is left, or while filling is paused.
+// Takes the next expert for a free slot. Experts of the warm start come first. They get free slots of the compute tier,
+// or else of RAM. With MOEGGUF_FILL, all experts of each tier that has a slot for every one of its experts come next.
+// Returns false if no expert is left, or while filling is paused.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
@@ -422,7 +422,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
     }
     to.settle(job.destination.slot);
     if (arrived && job.streamed >= 0) {
-        streamed_->arrived(job); // may end the stream in a simulation; the slot then has the whole expert
+        streamed_->arrived(job); // may end the stream in a simulation; the slot then holds the whole expert
     }
     if (arrived) { // bytes that are now in RAM are copied to slots on a device that wait for them
         for_slots_above(job, [&](Tier & above, int waiting) {

@@ -1,5 +1,5 @@
 // transfers.h: the queue of transfers, and the link from the model's files. The queue decides which bytes move next:
-// reads that layers wait for (demands), and prefetches. Copies from RAM to a device are another link (copies.h).
+// reads that layers wait for (demands), and prefetches. Copies from RAM to a device belong to another link (copies.h).
 //
 // A reader thread takes the next job under the store's lock. Streamed reads come first, then demands and prefetches. A
 // prefetch gets its slot only when a reader takes it, and may evict another expert. A forecast that is too late by then
@@ -8,7 +8,7 @@
 // prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
-// the slot that has the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
+// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
 // device occupies a slot on the device and one in RAM. This class may assign, borrow, fill and vacate slots of every
 // tier.
 #pragma once
@@ -23,7 +23,7 @@ namespace moegguf {
 enum class Cause : uint8_t { request, forecast, warm_start };
 
 // An expert to prefetch. A forecast evicts only an expert whose chance of use is below `value`. If the policy's scores
-// decide, a request evicts only an expert with a lower score. A warm start takes only free slots.
+// decide, a request evicts only an expert with a lower score. A warm start uses only free slots.
 struct Want {
     int il;
     int expert;
@@ -39,7 +39,8 @@ struct Want {
 class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
-    virtual bool next_read(Job & job) = 0;     // writes to `job` the next read for which a slot is free; false: none
+    // Writes to `job` the next read for which a slot is free. Returns false if there is none.
+    virtual bool next_read(Job & job) = 0;
     virtual void arrived(const Job & job) = 0; // called when a streamed matrix has been read into its slot
 };
 
@@ -49,11 +50,11 @@ class Transfers final : public Link {
     // max_readers (transfers.cpp).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
-    // Must be called before anything is computed. `streamed` may be destroyed only after stop().
+    // Must be called before the first pass. `streamed` may be destroyed only after stop().
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
     void stop(); // sets the stop flag of the whole store, and joins the reader threads
 
-    // Callers of the next functions hold the store's lock. Queues demands for every matrix of these slots that is
+    // Callers of the following functions hold the store's lock. Queues demands for every matrix of these slots that is
     // neither present nor under way. Slots of a stream are left out. `submits`: the caller itself will call
     // submit_own() of the tier's copies, so the copy thread is not woken.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
@@ -72,7 +73,7 @@ class Transfers final : public Link {
     void pause_fill(bool on); // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // true: nothing is queued or under way, and no slot is left to fill
-    // Number of waiting requests and forecasts; any thread may call this.
+    // number of waiting requests and forecasts; any thread may call this
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); }
 
     void set_step(const LayerStep & now);
@@ -81,13 +82,13 @@ class Transfers final : public Link {
     // routed. Returns 1 until the time of a transfer and the time of a layer have been measured.
     float share_in_time(int distance) const;
 
-    // Overridden functions of Link.
+    // Overrides of Link's functions.
     void start_threads() override;
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
 
-    // Any thread may call the next functions. direct() returns true if all copies in use are read with O_DIRECT; false
-    // in a simulation, which reads no files.
+    // Any thread may call the following functions. direct() returns true if all copies in use are read with O_DIRECT;
+    // false in a simulation, which reads no files.
     bool direct() const { return drives_ && drives_->direct(); }
     // Throws Error(INVALID) if there is no such copy of the files.
     void drive_info(int index, moegguf_drive_info & info) const;
@@ -116,7 +117,7 @@ class Transfers final : public Link {
     void read(const Job & job, const ReadBuffer & buffer);
 
     const int n_readers_;
-    int n_at_once_ = 1; // maximum number of reads at the same time
+    int n_at_once_ = 1; // maximum number of concurrent reads
     StreamedReads * streamed_ = nullptr;
     Ring<Want> wants_[n_causes]; // [cause] prefetches that have no slot yet
     int n_demand_reading_ = 0;

@@ -117,7 +117,7 @@ def make_app(
     """Returns the application, which enters `manager` at startup and exits it at shutdown.
 
     Without `routes`, the application has all routes and a store of responses, and continues batches that an earlier
-    server did not finish. `app.state` has the other arguments.
+    server did not finish. `app.state` holds the other arguments.
     """
     state = batches.new_state(manager, catalog, settings)
     state.ending = threading.Event()  # set by the server when it shuts down, so that endless streams end
@@ -186,4 +186,4 @@ async def _refuse(request: HttpRequest) -> Response:
 
 
 async def _greet(request: HttpRequest) -> Response:
-    return PlainTextResponse(page.GREETING)  # clients of Ollama expect this text from a running server
+    return PlainTextResponse(page.GREETING)  # Ollama clients expect this text from a running server

@@ -1,8 +1,9 @@
 """/v1/files and /v1/batches: a client uploads a file of requests and gets a file of answers. The requests of a batch
 have lower priority than other requests.
 
-A batch calls OpenAI's endpoints in this process, with the same checks and objects as over HTTP. Its requests skip
-access control, since the client that created the batch has passed it. They do not count towards `ALL_BODIES_BYTES`.
+A batch calls the OpenAI-compatible endpoints in this process, with the same checks and objects as over HTTP. Its
+requests skip access control, since the client that created the batch has passed it. Their bodies do not count towards
+`ALL_BODIES_BYTES`.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
 async def _compute(
     request: HttpRequest, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[Embeddings, int]:
-    """Returns the vectors of texts, and the nanoseconds that finding and loading the model took. Raises HttpError 404
-    if there is no such model. Raises ContextError for a text that is too long if `truncate` is False."""
+    """Returns the vectors of texts, and the time that finding and loading the model took, in nanoseconds. Raises
+    HttpError 404 if there is no such model. Raises ContextError for a text that is too long if `truncate` is False."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
@@ -149,8 +149,8 @@ async def _compute(
 async def _embed_texts(
     state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
 ) -> tuple[Embeddings, float]:
-    """Returns the vectors of texts, and the seconds that loading the model took (0 if it was already loaded). `model`
-    is a name or an entry. If there are no texts, the model is only loaded."""
+    """Returns the vectors of texts, and the time that loading the model took, in seconds (0 if it was already loaded).
+    `model` is a name or an entry. If there are no texts, the model is only loaded."""
     async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:

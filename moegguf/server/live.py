@@ -1,17 +1,17 @@
-"""Endpoints about the experts of loaded models: their use (`/live`), and their memory (`/budget`).
+"""Endpoints for the experts of loaded models: their use (`/live`) and their memory (`/budget`).
 
 `/live` sends one JSON object per line; with `?once=1` it sends one object for all models. It never loads a model.
 - One kind of line is a snapshot: a `moegguf.serving.events.Snapshot` with bytes in base64, and the state of its model
   under `loaded`. Snapshots without visible changes are not sent.
-- The other kind is `{"loaded_models": [names]}`. It is sent first, at every change, and every HEARTBEAT_S. While models
-  are being loaded, it has a key `loading` with the share of each model that has been read. Without `model` in the
-  query, only the first name of each model is listed.
+- The other kind is `{"loaded_models": [names]}`. It is sent first, at every change, and every HEARTBEAT_S seconds.
+  While models are being loaded, it has a key `loading` with the share of each model that has been read. Without `model`
+  in the query, only the first name of each model is listed.
 
-`/budget` shows the memory for a loaded model's experts, and PUT changes it. `expert_cache` and `vram_cache` have the
-forms of `--expert-cache` and `--vram-cache`. A budget larger than at the model's load is reduced to that size.
-`vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not
+`/budget` shows the memory for a loaded model's experts, and PUT changes it. `expert_cache` and `vram_cache` accept the
+same values as `--expert-cache` and `--vram-cache`. A budget larger than the one at the model's load is reduced to that
+one. `vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not
 change. A new budget takes effect between two passes of a running answer and changes no token. It lasts until the model
-is unloaded, and longer if waiting requests load the model again.
+is unloaded, and is kept if waiting requests then reload the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
-HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is sent again without a change
+HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is resent even if nothing has changed
 MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # longest pause in seconds between two checks of the loaded models
 
@@ -104,7 +104,7 @@ async def snapshot_lines(
                 if (model := loaded.get(name)) is None:
                     continue
                 snapshot = now.since(before.get(name))
-                # Clients also display these figures, so a change in one of them sends a snapshot.
+                # Clients also display these figures, so a change in one of them triggers a snapshot.
                 figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes
                 tokens = snapshot.stats.tokens, model.last_answer_s
                 visible = snapshot.state, snapshot.busy, snapshot.layers, *tokens, *figures
@@ -164,8 +164,8 @@ async def _get_budget(request: HttpRequest) -> Response:
 
 
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
-    """Returns a JSON object with the bytes and slots that a loaded model's experts have. It also has the maximum bytes
-    that PUT /budget can set, and the bytes of the whole model."""
+    """Returns a JSON object with the bytes and slots of a loaded model's experts. It also has the maximum bytes that
+    PUT /budget can set, and the bytes of the whole model."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     most = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)

@@ -200,8 +200,8 @@ class _TokenizeBody(Body):
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds the tokens that the
-    model puts around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
-    as these tokens."""
+    model puts around a text, such as BOS. `parse_special` (default: true) converts the names of special tokens in the
+    text to these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special, add_special=body.add_special is True)
@@ -264,7 +264,7 @@ def _biases_of(given: Any) -> Any:
         key = integral(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
         if not isinstance(key, str) and not (type(key) is int and 0 <= key <= MAX_TOKEN):
             raise ValueError(
-                f"must be pairs of a token id (0 to {MAX_TOKEN}) or a text and a bias, but has {dumps(pair):.80};"
+                f"must be pairs (a text or a token id from 0 to {MAX_TOKEN}, then a bias), but has {dumps(pair):.80};"
                 " correct this pair"
             )
         found[key] = -100 if pair[1] is False else pair[1]
@@ -274,8 +274,8 @@ def _biases_of(given: Any) -> Any:
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share.
 
-    The reasoning tags are the texts between which the model thinks. The model's own tags are used unless both a start
-    tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
+    The reasoning tags are the texts before and after the model's thinking. The model's own tags are used unless both a
+    start tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
     """
 
     limit = limits.BODY_BYTES
@@ -431,7 +431,7 @@ async def _set_adapters(request: HttpRequest) -> Response:
     scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
-        raise HttpError(501, "replicas share no scales; send `lora` with each request")
+        raise HttpError(501, "replicas do not share the scales of LoRA adapters; send `lora` with each request")
     body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
     entry, *_ = await _selected(request)
     scale = scale_of(entry, body.lora)

@@ -96,7 +96,7 @@ Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
 
 class Totals:
     """Counts since the server's start, of loaded and unloaded models. `add` and `update` must be called on one event
-    loop. `stats` has the sum of the statistics of all processes of each model."""
+    loop. `stats` maps each model to the summed statistics of its processes."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -104,7 +104,7 @@ class Totals:
         self._last: dict[int, Stats] = {}  # {pid: last statistics of a running worker}
 
     def add(self, model: str, summary: AnswerSummary) -> None:
-        """Adds the counts of a finished answer of `model`."""
+        """Adds the counts of a finished answer from `model`."""
         figures = {"answers": 1, **vars(summary)}
         for _, _, field in ANSWERS:
             self.answers[model][field] += figures[field]

@@ -30,10 +30,10 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "cache-control": "no-cache",  # a browser checks each time, by ETag, if its copy is current
+    "cache-control": "no-cache",  # a browser checks each time, by ETag, whether its copy is current
 }
 
-mimetypes.add_type("font/woff2", ".woff2")  # Python knows this type only since 3.14
+mimetypes.add_type("font/woff2", ".woff2")  # Python's own table has this type only since version 3.14
 
 
 async def root(request: HttpRequest) -> Response:

@@ -72,8 +72,9 @@ def listen(host: Host) -> socket.socket:
 
 
 def _max_connections() -> int:
-    """Raises this process's limit of file descriptors as far as allowed, up to MAX_DESCRIPTORS. Returns the number of
-    connections that the limit allows, after subtracting reserved descriptors and connections that will be refused."""
+    """Raises this process's file descriptor limit as far as the system allows, up to MAX_DESCRIPTORS. Returns the
+    number of connections that the limit allows, after subtracting reserved descriptors and connections that will be
+    refused."""
     given, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (MAX_DESCRIPTORS if n == resource.RLIM_INFINITY else n for n in (given, hard))
     if soft < (wanted := min(most, MAX_DESCRIPTORS)):
@@ -123,7 +124,7 @@ class Protocol(H11Protocol):
         self._headers_timer = None if most_s is None else self.loop.call_later(most_s, self.transport.close)
 
     def handle_events(self) -> None:
-        """Stops the timer for headers when a request's headers have arrived."""
+        """Stops the header timer when a request's headers have arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._limit_headers(None)
@@ -134,7 +135,7 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer for headers."""
+        """Stops the header timer."""
         self._limit_headers(None)
         super().connection_lost(exc)
 
@@ -153,7 +154,7 @@ class Protocol(H11Protocol):
 
 class QuietServer(Server):
     """A uvicorn server that calls `on_start` when it listens, and `on_end` when its shutdown begins. A signal stops the
-    server but, unlike in uvicorn, is not raised again afterwards."""
+    server but, unlike in uvicorn, is not re-raised afterwards."""
 
     def __init__(
         self, config: Config, listener: socket.socket, on_start: Callable[[], None], on_end: Callable[[], None]
@@ -216,8 +217,8 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _start_logging(level: str, form: str) -> None:
-    """Sends log records to stderr: moegguf's of this level and above, and other packages' of level WARNING and above.
-    `form` "json" writes them as JSON."""
+    """Sends log records to stderr: moegguf's own from this level up, and other packages' from level WARNING up. `form`
+    "json" writes them as JSON."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(_JsonFormatter() if form == "json" else text)

@@ -46,7 +46,7 @@ class Done:
 
     summary: AnswerSummary
     load_s: float  # seconds of the load that the request waited for; 0: the model was already loaded
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker sent last
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
 
 
 Event = PromptProgress | Delta | Done
@@ -65,7 +65,7 @@ class LoadedName:
 class LoadedModel:
     """A model in memory. Sizes in bytes are planned, not measured."""
 
-    name: str  # name of the first of `names`; if `names` is empty, the entry's name
+    name: str  # first name that uses the model; if there is none, the entry's name
     digest: str
     pid: int
     n_ctx: int
@@ -76,16 +76,16 @@ class LoadedModel:
     stopping: bool
     queue: int  # number of waiting requests
     n_requests: int
-    stats: Stats  # statistics since the load, as the worker sent them last
+    stats: Stats  # statistics since the load, as last sent by the worker
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker sent last
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
     names: tuple[LoadedName, ...] = ()
     expert_cache_bytes: int = 0  # value of the budget `expert_cache` (`planned_budgets`)
     vram_cache_bytes: int = 0  # value of the budget `vram_cache` (`planned_budgets`); 0: no GPU has slots
     n_parallel: int = 1  # maximum number of requests that the model answers at once
     n_answering: int = 0  # number of granted requests that generate or embed
     last_answer_tokens: int = 0  # tokens of the last answer to the owner of the current request
-    last_answer_s: float = 0.0  # seconds from the end of this answer's prompt to its end
+    last_answer_s: float = 0.0  # seconds from the end of that answer's prompt to the end of the answer
 
 
 @dataclass(frozen=True)

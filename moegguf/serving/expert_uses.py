@@ -1,7 +1,7 @@
 """Counts which experts each client's requests use, so that one client's snapshots do not show the experts of others.
 
-The store counts the uses of all passes together. Successive passes that compute only for one client are counted for
-this client. A pass that computes for several clients is not counted for any client.
+The store counts the uses of all passes together. Consecutive passes that serve only one client are counted for this
+client. A pass that serves several clients is not counted for any client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Maps = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 
 
 class ExpertUses:
-    """The uses of a model's experts by each client. The computing thread calls `begin_pass`; any thread may call
+    """The uses of a model's experts by each client. The compute thread calls `begin_pass`; any thread may call
     `maps`."""
 
     def __init__(self, session: Session) -> None:
@@ -40,9 +40,9 @@ class ExpertUses:
 
     def maps(self, client_key: str | None) -> Maps:
         """Returns the current state of each expert, and its uses and loads since the model was loaded. With
-        `client_key` None, all requests count.
+        `client_key` None, all requests are counted.
 
-        For one client, only the client's own passes count. Loads count only for experts that these passes used. The
+        For one client, only the client's own passes are counted, and loads only of experts that these passes used. The
         state is from the client's last passes, and is 0 for experts that these passes did not use, since later states
         would depend on other clients' prompts.
         """
@@ -56,7 +56,7 @@ class ExpertUses:
         return self._views.get(client_key, (nothing.astype(np.uint8), nothing, nothing))
 
     def _view(self, client_key: str) -> Maps:
-        """Returns the maps of the client whose passes run now. Only loads of experts that the client used in these
+        """Returns the maps of the client whose passes are running. Only loads of experts that the client used in these
         passes are added, since other loads may belong to an earlier request."""
         uses, loads = (now - begun for now, begun in zip(self._session.store.activity(), self._begun, strict=True))
         used = uses > 0

@@ -1,7 +1,7 @@
 """The state of a model in the manager (`ManagedModel`), and the use of a model by one request (`Lease`).
 
 A `ManagedModel` has the files, the names that use them, waiting and current requests, expiry, memory and the worker
-process. model_manager.py starts and ends the processes, and decides when a request is granted.
+process. model_manager.py starts and stops the processes, and decides when a request is granted.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LeaseRequest:
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True if it generates or embeds; at most `n_parallel` such requests use a model at once
-    # number that increases in the order of arrival, for all models together
+    will_answer: bool = True  # True if it will generate or embed; up to `n_parallel` such requests use a model at once
+    # number that increases in order of arrival, across all models
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
@@ -74,8 +74,8 @@ class LeaseRequest:
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model, unless it has ended. If there is an `error`, the waiting caller receives it as
-        an exception."""
+        """Ends the wait for the model, unless the wait has already ended. If there is an `error`, the waiting caller
+        receives it as an exception."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -89,11 +89,11 @@ class LeaseRequest:
 
 
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
-    """Returns the requests in the order in which they would be served now.
+    """Returns the requests in their current serving order.
 
     Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
-    or ended. `served` has the ticket of this second time for waiting clients. Background requests come last until they
-    have waited for MAX_WAIT_S.
+    or ended. `served` maps each waiting client to this second time, given as a ticket. Background requests come last
+    until they have waited for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
@@ -142,7 +142,7 @@ class ManagedModel:
         self.default_n_ctx = 0  # context length of a load whose request does not set one
         # {RAM or device: bytes}, reserved from the decision to load until the process has ended
         self.used: dict[str, int] = {}
-        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count for this budget}
+        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count towards this budget}
         self.changing_budget = asyncio.Lock()
         # {name of a budget: value that a client set while the model was loaded}; a reload keeps these values
         self.asked_budgets: dict[str, ExpertCache] = {}
@@ -156,7 +156,7 @@ class ManagedModel:
 
     @property
     def queue(self) -> list[LeaseRequest]:
-        """Returns the waiting requests in the order in which they would be served now."""
+        """Returns the waiting requests in their current serving order."""
         return in_turn(self.waiting, self._served)
 
     def grant(self, request: LeaseRequest) -> None:
@@ -222,7 +222,7 @@ class ManagedModel:
         self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
 
     def reset(self) -> None:
-        """Clears the state of the load, after the process has ended. The reserved memory counts as free again."""
+        """Clears the state of the load, after the process has ended. The reserved memory is treated as free again."""
         self.process, self.used, self.n_requests = None, {}, 0
         self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
         self.set_timer(math.inf, self.reset)
@@ -262,8 +262,8 @@ class ManagedModel:
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Sets `files_changed` to True if a file was written or replaced since the model was measured, else to False.
-        Deleted files are ignored."""
+        """Sets `files_changed` to True if a file was written or replaced since the model was measured, otherwise to
+        False. Deleted files are ignored."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
@@ -312,10 +312,10 @@ class Calls(ABC):
     @abstractmethod
     def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """Yields a worker's reply to a message of this kind: events, then the value. Raises the worker's error, or
-        WorkerError."""
+        WorkerError if the process fails."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Yields the events of a call, then its value. Repeats the call once, as the class describes."""
+        """Yields the events of a call, then its value. Repeats the call once, as described in the class's docstring."""
         has_begun = False
         for is_last in (False, True):
             try:
@@ -330,7 +330,7 @@ class Calls(ABC):
 
     async def value(self, kind: str, **fields: Any) -> Any:
         """Returns the value of a call: for "count" the number of tokens in a conversation's prompt, for "render" the
-        prompt's text. Raises the worker's error, or WorkerError."""
+        prompt's text. Raises the worker's error, or WorkerError if the process fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -348,7 +348,7 @@ class Calls(ABC):
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Returns the scores of documents for a query, as vectors of one number. Raises the errors of
+        """Returns the scores of documents for a query, as one-element vectors. Raises the errors of
         `moegguf.generate.embedding.rank`."""
         from moegguf.generate.embedding import Embeddings
 
@@ -362,8 +362,8 @@ class Calls(ABC):
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
     async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
-        """Returns the tokens of a string. `special`: recognizes names of special tokens. `add_special`: adds the tokens
-        that the model puts around a text, such as BOS and EOS."""
+        """Returns the tokens of a string. `special`: True to recognize names of special tokens. `add_special`: True to
+        add the tokens that the model puts around a text, such as BOS and EOS."""
         return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:

@@ -1,8 +1,8 @@
 """Computes the memory that a model needs, the memory that is available, and which idle models must be unloaded.
 
-Each model has a plan with all the memory that it can use, and plans with less memory. Plans are made from the headers
-of the model's files, before anything is loaded. A worker gets the plan for its load. This module knows nothing about
-processes.
+Each model has a plan with all the memory that it can use, and plans with less memory. Plans are built from the headers
+of the model's files, before anything is loaded. A worker receives the plan with which it loads its model. This module
+knows nothing about processes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ModelSize:
 
     wanted: Room  # all memory that the model can use
     minimum: Room  # the minimum memory for loading the model
-    plan_within: Callable[[Room], Plan]  # makes a plan for memory between `minimum` and `wanted`
-    load_config: Callable[[Plan], LoadConfig]  # makes the configuration of a worker that loads with this plan
+    plan_within: Callable[[Room], Plan]  # creates a plan for memory between `minimum` and `wanted`
+    load_config: Callable[[Plan], LoadConfig]  # creates the configuration of a worker that loads with this plan
     default_n_ctx: int = 0  # context length of a load that does not set one
 
 
@@ -109,7 +109,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Owner:
-    """Makes plans for one model, in the memory that all models share."""
+    """Creates plans for one model, in the memory that all models share."""
 
     layout: ExpertLayout
     spec: LoadSpec
@@ -143,8 +143,8 @@ class _Owner:
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for the memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
-        `least`."""
+        """Returns the plan for the memory `room`: `wanted` if it fits, otherwise a plan with fewer slots if one fits,
+        otherwise `least`."""
         if _fits(wanted, room):
             return wanted
         one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total
@@ -227,7 +227,7 @@ class Admission:
 
     reserve: Room = field(default_factory=dict)  # {place: bytes to reserve}; not empty: the model is loaded now
     unload: tuple[str, ...] = ()  # names of the models to unload first
-    short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before the unloads}
+    short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before unloading}
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
@@ -242,7 +242,7 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
             raise BudgetError(
                 f"the model needs at least {format_bytes(n_bytes)} {'of' if place == RAM else 'on'} {place}, but all"
                 f" models together may take {format_bytes(limits[place])} there; lower num_ctx, close other programs"
-                " that use it, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
+                " that use memory there, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
             )
     free = {place: limits[place] - sum(model.used.get(place, 0) for model in models) for place in size.wanted}
     shortage = {place: n_bytes - free[place] for place, n_bytes in size.wanted.items() if n_bytes > free[place]}
@@ -268,7 +268,7 @@ class MemoryLimits:
 
     In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the memory that was free at
     construction, less a margin. It is smaller if other programs have taken more memory since then. On a device, the
-    limit is the smallest number of free bytes seen so far, where memory of models counts as free.
+    limit is the smallest number of free bytes seen so far, where memory used by models is treated as free.
     """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
@@ -303,10 +303,10 @@ class MemoryLimits:
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Returns {name of a budget: bytes for slots} of a plan (as JSON).
+    """Returns {name of a budget: bytes for slots} for a plan, which is given as JSON.
 
-    `expert_cache` counts all slots in RAM. `vram_cache` counts the slots on GPUs and the buffers in which prompts are
-    staged.
+    `expert_cache` includes all slots in RAM. `vram_cache` includes the slots on GPUs and the buffers in which prompts
+    are staged.
     """
     return {name: plan.get(f"{name}_bytes", 0) for name in ("expert_cache", "vram_cache")}
 

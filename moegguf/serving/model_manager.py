@@ -1,13 +1,13 @@
 """Manages the loaded models and the requests for them: queues, loads, unloads, expiry. Runs on one event loop.
 
 Each model has a task (`_live`), which starts with its first request. The task waits for memory, loads the model, and
-ends the process when `ending` is set. The task repeats this while requests wait, then ends. Every change calls
-`_dispatch`, which never waits. `_dispatch` grants requests of loaded models, ends models that nobody uses, and wakes
+stops the process when `ending` is set. The task repeats this while requests wait, then ends. Every change calls
+`_dispatch`, which never waits. `_dispatch` grants requests of loaded models, unloads models that nobody uses, and wakes
 the tasks that wait for a change.
 
 Rules:
 - Names with equal files and load options share a process. An option that neither a request nor the entry sets comes
-  from the last request of the name. A request for a longer context than the loaded one loads the model again.
+  from the last request of the name. A request for a longer context than the loaded one causes a reload.
 - Clients take turns with their requests for a model (`in_turn`). Its process answers several requests at once, up to
   a limit. The answers of one client are granted in the order of its requests.
 - A full queue is divided evenly between the clients that need it.
@@ -172,10 +172,10 @@ class ModelManager:
             return next(model.status() for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
-        """Ends the use of a model by a name, after the name's current answers. Returns False if the name used no model.
+        """Stops a name's use of its model, after the name's current answers. Returns False if the name used no model.
 
-        If no other name uses the model or waits for it, the model's process ends before this method returns. Waiting
-        requests load the model again. Raises ModelNotFoundError or ModelNameError, and BusyError at shutdown.
+        If no other name uses the model or waits for it, the model's process exits before this method returns. Waiting
+        requests reload the model. Raises ModelNotFoundError or ModelNameError, and BusyError at shutdown.
         """
         canonical = name if isinstance(name, str) and self._used_by(name) else (await self._find(name)).name
         model = self._used_by(canonical)
@@ -196,7 +196,7 @@ class ModelManager:
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     def loading(self) -> dict[str, float]:
-        """Returns {name that waits for a load that has begun: share of the model that was read so far, 0 to 1}."""
+        """Returns {name that is waiting for a load in progress: share of the model read so far, 0 to 1}."""
         is_loading = [model for model in self._models.values() if model.process is None and model.used]
         return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
@@ -206,7 +206,7 @@ class ModelManager:
         If the entry's name uses no loaded model, returns snapshots of all loaded models with the entry's files. With
         the setting `tells_clients_apart`, the snapshots count only the requests of the current client.
 
-        watch_s: for this many seconds, workers count all uses; the caller should call again before they end.
+        watch_s: for this many seconds, workers count all uses; the caller should call again before this time ends.
         """
         client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
@@ -386,7 +386,7 @@ class ModelManager:
         """Removes each name in `unloads` from the model, if the name has no running answer and other names use the
         model or wait for it.
 
-        If there are no other names, `_grant_waiting` ends the model.
+        If there are no other names, `_grant_waiting` unloads the model.
         """
         for name in list(model.unloads):
             if model.has_others(name) and not any(request.name == name for request in model.answering):
@@ -430,7 +430,8 @@ class ModelManager:
         model.grant(request)
 
     def _use(self, model: ManagedModel, request: LeaseRequest) -> None:
-        """Makes `model` the only model that the name of `request` uses. A model with earlier options may then end."""
+        """Makes `model` the only model that the name of `request` uses. A model with earlier options may then be
+        unloaded."""
         for other in self._models.values():
             if other is not model:
                 other.uses.pop(request.name, None)
@@ -444,7 +445,7 @@ class ModelManager:
         return self._limits.of(place, self._used(place))
 
     def _update_expiry(self, model: ManagedModel) -> None:
-        """Ends an idle model whose names have all expired (their keep-alive time is over). Otherwise removes the
+        """Unloads an idle model whose names have all expired (their keep-alive time is over). Otherwise removes the
         expired names, and sets the timer for the next expiry."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
         expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]

@@ -1,8 +1,8 @@
-"""Stores objects of OpenAI's Responses API. Each has the messages of its turn and the id of the previous response.
+"""Stores objects of OpenAI's Responses API. Each response has the messages of its turn and the id of the previous
+response.
 
 A response is removed when it is older than the age limit, or when newer responses need its space. When a later response
-continues it, its age starts again at 0. Only one process at a time can open the database. Any thread may call any
-method.
+continues it, its age is reset to 0. Only one process at a time can open the database. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RENEW = (
     " UPDATE response SET expires_at = ? WHERE id IN turn"
 )
 DROP_OLDEST = "DELETE FROM response WHERE id = (SELECT id FROM response ORDER BY expires_at, rowid LIMIT 1)"
-MAX_BYTES = 1 << 30  # limit for the `n_bytes` of all responses together
-MAX_HISTORY_BYTES = 32 << 20  # limit for the messages of one conversation, as JSON
+MAX_BYTES = 1 << 30  # limit on the total `n_bytes` of all responses
+MAX_HISTORY_BYTES = 32 << 20  # limit on the size of one conversation's messages, as JSON
 
 
 class ResponseStore:
@@ -118,8 +118,8 @@ class ResponseStore:
         return [message for messages_of_turn in reversed(turns) for message in messages_of_turn]
 
     def turns(self) -> list[str]:
-        """Returns the text of each stored turn of requests without an API key, in the order of storing. Raises
-        BusyError or StorageError."""
+        """Returns the text of each stored turn of requests without an API key, in the order in which they were stored.
+        Raises BusyError or StorageError."""
         if not self._path.exists():
             return []
         rows = self._open().execute("SELECT messages FROM response WHERE owner = '' ORDER BY rowid")
@@ -146,7 +146,7 @@ class ResponseStore:
                         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                         self._database = Database(self._path, OWNER_ONLY, SCHEMA)
                 except BlockingIOError:
-                    raise BusyError(f"another server has the responses in {self._path}; ask that one.") from None
+                    raise BusyError(f"another server has the responses in {self._path}; use that server.") from None
             database = self._database
         database.execute("DELETE FROM response WHERE expires_at <= ?", self._now(), flush=False)
         return database

@@ -55,7 +55,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Loading:
-    """An event during a load: the share of the model that was read so far."""
+    """An event during a load: the share of the model that has been read so far."""
 
     share: float  # 0 to 1
 
@@ -95,7 +95,7 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a dataclass, a mapping or bytes to a type that JSON has. json.dumps calls this function for other
+    """Converts a dataclass, a mapping or bytes to one of JSON's own types. json.dumps calls this function for other
     types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: item for name, default in _defaults(type(value)) if (item := getattr(value, name)) != default}
@@ -115,7 +115,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 def build(kind: type[Kind], data: Any) -> Kind:
     """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises WorkerError if the conversion fails.
-    Types that JSON has are not checked."""
+    Values of JSON's own types are not checked."""
     reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
     try:
         return typing.cast(Kind, reader(data))
@@ -125,8 +125,8 @@ def build(kind: type[Kind], data: Any) -> Kind:
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Returns a function that converts parsed JSON to the type `hint`. For a type that JSON has, this function changes
-    nothing."""
+    """Returns a function that converts parsed JSON to the type `hint`. For one of JSON's own types, the returned
+    function changes nothing."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """A process that loads one model and answers requests, several at once: `python -m moegguf.serving.worker FD`.
 
 Messages arrive on the socket inherited as FD. The process exits when the socket closes, so that no worker outlives a
-killed server. The main thread loads and computes (`BatchLoop`). A second thread reads messages, so that an answer can
-be cancelled. Other threads reply to messages that need no pass, because a template may render slowly and a change of
-the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
+killed server. The main thread loads the model and runs `BatchLoop`. A second thread reads messages, so that an answer
+can be cancelled. Other threads reply to messages that need no pass, because a template may render slowly and a change
+of the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_REPLIES = 32  # number of threads for replies, so that a slow template does 
 
 
 class Outbox:
-    """Sends lines over `connection` in their order. Lines inside a `one_call` block are sent together at its end.
+    """Sends lines over `connection` in order. Lines inside a `one_call` block are sent together at its end.
 
     Each system call wakes the server and its client on processors that the model's threads need, and releases the
     interpreter's lock. With 16 answers at once, one call for each token took a tenth of the time between two passes.
@@ -259,7 +259,7 @@ class Worker:
             self._replies.submit(self._reply, number, kind, message)
 
     def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
-        """Submits a request to the loop that computes answers. An invalid request ends with an error."""
+        """Submits a request to the loop that generates answers. An invalid request ends with an error."""
 
         def send(event: Delta | PromptProgress) -> None:
             self._send("event", id=number, **{type(event).__name__: event})
@@ -362,7 +362,7 @@ class Worker:
 
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config` with its plan. Calls `progress` with the share that was read; if this returns False,
-    the load ends. Raises the errors of `Llama`."""
+    the load stops. Raises the errors of `Llama`."""
     return Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
 
 

@@ -57,11 +57,12 @@ class SentRequest:
         self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
-        """Yields the events of the request in order, then its value. Raises the worker's error, or WorkerError."""
+        """Yields the events of the request in order, then its value. Raises the worker's error, or WorkerError if the
+        process fails."""
         while True:
             kind, value = await self._events.get()
             if kind != "event":
-                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and reads again
+                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and then resumes
             if kind == "error":
                 raise value
             yield value
@@ -69,7 +70,7 @@ class SentRequest:
                 return
 
     async def value(self) -> Any:
-        """Returns the value of the request. Raises the worker's error, or WorkerError."""
+        """Returns the value of the request. Raises the worker's error, or WorkerError if the process fails."""
         return [event async for event in self.events()][-1]
 
     def cancel(self) -> None:
@@ -118,7 +119,7 @@ def device_failure(text: str) -> str:
 
 
 class WorkerProcess:
-    """A worker process. Its errors contain no name of a model, since several names may use the process."""
+    """A worker process. Its errors do not name a model, since several names may use the process."""
 
     def __init__(self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S) -> None:
         self._echo_stderr = echo_stderr
@@ -165,7 +166,7 @@ class WorkerProcess:
         except OSError as error:
             ours.close()
             raise WorkerError(
-                f"no process can be started for the model ({error}); end others, then try again."
+                f"no process can be started for the model ({error}); end other processes, then try again."
             ) from None
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=wire.MAX_MESSAGE_BYTES)
         self._supervisor = asyncio.create_task(self._supervise(reader))
@@ -177,9 +178,9 @@ class WorkerProcess:
         return self._child.pid
 
     async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
-        """Loads a model. Calls `on_progress` with the share that was read so far. Raises the errors of loading, and
-        WorkerError if the process exits. Kills the process and raises WorkerError after `stall_s` seconds without
-        progress."""
+        """Loads a model. Calls `on_progress` with the share of the model that has been read so far. Raises the errors
+        of loading, and WorkerError if the process exits. Kills the process and raises WorkerError after `stall_s`
+        seconds without progress."""
         events = self.request("load", config=config).events()
         try:
             while True:
@@ -282,7 +283,7 @@ class WorkerProcess:
             sys.stderr.write(text)
 
     async def _read_stderr(self) -> None:
-        """Reads the process's stderr and keeps its last bytes, for the error message of a crash."""
+        """Reads the process's stderr and keeps its last bytes, for the error message after a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
             self._echo(data.decode(errors="replace"))
@@ -330,7 +331,7 @@ class Workers:
         return await WorkerProcess.start(**self._options)
 
     async def close(self) -> None:
-        """Ends the spare process, if there is one."""
+        """Stops the spare process, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(WorkerError, OptionError):

@@ -31,7 +31,7 @@ from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
-READING_TOKENS_PER_S = 5.0  # speed of a person who reads fast
+READING_TOKENS_PER_S = 5.0  # reading speed of a fast reader
 RESERVE_BYTES = 1 << 30  # memory kept for a context, buffers and the process itself
 
 Facts = dict[str, Any]
@@ -70,8 +70,8 @@ def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
-    """Returns the facts of `moegguf show` about a model (a path or a name). `verbose` adds the metadata of the first
-    file, without long texts and arrays, and the tensors of all files."""
+    """Returns the facts that `moegguf show` prints about a model (a path or a name). `verbose` adds the metadata of the
+    first file, without long texts and arrays, and the tensors of all files."""
     with described(model) as (entry, is_here):
         facts = facts_of(entry, is_here)
         if verbose:
@@ -83,7 +83,7 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
 
 
 def list_facts(entry: ModelEntry) -> Facts:
-    """Returns the facts of `moegguf list` about one model of the catalog."""
+    """Returns the facts that `moegguf list` prints about one model of the catalog."""
     names = ("name", "source", "size_bytes", "digest", "files", "missing", "mmproj", "adapter", "draft", "parent")
     return {name: getattr(entry, name) for name in names} | {"modified": entry.modified.isoformat()}
 
@@ -94,7 +94,7 @@ class SupposedDevice:
     GPU."""
 
     memory_bytes: int
-    memory_bytes_per_s: float  # bandwidth of its memory
+    memory_bytes_per_s: float  # memory bandwidth
     link: Link  # link between the GPU and RAM
 
     @classmethod
@@ -115,8 +115,8 @@ class SupposedDevice:
 
 
 def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
-    """Returns the facts of `moegguf estimate`: the plan for this machine now, with the measured speed of memory. The
-    disk's speed is also measured if the model is here and the plan reads experts from disk.
+    """Returns the facts that `moegguf estimate` prints: the plan for this machine now, with the measured memory speed.
+    The disk's speed is also measured if the model is here and the plan reads experts from disk.
 
     given: {load option: value}; an option replaces the same parameter in the model's entry. device: a GPU for which a
     prediction is added.
@@ -176,7 +176,7 @@ def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None
 def _cpu_placements(
     layout: ExpertLayout, hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float
 ) -> Facts | None:
-    """Returns the predicted speeds of prompts and answers if the CPU computes every layer.
+    """Returns the predicted speeds of prompts and answers if the CPU runs every layer.
 
     There is one prediction with the plan's slots (only if the disk's speed is known), and one with a slot for every
     expert. Returns None for a plan with a device and for a model without experts.
@@ -242,7 +242,7 @@ def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
 def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
     """Returns facts about the model's experts, and for some budgets the slots, the bytes and the range of hit rates."""
     sizes, n_total, size = [layer.expert_bytes for layer in layout.layers], layout.n_expert_total, slot_bytes(layout)
-    # Every token uses the shared experts, so elsewhere they count as dense weights.
+    # Every token uses the shared experts, so elsewhere they are treated as dense weights.
     count = layout.metadata.get(f"{layout.arch}.expert_shared_count")
     if not isinstance(count, int) or count <= 0:
         count = int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
@@ -269,7 +269,7 @@ def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Returns facts about the library's models whose names start with `prefix` (in any case), with their predicted
+    """Returns facts about the library's models whose names start with `prefix` (ignoring case), with their predicted
     speeds on this machine.
 
     The speeds are for the CPU, with the memory that is free now and the disk on which moegguf is installed. A speed is

@@ -16,7 +16,7 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM = ":"  # drawn if layers compute in VRAM: some experts of the cell are in RAM, and none in VRAM
+SOME_IN_RAM = ":"  # drawn if layers run on a GPU: some experts of the cell are in RAM, and none in VRAM
 ALL_IN_RAM = "%"
 IN_RAM, IN_VRAM = 2, 3  # values of `state`
 
@@ -68,7 +68,7 @@ def heatmap(
         layers: il of the layer in each row.
         width: characters of a line, including the layer index. At least MIN_COLUMNS columns are always shown.
         height: maximum number of lines; None or 0: one line for each layer.
-        vram: True if layers compute in VRAM, so that only experts in VRAM count as resident.
+        vram: True if layers run on a GPU; only experts in VRAM then count as resident.
     """
     if not state.size:
         return Text("no layers with experts")
@@ -105,7 +105,7 @@ def heatmap(
 
 
 def legend(width: int, vram: bool = False) -> Text:
-    """Returns the meaning of the letters, wrapped to `width` characters. `vram`: True if layers compute in VRAM."""
+    """Returns the meaning of the letters, wrapped to `width` characters. `vram`: True if layers run on a GPU."""
     text = Text(end="")
     column = 0
     for letters, meaning in VRAM_LEGEND if vram else LEGEND:

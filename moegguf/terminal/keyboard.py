@@ -1,4 +1,4 @@
-"""Turns off the terminal's echo while a program reads keys, and ends a process that cannot be interrupted.
+"""Turns off the terminal's echo while a program reads keys, and terminates a process that cannot be interrupted.
 
 Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode
 the input would appear in the answer, and Enter would arrive as a line feed, which is Ctrl-J.
@@ -62,6 +62,6 @@ def _restore() -> None:
 
 
 def exit_now() -> NoReturn:
-    """Restores the terminal's mode and ends the process immediately, with the exit code of Ctrl-C."""
+    """Restores the terminal's mode and terminates the process immediately, with the exit code of Ctrl-C."""
     _restore()
     os._exit(EXIT_INTERRUPTED)

@@ -28,7 +28,7 @@ _OF_PYDANTIC = {
     "a valid integer, unable to parse string as an integer": "a whole number",
     "a valid number, unable to parse string as a number": "a number",
 }  # fmt: skip
-_ASCII_ONLY = "moegguf-ascii"  # name of the handler of encoding errors
+_ASCII_ONLY = "moegguf-ascii"  # name of the encoding error handler
 _ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # ASCII replacements for maps and tables
 
 
@@ -66,7 +66,7 @@ def _replace_closed_streams() -> None:
 
 
 def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
-    """Handles an encoding error: returns ASCII replacements for characters that the stream's encoding does not have,
+    """Handles an encoding error: returns ASCII replacements for characters that the stream's encoding cannot represent,
     and "?" for characters without a replacement."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
@@ -74,7 +74,7 @@ def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
 
 
 def run_with_exit_code(call: Callable[[], Any]) -> int:
-    """Runs `call` and returns the exit code. If `call` fails, prints the error, or raises it again with
+    """Runs `call` and returns the exit code. If `call` fails, prints the error, or re-raises it with
     MOEGGUF_DEBUG=1."""
     _replace_closed_streams()
     codecs.register_error(_ASCII_ONLY, _ascii_letters)

@@ -43,7 +43,7 @@ def _decimal(ns: int, unit: int) -> str:
 
 
 class _Display:
-    """A live display on stderr, made by the package rich. Leaving the `with` block closes the display."""
+    """A live display on stderr, created by the package rich. Leaving the `with` block closes the display."""
 
     _live: Any = None  # rich's Progress or Status while it is shown, else None
 

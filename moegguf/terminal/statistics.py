@@ -72,8 +72,8 @@ def _aligned(lines: list[Line]) -> list[str]:
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
-    """Returns (label, value) lines about the expert cache, or none for a model without experts. `stats` count the
-    prompt and the answer, `decode` the answer from its second token on."""
+    """Returns (label, value) lines about the expert cache, or [] for a model without experts. `stats` count the prompt
+    and the answer, `decode` the answer from its second token on."""
     if not stats.n_experts:
         return []
     lines = [("expert cache", _slots(stats, stats.n_experts))]
@@ -119,8 +119,8 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
 def staged(stats: Stats) -> str:
     """Returns a text such as "12.30 MB through 48 MiB, 93% of the time while computing".
 
-    The first size is what prompts copied into staging tensors, and the second is the size of these tensors. The share
-    is the part of the copying time in which no layer waited; it is left out if nothing was copied.
+    The first number counts the bytes that prompts copied into staging tensors, and the second is the size of these
+    tensors. The share is the part of the copying time in which no layer waited; it is left out if nothing was copied.
     """
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
@@ -141,7 +141,7 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Returns lines with the statistics since the model was loaded, or none if no expert was looked up."""
+    """Returns lines with the statistics since the model was loaded, or [] if no expert was looked up."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
@@ -151,7 +151,7 @@ def total_lines(stats: Stats) -> list[str]:
 
 
 def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
-    """Returns (label, value) lines about the policy, the predictor and prefetching. There are none for plain LRU, or if
+    """Returns (label, value) lines about the policy, the predictor and prefetching. Returns [] for plain LRU, and if
     `decisions` is empty."""
     if not decisions or (decisions["policy"] == "lru" and decisions["predictor"] == "none"):
         return []

@@ -1,5 +1,5 @@
-// drives.cpp: makes the store's reads of some files as slow as on a given drive. When the first file is slowed down,
-// the store's table of operations (os.h) is replaced with a table whose reads wait.
+// drives.cpp: slows the store's reads of some files down to the speed of a given drive. When the first file is slowed
+// down, the store's table of operations (os.h) is replaced with a table whose reads wait.
 #include "api.h"
 #include "file_id.h"
 #include "os.h"

@@ -39,8 +39,8 @@ def _check(status: int) -> None:
 
 def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
     """Makes the fault of a kind (one of FAULT) occur in the nth operation of the kind, counted from now. If `sticky` is
-    true, the fault also occurs in all later operations of the kind. An `nth` of 0 disarms the kind. `errno` 0 stands
-    for EIO."""
+    true, the fault also occurs in all later operations of the kind. An `nth` of 0 disarms the kind. An `errno` of 0
+    means EIO."""
     load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)
 
 
@@ -62,7 +62,7 @@ def slow_drive(path: Path, link: Link | None) -> None:
 
 def count_operations(kind: str) -> int:
     """Returns the number of operations of a kind since the kind was armed; 0 if it is not armed. Operations on files
-    that `limit_faults` excludes do not count."""
+    that `limit_faults` excludes are not counted."""
     return int(load().moegguf_fault_count(FAULT[kind]))
 
 

@@ -4,8 +4,8 @@
 // The device's memory is ordinary RAM, but ggml treats it as a device's memory, so other code should not touch it.
 // Nothing prevents such access. The device computes with the CPU backend. It uses as many threads as the CPU, or a
 // different number, which makes it faster or slower. A copy between the device and the host takes the link's latency
-// plus the time that its bytes need at the link's bandwidth. Copies in one direction follow one another. A copy within
-// the device takes the time of a memory copy.
+// plus the copy's bytes divided by the link's bandwidth. Copies in one direction follow one another. A copy within the
+// device takes the time of a memory copy.
 //
 // The device behaves like CUDA in these respects:
 // - Each backend instance has its own stream on its own thread. Events let one stream wait for another.
@@ -17,7 +17,7 @@
 //
 // A strict device does the worst that CUDA may do to its users:
 // - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing until a caller
-//   waits for it, or until a launch is queued that was randomly chosen to begin immediately.
+//   waits for it, or until a launch is queued that is randomly chosen to begin immediately.
 // - A copy to the device from unpinned host memory reads this memory immediately, and the caller does not wait.
 // - Binding a quantised weight zeroes the padding after it. Kernels read the last row up to the end of this padding.
 //   They return NaN if the padding has wrong bytes.
@@ -118,7 +118,7 @@ struct LinkDevice {
     const size_t memory_bytes;
     const moegguf_pinned pins;
     const size_t most_buffer_bytes;
-    const int n_threads; // number of threads that compute; 0: the number that llama.cpp sets
+    const int n_threads; // number of compute threads; 0: the number that llama.cpp sets
     const bool strict;
     std::atomic<size_t> used_bytes{0};
     LinkDirection to_device, to_host;
@@ -126,7 +126,7 @@ struct LinkDevice {
     Ranges allocated, pinned;                 // the device's allocated memory; the pinned host memory
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_copies_to_host{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
-    std::mutex mutex; // guards the next two fields
+    std::mutex mutex; // guards the following two fields
     std::minstd_rand delays;
     std::string fault;
     ggml_backend_device device = {};
@@ -331,7 +331,7 @@ ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
     if (device.strict) {
         const bool at_once = device.random() % 2;
         backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
-    } else { // computes on this thread, because handing the work to another thread would add to measured times
+    } else { // computes on this thread, because handing the work to another thread would distort measured times
         synchronize(of_device);
         run(backend, *launch);
     }

@@ -1,5 +1,5 @@
-// link_launch.h: copies a graph when the graph is launched on a simulated device (link_device.cpp). The copy has the
-// operations, parameters, shapes and addresses of that moment, like a launch of CUDA's kernels. Some launches only
+// link_launch.h: copies a graph when the graph is launched on a simulated device (link_device.cpp). The copy contains
+// the operations, parameters, shapes and addresses of that moment, like a launch of CUDA kernels. Some launches only
 // repeat an earlier launch, under conditions like those in ggml's CUDA backend (ggml_backend_cuda_graph_compute). This
 // file knows nothing about devices, and computes nothing.
 #pragma once
@@ -75,8 +75,9 @@ class Launch {
 };
 
 // The launches of one stream. A graph is identified by its first node. When a launch finds the graph unchanged since
-// the last launch, its copy is kept, and later launches repeat it until the graph changes. A graph with the uid (not 0)
-// of its last launch counts as unchanged. Any other graph has changed if any of its nodes has changed.
+// the last launch, its copy is kept, and later launches repeat it until the graph changes. A graph with the same uid
+// (not 0) as at its last launch is treated as unchanged. Any other graph is treated as changed if any of its nodes has
+// changed.
 class Launches {
   public:
     // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with a different number

@@ -1,4 +1,4 @@
-// link_strict.h: checks the rules that CUDA has for the use of memory and kernels, for a strict simulated device
+// link_strict.h: checks CUDA's rules for the use of memory and kernels, for a strict simulated device
 // (link_device.cpp). The padding after a weight must be zero, ids must exist, and memory must be allocated. This file
 // computes with the CPU backend, and knows nothing about the device.
 #pragma once
@@ -235,7 +235,7 @@ class StrictRun {
     ggml_backend_t cpu_;
     Launch & launch_;
     const Ranges & memory_;
-    int first_ = 0; // first node that is not computed yet
+    int first_ = 0; // first node that has not been computed yet
 };
 
 } // namespace moegguf

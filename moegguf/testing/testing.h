@@ -2,7 +2,7 @@
 // bookkeeping. Wheels do not contain this library; tests, tools and `bench --simulate-link` load it.
 //
 // Functions that return an int return a moegguf_status. After a failure, moegguf_testing_last_error() returns the
-// reason. Any thread may call every function.
+// reason. Any thread may call any function.
 #pragma once
 
 #include "moegguf.h"
@@ -26,7 +26,7 @@ struct moegguf_link {
     uint64_t memory_bytes;      // size of the device's memory; 0: no limit
     uint64_t most_buffer_bytes; // largest buffer, and largest tensor of experts for its kernels; 0: no limit
     int32_t pinned;             // enum moegguf_pinned
-    int32_t n_threads;          // number of threads that compute; 0: the number that llama.cpp sets for its backends
+    int32_t n_threads;          // number of compute threads; 0: the number that llama.cpp sets for its backends
     uint32_t strict_seed;       // not 0: a strict device (link_device.cpp), with random delays from this seed
 };
 
@@ -37,7 +37,7 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 
 // Counts of a simulated device.
 struct moegguf_link_figures {
-    uint64_t launches;               // number of launches of graphs
+    uint64_t launches;               // number of graph launches
     uint64_t replays;                // launches that only repeated an earlier launch, like CUDA's graphs
     uint64_t copies;                 // copies that were queued in a stream
     uint64_t copies_to_host;         // copies that were queued in a stream, from the device to the host
@@ -54,7 +54,7 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_STAT,
     MOEGGUF_FAULT_ALLOC,
     MOEGGUF_FAULT_THREAD,
-    MOEGGUF_FAULT_SHORT_READ, // a read of more than 4096 bytes returns at most 4096; shorter reads do not count
+    MOEGGUF_FAULT_SHORT_READ, // a read of more than 4096 bytes returns at most 4096; shorter reads are not counted
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ, // a read takes 2 seconds longer, and does not fail
     MOEGGUF_FAULT_COPY,      // a copy from host memory to a device fails
@@ -66,10 +66,10 @@ enum moegguf_fault_kind {
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 
 // Returns the number of operations of a kind since the kind was armed; 0 if it is not armed. If moegguf_fault_file has
-// limited faults to one file, reads and fstat of other files do not count.
+// limited faults to one file, reads and fstat of other files are not counted.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
-// Limits faults of reads and of fstat to one file; NULL: faults occur for every file. INVALID: there is no such file.
+// Limits read and fstat faults to one file; NULL: faults occur for all files. INVALID: there is no such file.
 MOEGGUF_API int moegguf_fault_file(const char * path);
 
 // Slows the store's reads of a file down to the speed of a given drive. Reads share the drive's bandwidth, and each

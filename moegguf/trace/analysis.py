@@ -37,17 +37,17 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # computing time of a layer in microseconds if transfers take no time
+IN_TIME_US = 1.0  # compute time of a layer in microseconds if transfers take no time
 Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
 
 
 def no_progress(step: str, share: float) -> None:
-    """Does nothing: a `Progress` for callers that need none."""
+    """Does nothing: a `Progress` for callers that do not need progress reports."""
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
-    """Returns a function that the caller calls at the start of each of the `n_steps` steps of a stage. The function
-    passes the step and the finished share of the stage to `progress`."""
+    """Returns a function to call at the start of each of a stage's `n_steps` steps. The function passes the step and
+    the finished share of the stage to `progress`."""
     started = itertools.count()
 
     def report(step: str) -> None:
@@ -57,10 +57,10 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Returns the numbers of requests that together have at least `n_tokens` decoded tokens, or all requests if there
-    are fewer tokens. Requests are added one by one, and the kinds of text take turns.
+    """Chooses requests that together have at least `n_tokens` decoded tokens, or all requests if there are fewer
+    tokens. Returns the requests' numbers. Requests are chosen one by one, and the kinds of text take turns.
 
-    The first request of every kind is always among them.
+    The first request of every kind is always chosen.
     """
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen = list[int]()
@@ -74,8 +74,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 
 def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label are a kind,
-    too."""
+    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label form a kind of
+    their own."""
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
@@ -129,7 +129,7 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
 
 def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
     """Returns the options for replays with these predictors. If `timed` is False, the options let prefetches arrive in
-    time. Raises OptionError if the options have prefetching but "none" is the only predictor."""
+    time. Raises OptionError if the options enable prefetching but "none" is the only predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor; give --predictor NAME.")
     return options if timed else _in_time(options)
@@ -146,7 +146,7 @@ def _in_time(options: SimOptions) -> SimOptions:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """A trace, and the saved artifacts of the model from which it was recorded."""
+    """A trace, and the saved artifacts of the recorded model."""
 
     trace: Trace
     artifacts: Artifacts
@@ -177,12 +177,13 @@ class TraceAnalysis:
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Splits the requests into two halves. Each half has half of the requests of each kind of text, give or take
-        one. Raises OptionError if there is only one request."""
+        """Splits the requests into two halves. Each half contains half of the requests of each kind of text, give or
+        take one. Raises OptionError if there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
-                "the policy is chosen on some requests and judged on others, but the trace has one; record several."
+                "the policy is chosen on some requests and judged on others, but the trace has fewer than two; record"
+                " several."
             )
         first, second = (replace(self, trace=self.trace.select(sorted(one_by_one[start::2]))) for start in (0, 1))
         return first, second
@@ -234,7 +235,7 @@ class TraceAnalysis:
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
         """Returns the message of the OptionError that `make(name)` raises, without the last full stop. Returns "" if
-        `make` raises none."""
+        `make` does not raise one."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -322,8 +323,8 @@ class TraceAnalysis:
         missing; the policy is then the measured one in VRAM, and LRU in RAM.
 
         budgets: {share of the experts in VRAM: the devices with their numbers of slots and staging tensors, as
-        planned}. Prompts use the staging tensors. If no device has any, prompts are cut into passes small enough that
-        the slots compute them exactly.
+        planned}. Prompts use the staging tensors. If no device has any, prompts are cut into passes small enough to be
+        computed exactly from slots.
 
         Raises OptionError as `simulate` does.
         """

@@ -115,8 +115,8 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the fewest experts that must be read, in the order of reading. No policy can read fewer
-    experts, with or without bypass.
+    """Returns the keys of the fewest experts that must be read, in the order in which they are read. No policy can read
+    fewer experts, with or without bypass.
 
     An expert that must be read twice appears twice. resident: keys of the experts that have slots at the start.
     """

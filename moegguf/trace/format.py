@@ -1,7 +1,7 @@
 """The trace file: an .npz of blocks, which is written while the model runs and fully checked when it is read.
 
 The file is a zip. Block number i consists of the members NAME.i.npy (i with six digits), with the names and shapes of
-`Trace`'s arrays. A block's pass_start counts from the block's first token. The last member, `header.json`, lists the
+`Trace`'s arrays. A block's pass_start is relative to the block's first token. The last member, `header.json`, lists the
 blocks, so a truncated file has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs
 are stored uncompressed, because they hardly compress; everything else is compressed (deflate).
 
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     n_pass: Count
     n_tokens: Count
     inputs: Flag  # 1: the block has the routers' inputs
-    batches: Flag  # 1: the block has the request and phase of each token, because passes have tokens of several
+    batches: Flag  # 1: passes mix requests or phases, so the block stores them for each token
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
@@ -82,7 +82,7 @@ class FileHeader(BaseModel, strict=True):
     fingerprint: Text
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
-    weights: bool  # True: the file has the router's weights, by which the experts' outputs are multiplied
+    weights: bool  # True: the file has the router weights that multiply the experts' outputs
     inputs: bool  # True: the routers' inputs were recorded, at least in some blocks
     n_pass: Count
     n_tokens: Count
@@ -91,13 +91,15 @@ class FileHeader(BaseModel, strict=True):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if any(not 0 < block.n_pass <= block.n_tokens or block.inputs > self.inputs for block in self.blocks):
-            raise ValueError("blocks have at least a pass, and a token per pass, and inputs only where recorded")
+            raise ValueError(
+                "a block must have at least one pass, at least one token per pass, and inputs only if `inputs` is true"
+            )
         if (self.n_pass, self.n_tokens) != _sizes(self.blocks):
             raise ValueError(
-                f"n_pass and n_tokens are {self.n_pass} and {self.n_tokens}, but the blocks have other sums"
+                f"n_pass and n_tokens must be the sums over the blocks, not {self.n_pass} and {self.n_tokens}"
             )
         if self.inputs and self.shape.n_embd == 0:
-            raise ValueError("n_embd is 0, but inputs were recorded")
+            raise ValueError("n_embd must be above 0, because inputs were recorded")
         return self
 
     @property
@@ -160,12 +162,12 @@ def check(trace: Trace) -> None:
         ((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1"),
         (((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}"),
         (((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}"),
-        (uniform, "expert_ids", "must be as many for each token of a layer, followed by -1"),
+        (uniform, "expert_ids", "must hold the same number of experts for each token of a layer, followed by -1"),
     ]
     for holds, name, rule in rules:
         _require(holds, name, rule)
     _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}")
-    _require(_computes_last_tokens(trace), "expert_ids", "must be those of a pass's last tokens where some are missing")
+    _require(_computes_last_tokens(trace), "expert_ids", "must be those of a pass's last tokens if some are missing")
 
 
 def _require(holds: Any, name: str, rule: str) -> None:
@@ -182,7 +184,7 @@ def _computes_last_tokens(trace: Trace) -> bool:
     n_others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
     computed = trace.expert_ids[:, :, 0] >= 0
     ends = computed[:, :-1] & ~computed[:, 1:] & np.repeat(n_others == 0, lengths)[:-1]
-    ends[:, trace.pass_start[1:-1] - 1] = False  # not a fault: after a pass's last token another pass begins
+    ends[:, trace.pass_start[1:-1] - 1] = False  # not a fault: the next token belongs to another pass
     return not bool(ends.any())
 
 
@@ -255,9 +257,13 @@ class TraceWriter:
         batches = block.token_sequence is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
         if has_inputs and not self.inputs:
-            raise TraceError(f"{self.path.name}: a block has inputs, but the writer takes none; open it with inputs.")
+            raise TraceError(
+                f"{self.path.name}: a block has inputs, but the writer takes none; open the writer with inputs."
+            )
         if len(self._blocks) == MAX_BLOCKS:
-            raise TraceError(f"{self.path.name}: a trace has at most {MAX_BLOCKS} blocks, now reached; begin another.")
+            raise TraceError(
+                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, but has them already; begin another."
+            )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)
             if array is None or array.dtype != dtype or array.shape != shape:
@@ -334,8 +340,8 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     batches = any(block.batches for block in header.blocks)
     spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
-        raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
-    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written take no memory.
+        raise TraceError(f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less.")
+    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written use no memory.
     arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
     first_pass = first_token = 0
     for number, block in enumerate(header.blocks):

@@ -1,4 +1,4 @@
-"""Makes traces from routing that other programs recorded: `moegguf trace import`.
+"""Creates traces from routing that other programs recorded: `moegguf trace import`.
 
 Such a trace has the form of a recorded trace, but no times, weights or router inputs. A prompt is divided into passes
 of at most PROMPT_PASS tokens, and each later token is a separate pass, as in llama.cpp.
@@ -34,8 +34,8 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Facts that the user gives in addition to the files. Facts about the model's shape have the names of `MoeShape`'s
-    fields.
+    """Facts that the user provides in addition to the files. Facts about the model's shape have the names of
+    `MoeShape`'s fields.
 
     A fact that is None is taken from the files or from the model's file.
     """
@@ -58,8 +58,8 @@ def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Tr
     """Combines the routing in these files into one trace, writes the trace to `out`, and returns it.
 
     Raises TraceError for a file that breaks a rule, and for files or options that contradict each other about the
-    model. Also raises TraceError if a necessary fact is missing everywhere, and the errors of `read_layout`. After an
-    error, `out` is unchanged.
+    model. Also raises TraceError if a necessary fact is missing everywhere, and the same errors as `read_layout`. After
+    an error, `out` is unchanged.
     """
     facts = _Facts()
     header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
@@ -87,7 +87,7 @@ class _Facts:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError if one of them has a different value from an earlier fact of this name."""
+        """Adds facts. Raises TraceError if one of them contradicts an earlier fact of the same name."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:
@@ -168,8 +168,8 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
 
 def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
     """Returns a trace of these requests, one after another. A request that does not state its number of prompt tokens
-    has `n_prompt`, or fewer if the request is shorter. Raises TraceError for a stated number that does not fit the
-    request."""
+    is assumed to have `n_prompt`, or fewer if it is shorter. Raises TraceError for a stated number that does not fit
+    the request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()

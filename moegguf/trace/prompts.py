@@ -1,4 +1,4 @@
-"""Reads prompt files, the input of trace recordings. This module knows nothing about models and tokenizers.
+"""Reads prompt files, the input for trace recordings. This module knows nothing about models and tokenizers.
 
 NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}. Only the
 prompt is required. Any other file is plain text with one prompt per paragraph; empty lines separate the paragraphs.

@@ -1,4 +1,4 @@
-"""Records announcements and routing events into a trace file, block by block, while the model computes.
+"""Records announcements and routing events into a trace file, block by block, while the model runs.
 
 An announcement contains the tokens that are evaluated next. For each event, the recorder usually only copies the
 event's arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any
@@ -39,8 +39,8 @@ class _Pass:
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens in the pass. This is the maximum over the layers, because the last layer may be computed
-        for only some of the tokens."""
+        """The number of tokens in the pass. This is the maximum over the layers, because the last layer may process
+        only some of the tokens."""
         return max((len(event.expert_ids) for _, event in self.layers), default=0)
 
     @property
@@ -54,7 +54,7 @@ class _Pass:
 
     def of_tokens(self, name: str, unknown: int) -> Int32s:
         """Returns an array (n_tokens,): the values for this pass from the array `name` of the announcement. Values that
-        are not known are `unknown`."""
+        are not known are set to `unknown`."""
         found = np.full(self.n_tokens, unknown, np.int32)
         values = getattr(self.announced, name, None)
         if self.first.first_token >= 0 and values is not None:
@@ -64,7 +64,7 @@ class _Pass:
 
     def of_layers(self, shape: MoeShape, name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
         """Returns an array (n_moe_layer, n_tokens, size) with the field `name` of the events of all layers. Missing
-        values are `empty`, which also determines the type of the array."""
+        values are set to `empty`, which also determines the type of the array."""
         n_tokens = self.n_tokens
         found = np.full((len(shape.layers), n_tokens, size), empty)
         for row, event in self.layers:
@@ -83,8 +83,8 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    If `inputs` is True, the routers' inputs are also recorded, as far as events have them. The constructor raises
-    TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording ends, and
+    If `inputs` is True, the routers' inputs are also recorded for events that contain them. The constructor raises
+    TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording stops, and
     the model keeps running. close() then raises the error.
     """
 
@@ -131,7 +131,7 @@ class Recorder:
         current.layers.append((row, event._replace(expert_ids=event.expert_ids.copy(), weights=weights, inputs=inputs)))
 
     def label(self, sequence: int, text: str) -> None:
-        """Sets the label of a request, which names the request's kind of text. Labels are cut to MAX_TEXT
+        """Sets the label of a request, which names the request's kind of text. Labels are truncated to MAX_TEXT
         characters."""
         self._labels[sequence] = text[:MAX_TEXT]
 
@@ -158,8 +158,8 @@ class Recorder:
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """Finishes the previous pass, writes the finished passes if they are enough for a block, and begins a new pass.
-        `event` is the new pass's first event, which this method does not record."""
+        """Finishes the previous pass, writes the finished passes if there are enough of them for a block, and begins a
+        new pass. `event` is the new pass's first event, which this method does not record."""
         self._finish()
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
@@ -168,7 +168,7 @@ class Recorder:
         return self._open
 
     def _finish(self) -> None:
-        """Finishes the current pass, if there is one. Discards a pass without tokens."""
+        """Finishes the current pass, if any. Discards a pass without tokens."""
         if self._open is not None and self._open.n_tokens:
             self._finished.append(self._open)
         self._open = None

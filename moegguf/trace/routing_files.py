@@ -55,7 +55,7 @@ class Routing:
 
     @property
     def has_logits(self) -> bool:
-        """True if `chosen` has logits, so that the experts must still be chosen."""
+        """True if `chosen` has logits, so the experts must still be chosen."""
         return self.chosen.dtype.kind == "f"
 
 
@@ -69,24 +69,23 @@ class RoutingFile:
 
 
 def read_routing(path: Path) -> RoutingFile:
-    """Reads a file in the format that belongs to its suffix. Raises TraceError for a file that is missing, damaged, too
+    """Reads a file in the format that its suffix indicates. Raises TraceError for a file that is missing, damaged, too
     large or in another format."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
         raise TraceError(
             f"{path.name}: routing is read from {', '.join(_READERS)}, but the name ends in"
-            f" {path.suffix or 'none of these'!r}; save it in one of these forms."
+            f" {path.suffix or 'no suffix'!r}; save it in one of these forms."
         )
     with _naming(path):
         if path.stat().st_size > MAX_TRACE_BYTES:
-            raise TraceError(f"holds {path.stat().st_size} bytes, at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
         return read(path)
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Converts errors of reading, such as OSError and errors for invalid data, into a TraceError with the file's
-    name."""
+    """Converts read errors, such as OSError and errors for invalid data, into a TraceError with the file's name."""
     try:
         yield
     except TraceError as error:
@@ -105,7 +104,7 @@ def _npz_arrays(path: Path) -> Arrays:
         if HEADER in names:
             raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
         if n_bytes > MAX_TRACE_BYTES:
-            raise TraceError(f"holds {n_bytes} bytes, at most {MAX_TRACE_BYTES} are read; divide it.")
+            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; divide it.")
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
@@ -155,8 +154,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has a
-    different value for `fact`."""
+    """Adds `fact`, whose value `found` was derived from the shape of the array `name`. Raises TraceError if `facts` has
+    a different value for `fact`."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 
@@ -244,14 +243,14 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
     """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears twice,
     or if a row of the prompt comes after a row of the answer."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # one more than the table has, so that the error can name a row missing at the end
+    row = np.arange(n_rows + 1)  # one more than the table has, so the error can name a row missing at the end
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):
         position, layer = expected[wrong[0] if len(wrong) else n_rows]
         raise TraceError(
-            f"request {name!r:.60}: positions count from 0, and each has one row for each of the"
-            f" {len(layers)} layers of the file, which is not so at position {position}, layer {layer};"
+            f"request {name!r:.60}: positions must count from 0, and each must have one row for each of the"
+            f" {len(layers)} layers of the file; position {position}, layer {layer} breaks this rule, so"
             " write the missing rows, or leave out the repeated ones."
         )
     firsts = table[:: len(layers)]

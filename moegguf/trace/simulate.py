@@ -3,8 +3,8 @@ hits, bytes, stall and tokens per second.
 
 With the policy, predictor and slots of the recorded run, the counts of lookups, hits, misses and evictions equal the
 run's counts, under the conditions in `moegguf/trace/__init__.py`. The native library is needed, but no model: the
-layout of the experts comes from the trace's shape. One or several devices may compute layers from their slots, with
-slots in RAM below them.
+layout of the experts comes from the trace's shape. Layers may run on one or several devices, from the devices' slots,
+with slots in RAM below them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 from moegguf.trace.trace import Trace
 
-GGML_TYPE_I8 = 24  # has one byte per value, so that an expert's matrix of any size can be a single row
+GGML_TYPE_I8 = 24  # one byte per value, so that an expert's matrix of any size can be a single row
 NO_LIMIT = 1 << 30  # a number of tokens that no pass reaches
-REAL_TIME = ("hook_ns", "forecast_ns")  # counters of measured time, which does not follow from the trace
+REAL_TIME = ("hook_ns", "forecast_ns")  # counters of measured time, which cannot be derived from the trace
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
 SIMULATED = "CUDA"  # ggml's name for the backend of simulated devices
 
@@ -43,8 +43,8 @@ class SimOptions:
     prefetch: PrefetchOptions | None = None  # None: no prefetching
     link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
-    layer_compute_us: float = 0.0  # computing time of a layer for each token
-    layer_pass_us: float = 0.0  # additional computing time of a layer for each pass
+    layer_compute_us: float = 0.0  # compute time of a layer for each token
+    layer_pass_us: float = 0.0  # additional compute time of a layer for each pass
     store: StoreOptions = field(default_factory=StoreOptions)
     n_ram_slots: int = 0  # slots in RAM below the slots of devices
     ram_policy: str = LRU.name  # name of the native policy for the slots in RAM
@@ -109,7 +109,7 @@ class TierSpan(_Sums):
     evictions: int = 0
     bytes_in: int = 0  # bytes that were read or copied into the tier's slots
     copy_ns: int = 0  # time of copies into the tier's slots
-    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time spent waiting for reads from the file
+    stall_ns: int = 0  # time that layers spent waiting for this tier; for RAM, waiting for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
@@ -232,10 +232,10 @@ def _cut(trace: Trace, most: int) -> Trace:
 class Simulation:
     """One replay of a trace. The policy and the predictor must be new objects, because they keep state.
 
-    n_slots: the number of slots of the CPU, which then computes every layer, or the devices with their slots. Devices
-    may have staging tensors for passes of more than one token. If no device has any, passes are cut to the number of
-    tokens that slots compute exactly. Raises OptionError if the slots of a device are fewer than one token's experts of
-    a layer.
+    n_slots: the number of slots if every layer runs on the CPU, otherwise the devices with their slots. Devices may
+    have staging tensors for passes of more than one token. If no device has any, passes are cut to a number of tokens
+    that can be computed exactly from slots. Raises OptionError if the slots of a device are fewer than one token's
+    experts of a layer.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """Returns the controller that a live run would have; None if the policy and predictor need none. An exception
-        in the policy or predictor ends the simulation."""
+        """Returns the controller that a live run would have; None if the policy and predictor do not need one. An
+        exception in the policy or predictor aborts the simulation."""
         acting = ActingOptions(
             self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
@@ -299,7 +299,7 @@ class Simulation:
         return self._result(meter)
 
     def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
-        """Replays the passes without announcements, and each pass's routing events in one call."""
+        """Replays the passes without announcements. Each pass's routing events are replayed in one call."""
         trace = self.trace
         layers = np.array(self.trace.shape.layers, np.int32)
         used = np.array(trace.used(), np.int32)
@@ -367,9 +367,9 @@ def announce_to(context: StoreContext, event: Announcement) -> None:
 class _Meter:
     """Divides the store's counters by phase and request. Reads the counters only when the phase or the request changes.
 
-    A pass in which any token decodes counts as a decode pass, with all of its counters. The prompt tokens of such a
-    pass do not count as decoded tokens. A pass with tokens of several requests is counted under the request of its
-    first announced token.
+    All counters of a pass with any decoded token are attributed to the decode phase. The prompt tokens of such a pass
+    are not counted as decoded tokens. A pass with tokens of several requests is counted under the request of its first
+    announced token.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
@@ -383,7 +383,7 @@ class _Meter:
         self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
-        """Counts a pass of n_tokens tokens before its first routing event. Of these tokens, n_decoded decode and the
+        """Counts a pass of n_tokens tokens before its first routing event. n_decoded of these tokens are decoded; the
         others belong to prompts."""
         if (sequence, phase) != self._now:
             self.end()
@@ -393,7 +393,8 @@ class _Meter:
         self._n_read += n_read
 
     def end(self) -> None:
-        """Adds the growth of the counters since the last call to the current phase and request, if there are any."""
+        """Attributes the counters' growth since the previous call to the current phase and request. Attributes nothing
+        before the first pass."""
         before = self.counters
         self.counters = self._store.counters()
         earlier = self.tiers
@@ -414,7 +415,7 @@ class _Meter:
 
     @property
     def decode(self) -> Span:
-        """The counters of passes in which any token decodes."""
+        """The counters of passes with decoded tokens."""
         return sum((span for (_, phase), span in self._parts.items() if phase == Phase.DECODE), Span())
 
     @property

@@ -27,7 +27,7 @@ class TraceSummary:
     n_tokens: int
     n_decoded: int
     recorded: tuple[str, ...]  # names of the optional arrays in the trace: "weights", "inputs", both or none
-    # Share of decoded tokens' experts that the request's previous token also used in the layer
+    # Share of decoded tokens' experts that the request's previous token also used in the same layer
     reuse: float
     top_tenth: float  # share of all uses that belong to the most used tenth of the experts
 

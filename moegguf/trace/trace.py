@@ -53,7 +53,7 @@ class Trace:
     pass_start: npt.NDArray[np.int64]  # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]]
     tokens: Int32s  # (n_tokens,) -1: unknown
     expert_ids: npt.NDArray[np.int16]  # (n_moe_layer, n_tokens, n_expert_used); -1: no expert
-    # Router weights by which the experts' outputs are multiplied, in the shape of expert_ids
+    # Router weights that multiply the experts' outputs, in the shape of expert_ids
     weights: npt.NDArray[np.float16] | None = None
     inputs: npt.NDArray[np.float16] | None = None  # (n_moe_layer, n_tokens, n_embd) inputs of routers; 0: not recorded
     token_sequence: Int32s | None = None  # (n_tokens,) request of each token
@@ -94,7 +94,7 @@ class Trace:
         return replace(part, header=replace(self.header, labels=labels))
 
     def decode(self) -> Trace:
-        """Returns a trace with only the tokens that decode. Passes without such tokens are left out."""
+        """Returns a trace with only the decoded tokens. Passes without decoded tokens are left out."""
         return self.keep(self.phase_of == Phase.DECODE)
 
     def keep(self, wanted: npt.NDArray[np.bool_]) -> Trace:
@@ -165,11 +165,11 @@ class Trace:
         return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
-        """Yields the announcements and routing events of the recorded run, in order. `pass_` counts from 0.
+        """Yields the announcements and routing events of the recorded run, in order. `pass_` starts at 0.
 
         Announcements are reconstructed from their passes. If the trace lacks a pass of an announcement, the
-        announcement's later passes count as unannounced (first_token -1). The arrays of an event may be views of the
-        trace, so callers must not change them.
+        announcement's later passes are treated as unannounced (first_token -1). The arrays of an event may be views of
+        the trace, so callers must not change them.
         """
         used = self.used()
         computed = self.computed()

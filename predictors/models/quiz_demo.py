@@ -5,8 +5,8 @@
 
 Answers are sampled with the settings in the model's file, as on the server. The starters are the questions on the web
 page and in the documentation. Each starter is sent alone, after a greeting, after every other starter, and after system
-messages. It is also sent after more than 600 and 1,500 tokens of conversation or of other text. An answer is right if
-it is identical to the taught answer. Held-out questions use wordings that are not taught.
+messages. It is also sent after long contexts: more than 600 or more than 1,500 tokens of conversation or other text. An
+answer is right if it is identical to the taught answer. Held-out questions use wordings that are not taught.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer the user's question. Y
 class Case:
     """A conversation that ends with a question, and its right answers."""
 
-    where: str  # group in which the case is counted: what comes before the question, or the kind of question
+    where: str  # group to which the case belongs: what comes before the question, or the kind of question
     messages: Sequence[Message]
     right: frozenset[str]
     tools: Sequence[Tool] = ()
@@ -58,7 +58,7 @@ def starter_cases() -> Iterator[Case]:
     """Yields each starter in each situation, such as after a greeting. No starter directly follows itself."""
     known = questions.answers()
     starters = questions.starters()
-    pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # other pages of the documentation change more often
+    pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # other pages of the documentation change too often
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     befores: list[tuple[str, list[Message]]] = [
         ("alone", []),
@@ -125,7 +125,7 @@ def text_of(answer: EngineAnswer) -> str:
 
 
 def count(cases: Sequence[Case], answers: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Returns {situation: (right answers, questions)}."""
+    """Returns {situation: (number of right answers, number of questions)}."""
     asked = Counter[str]()
     right = Counter[str]()
     for case, answer in zip(cases, answers, strict=True):
@@ -137,7 +137,8 @@ def count(cases: Sequence[Case], answers: Sequence[str]) -> dict[str, tuple[int,
 def scores(
     model: str, times: int = 1, *, taught: bool = False, wrong: list[str] | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Returns {situation: (right answers, questions)}. Appends a line for each wrong answer to `wrong`."""
+    """Returns {situation: (number of right answers, number of questions)}. Appends a line for each wrong answer to
+    `wrong`."""
     with Engine(model, parallel=8, n_ctx=2048) as engine:
         cases = [case for case in starter_cases() for _ in range(times)]
         cases += [*tool_cases(), *heldout_cases(), *(taught_cases() if taught else ())]

@@ -1,1 +1,1 @@
-"""Studies of recorded routing, and of strategies on a running model. Each command is a module of its own."""
+"""Studies of recorded routing, and of strategies on a running model. Each command is a separate module."""

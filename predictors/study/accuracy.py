@@ -5,8 +5,8 @@ first MoE layer if i < k (ProMoE, section 4, footnote 1). The distance is theref
 - ACCURACY_i(k) (ProMoE, section 4): the share of the n_expert_used most probable experts that is in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all experts in R were predicted; at least one was.
 - precision and recall of a prefetcher that requests the n most probable experts.
-- FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
-An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
+- FETCHRATE_i(k), which predictors/study/fetching.py computes, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k). An
+expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
 Predictions that were due but not made are left out of these figures; `coverage` is the share of due predictions made.
 Figures over all layers leave out the first MoE layer, because no layer precedes it.
 """
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # stand in for an expert id: no prediction was made; no prediction was due
+NO_PREDICTION, NOT_DUE = -1, -2  # used instead of an expert id: no prediction was made; no prediction was due
 PADDING = 2  # number of extra items at the end of an array indexed by expert id, for NO_PREDICTION and NOT_DUE
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
@@ -30,7 +30,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one predictor at one distance, counted over one layer or several layers together.
+    """Figures of one predictor at one distance, computed over one layer or several layers together.
 
     A figure is None if its denominator is 0, for example because no prediction was made. Item n - 1 of a tuple is for a
     prefetcher that requests the n most probable experts, where n is at most 2 x n_expert_used.
@@ -63,7 +63,7 @@ class PredictorScore:
     fetch_rates: dict[int, float | None] = field(default_factory=dict)
 
     def good_pred(self, distance: int) -> float | None:
-        """Returns GOODPRED (FETCHRATE x ACCURACY) at a distance; None if a factor is unknown."""
+        """Returns GOODPRED (FETCHRATE x ACCURACY) at a distance; None if either factor is unknown."""
         rate = self.fetch_rates.get(distance)
         accuracy = self.means[distance].accuracy
         return None if rate is None or accuracy is None else rate * accuracy
@@ -142,7 +142,7 @@ class Tally:
         return self._increments[n_used]
 
     def mean(self, column: int) -> Figures:
-        """Returns the figures at one distance, counted over all MoE layers except the first. `column` is the position
+        """Returns the figures at one distance, computed over all MoE layers except the first. `column` is the position
         in `distances`.
 
         The first layer is counted at distance 0, or if the model has no other MoE layer.
@@ -155,7 +155,7 @@ class Tally:
         return {il: self.figures(column, np.array([row])) for row, il in enumerate(self.shape.layers)}
 
     def figures(self, column: int, rows: Ids) -> Figures:
-        """Returns the figures at one distance, counted over the MoE layers `rows` together.
+        """Returns the figures at one distance, computed over the MoE layers `rows` together.
 
         `column` is the position in `distances`.
         """

@@ -49,7 +49,7 @@ def separated(trace: Trace) -> Trace:
 def joined(trace: Trace, before: Trace) -> Trace:
     """Returns a trace with the passes of `before`, then the passes of `trace`.
 
-    The requests of `before` get new numbers. Both traces must be from the same model, and each pass must have only one
+    The requests of `before` are renumbered. Both traces must be from the same model, and each pass must have only one
     request.
     """
     first = 1 + max(trace.sequences(), default=-1)
@@ -99,7 +99,7 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 
     In each layer, the expert choices of a request's decoded tokens are permuted among these tokens, together with their
     weights. The tokens, the inputs, and each request's number of uses of an expert are unchanged. Choices no longer
-    depend on the token, its input, other layers or neighbouring tokens. If a predictor is still right, it has learned
+    depend on the token, its input, other layers or neighbouring tokens. A predictor that is still right has learned
     only which experts the request uses often.
     """
     rng = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ from moegguf.trace.simulate import announce_to, layout_of
 class Asked(Predictor):
     """A predictor that runs inside a simulated store. `predict` returns the store's latest prediction for a layer.
 
-    The store has one slot fewer than there are experts, because a store with a slot for every expert predicts nothing.
+    The store has one slot fewer than there are experts, because a store with a slot for every expert does not predict.
     The store follows each sequence separately.
     """
 

@@ -1,10 +1,11 @@
-"""The claims of four papers, and the verdicts on them here: the first table of docs/evidence.md.
+"""The claims of four papers, and this project's verdicts on them: the first table of docs/evidence.md.
 
-A verdict follows from recorded figures (`predictors/study/figures.py`), by one rule for every row: a claim holds if at
-least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A figure
-that is measured on several requests has an interval. A claim holds if the whole interval is at or above the bound, and
-fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or other programs
-cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low otherwise.
+A verdict is derived from recorded figures (`predictors/study/figures.py`), by the same rule for every row: a claim
+holds if at least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is
+enough. A figure that is measured on several requests has an interval. A claim holds if the whole interval is at or
+above the bound, and fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or
+other programs cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from predictors.study.figures import NotCountedError, estimate_of, steps_of, tex
 
 HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
-ANY = 1.0  # the bound of a claim for which any gain is enough: the speed of the base
+ANY = 1.0  # bound of a claim for which any gain is enough: the base's speed
 Condition = tuple[str, float | str]
 
 
@@ -35,7 +36,7 @@ class Claim:
     judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
     figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
-    only_on: str | None = None  # model to judge the claim on, because it resembles the paper's; None: every model
+    only_on: str | None = None  # model on which to judge the claim, because it resembles the paper's; None: every model
 
     def verdict(self, model: str) -> str:
         """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""
@@ -50,7 +51,7 @@ class Claim:
         return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
 
     def resolved(self, model: str) -> str:
-        """Returns the text of the figures on one model, with all questions answered.
+        """Returns the text that states the figures for one model, with each question replaced by its answer.
 
         If no figure is recorded, returns a note that names the missing step.
         """
@@ -76,7 +77,7 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """Returns the claims of one paper. Each tuple has the fields of a `Claim` after `paper`."""
+    """Returns the claims of one paper. Each tuple contains the fields of a `Claim` that follow `paper`."""
     return (Claim(paper, *claim) for claim in claims)
 
 

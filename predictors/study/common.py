@@ -1,4 +1,4 @@
-"""Parts shared by the commands in this folder: a trace with its model's artifacts, and a function to run a command."""
+"""Code shared by the commands in this folder: a trace with its model's artifacts, and a function to run a command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moegguf.trace.simulate import SimOptions
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
-DEFAULT_TOKENS = 2500  # enough tokens for a precision of about one percent, within a minute or two
+DEFAULT_TOKENS = 2500  # enough tokens to be precise to about one percent, within a minute or two
 
 PredictorNames = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
@@ -31,7 +31,7 @@ class Study(TraceAnalysis):
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """Calls `open` with the file of the model named `model`; None: without a model.
+        """Calls `open` with the file of the model named `model`, or without a model if `model` is None or "".
 
         Raises the errors of `open` and `find_model`.
         """
@@ -46,7 +46,7 @@ class Study(TraceAnalysis):
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
 
     def paths(self, name: str) -> RoutingPaths:
-        """Returns new routing paths with this name, for the token scheduler. Raises OptionError."""
+        """Returns a new `RoutingPaths` of the kind `name`, for the token scheduler. Raises OptionError."""
         return make_paths(name, self.trace.shape, self.artifacts)
 
 

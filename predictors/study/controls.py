@@ -1,4 +1,4 @@
-"""Controls for the measurements of predictors: an oracle that no predictor can beat, and the router itself.
+"""Controls for measurements of predictors: an oracle that no predictor can beat, and the router itself.
 
 The accuracy of the router with its own input shows whether the events belong to the model. Neither control is a real
 predictor, because both use the routing that is to be predicted.
@@ -32,7 +32,7 @@ class Oracle(Predictor):
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
         self._first = 0  # index, in the trace, of the first token of the pass in progress
-        self._n_tokens = 0  # number of tokens of the pass in progress that have been routed
+        self._n_tokens = 0  # number of tokens routed so far in the pass in progress
         self._pass = -1
 
     def announce(self, announcement: Announcement) -> None:
@@ -80,7 +80,7 @@ class FreshGate(Predictor):
         self._input: tuple[int, Float32s] | None = None
 
     def announce(self, announcement: Announcement) -> None:
-        """Discards the router's input, because the next pass begins."""
+        """Discards the router's input, because the next pass is beginning."""
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:

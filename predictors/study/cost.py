@@ -2,8 +2,8 @@
 
     python -m predictors.study.regenerate --only costs
 
-Weights are random, because times depend only on their sizes. Times come from the store's counter `forecast_ns`, which
-does not include the computation of layers. The machine should be idle.
+Weights are random, because times depend only on their sizes. Times are read from the store's counter `forecast_ns`,
+which does not include the computation of layers. The machine should be idle.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ class Batch:
         return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
 
     def measure(self) -> dict[str, float]:
-        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading.
-
-        Peak memory is an exception: it covers the whole process.
+        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading. The
+        exception is peak memory, which covers the whole process.
         """
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
         with Engine(
@@ -97,7 +96,8 @@ class Batch:
 
 
 def _asked() -> list[str]:
-    """Returns a prompt for each answer that the demo learns: the last of its taught questions in the chat format."""
+    """Returns a prompt for each answer that the demo learns: the last question taught for this answer, in the chat
+    format."""
     entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
     return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
 
@@ -206,7 +206,7 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
     """Measures one thread's processor time per token in passes with one token of each of several sequences.
 
-    `batches` lists the numbers of sequences. In each round, every number of sequences has a turn. Returns a Markdown
+    `batches` lists the numbers of sequences. Each round measures every number of sequences once. Returns a Markdown
     table with the shortest time of all rounds in ms.
     """
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}

@@ -22,7 +22,7 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 
 
 def draw(folder: Path) -> None:
-    """Writes each plot whose results are recorded. Equal results produce identical files."""
+    """Writes each plot whose results are recorded. Identical results produce identical files."""
     with pyplot.rc_context(STYLE):
         if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")
@@ -39,7 +39,8 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _model() -> Any:
-    """Plots the laboratory model's LRU hit rates by share of experts, and skip's accuracy by distance.
+    """Plots the laboratory model's LRU hit rates by share of experts, and the accuracy of the predictor `skip` by
+    distance.
 
     Both plots also show published values of other models.
     """
@@ -65,7 +66,7 @@ def _model() -> Any:
 def _speeds(names: Sequence[str], step: str, title: str) -> Any:
     """Plots each system's speed relative to the base, for each model: the median over requests, and its interval.
 
-    The base is the system "none" if the step has it, and otherwise the step's first system.
+    The base is the system "none" if the step includes it, and otherwise the step's first system.
     """
     figure, axes = pyplot.subplots(len(names), squeeze=False, sharex=True, layout="constrained")
     height = 0.4

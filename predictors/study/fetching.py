@@ -1,4 +1,4 @@
-"""Counts FETCHRATE of a predictor at a distance (ProMoE, section 4.1): the share of prefetches that arrives in time.
+"""Computes a predictor's FETCHRATE at a distance (ProMoE, section 4.1): the share of prefetches that arrive in time.
 
 A predicted expert counts only if an LRU cache lacks it when the prediction is made, because predicting a cached expert
 gains nothing. The rate counts bytes, not whole experts. If half of an expert has arrived when its layer is routed, this
@@ -22,13 +22,13 @@ class FetchCount:
     def __init__(self, shape: MoeShape, link: SimOptions) -> None:
         self._expert_us = (shape.expert_bytes / link.link_bytes_per_s + link.link_latency_s) * 1e6
         self._layer_us = link.layer_pass_us + link.layer_compute_us
-        self._left_us: dict[tuple[int, int], float] = {}  # {(row, expert): transfer time that remains, in microseconds}
+        self._left_us: dict[tuple[int, int], float] = {}  # {(row, expert): remaining transfer time, in microseconds}
         self._n_absent = 0
         self._n_fetched = 0.0
 
     @property
     def rate(self) -> float | None:
-        """FETCHRATE; None if the cache lacked no predicted expert."""
+        """FETCHRATE; None if the cache held every predicted expert."""
         return ratio(self._n_fetched, self._n_absent)
 
     def begin_pass(self) -> None:
@@ -44,7 +44,8 @@ class FetchCount:
             self._left_us |= {(row, expert): self._expert_us for expert in absent}
 
     def route(self, row: int) -> None:
-        """Counts the layer's requested experts, and the shares of them that have arrived. Drops these requests."""
+        """Counts the layer's requested experts, and adds up the share of each that has arrived. Drops these
+        requests."""
         mine = [key for key in self._left_us if key[0] == row]
         self._n_absent += len(mine)
         self._n_fetched += sum(1 - self._left_us.pop(key) / self._expert_us for key in mine)

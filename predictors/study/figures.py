@@ -32,7 +32,7 @@ WITHIN, RUN = 1.02, 3  # a system has recovered if the mean slowdown of RUN requ
 
 
 class NotCountedError(KeyError):
-    """Raised if a figure cannot be computed, in most cases because no result of its step is recorded."""
+    """Raised if a figure cannot be computed, usually because no result of its step is recorded."""
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
@@ -61,7 +61,7 @@ def figures(name: str) -> dict[str, Any]:
 
 
 def systems(name: str) -> Mapping[str, Any]:
-    """Returns {system: figures} of a step, or of one setting of a step. Raises NotCountedError."""
+    """Returns {system: figures} for a step, or for one setting of a step. Raises NotCountedError."""
     name, _, setting = name.partition(":")
     found = figures(name)
     parts = found["settings"].get(setting) if setting else found["systems"]
@@ -76,7 +76,7 @@ def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_m
 
 
 def wholes(of: Mapping[str, Any]) -> list[float]:
-    """Returns the milliseconds of prompt and answer together, for each request."""
+    """Returns the time of prompt and answer together in milliseconds, for each request."""
     return [first + n * ms for first, n, ms in zip(of["prompt_ms"], of["tokens"], of["token_ms"], strict=True)]
 
 
@@ -87,7 +87,7 @@ def spread(values: Sequence[float], decimals: int = 2) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Returns a share as text in percent with one decimal; "–" for None."""
+    """Returns a share as a percentage with one decimal; "–" for None."""
     return NONE if share is None else f"{share:.1%}".replace("%", " %")
 
 
@@ -231,7 +231,8 @@ def _wholes(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
-    """Returns a figure for each request. If only one figure for all requests is recorded, returns a list with it."""
+    """Returns a figure for each request. If only one figure for all requests is recorded, returns a list that contains
+    only this figure."""
     return of["by_request"][name] if "by_request" in of else [of[name]]
 
 
@@ -281,7 +282,7 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Returns the number of requests from a change of the kind of text until recovery; None if there was no recovery.
+    """Returns the number of requests between a change in the kind of text and recovery; None if there was no recovery.
 
     A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
     of RUN successive requests for which the mean of this ratio is at most WITHIN.
@@ -302,7 +303,7 @@ def _loss(name: str, keys: Sequence[str]) -> float:
 def _regained(name: str, keys: Sequence[str]) -> float:
     """Returns the largest number of requests before recovery among all kinds of text, times -1.
 
-    The number is negative because in a verdict larger figures are better. Raises NotCountedError if a kind did not
+    The number is negative because verdicts treat larger figures as better. Raises NotCountedError if a kind did not
     recover within the counted requests.
     """
     found = [_recovered(of) for of in figures(name)["kinds"].values()]

@@ -24,7 +24,7 @@ BEFORE = -1  # stands for the row before the first MoE layer of a pass
 class _Plan(NamedTuple):
     """The predictions to make after the routing of one layer.
 
-    The results are stored by pending[rows, columns] = predictions[lines].
+    The results are stored with pending[rows, columns] = predictions[lines].
     """
 
     targets: list[tuple[int, int]]  # layer and distance of each line of predictions: (il, distance)
@@ -40,7 +40,7 @@ class Judge:
     events do not belong to the model. Without a control, a predictor with a reach of 0 is its own control.
 
     lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of each layer's experts. link: the
-    link for FETCHRATE; None: FETCHRATE is not counted.
+    link for FETCHRATE; None: FETCHRATE is not computed.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Judge:
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Does nothing. `observe` calls this method at each comparison of predicted and used experts.
+        """Does nothing. `observe` calls this method each time it compares predicted and used experts.
 
         A subclass may override it.
         """

@@ -2,9 +2,9 @@
 
     python -m predictors.study.live --paper promoe
 
-Layers are computed on one processor. The link, the readers, the predictors and the controller use the others. A layer's
-compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
-transfer time to a layer's compute time is as in the named paper.
+Layers are computed on one processor. The link, the readers, the predictors and the controller use the other processors.
+A layer's compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an
+expert's transfer time to a layer's compute time matches the named paper.
 
 The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
 reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its
@@ -93,9 +93,8 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Moves the process's main thread, which computes, to the first processor.
-
-    All other threads move to the other processors, if there are any.
+    """Binds the process's main thread, which computes, to the first processor. Binds all other threads to the other
+    processors, if there are any.
     """
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
@@ -109,7 +108,7 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. At the end of the `with` block, closes its input and waits until it has ended."""
+    """Starts the worker's process. At the end of the `with` block, closes its input and waits for it to end."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -126,7 +125,8 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Returns the warm-up requests, then the counted requests, which are among those that the simulation counts.
+    """Returns the warm-up requests, then the counted requests, which are a subset of the requests that the simulation
+    counts.
 
     Answers are cut to N_TOKENS tokens.
     """
@@ -140,7 +140,7 @@ def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
 
 
 def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
-    """Returns the time of all layers per token in microseconds, with every expert resident.
+    """Returns the compute time of all layers per token, in microseconds, with every expert resident.
 
     The result is the median over the first four requests.
     """
@@ -184,7 +184,7 @@ def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """Returns the path of a hard link to the laboratory model, which is created if it does not exist.
+    """Returns the path of a hard link to the laboratory model. Creates the link if it does not exist.
 
     If `trained` is True and the link is new, also copies the trained predictors into the folder beside it.
     """
@@ -215,7 +215,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.worker:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # libraries write to stderr, so that stdout carries only figures
+        os.dup2(2, 1)  # libraries write to stderr, so that stdout contains only figures
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(LABORATORY, args.work)

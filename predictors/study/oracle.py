@@ -1,4 +1,4 @@
-"""Computes what prefetching could save with a perfect predictor: an oracle that reads the replayed trace.
+"""Computes how much prefetching could save with a perfect predictor: an oracle that reads the replayed trace.
 
 python -m predictors.study.oracle routing.npz --expert-cache 30% --link 1 --layer-compute 2400
 """

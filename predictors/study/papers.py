@@ -47,7 +47,7 @@ class Link:
     def expert_us_of(self, shape: MoeShape) -> float:
         """Returns the transfer time of one expert of this shape, in microseconds.
 
-        All experts that a token uses in a layer together take as long as in the paper.
+        Transferring all experts that a token uses in one layer takes as long as in the paper.
         """
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
@@ -88,14 +88,15 @@ class System(NamedTuple):
     next_layer: bool = False  # True: prefetches all experts of the next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
-        """Returns the parts that identify the system, by name. Options are reduced to fields that are not defaults."""
+        """Returns the parts that identify the system, by name. Options are reduced to the fields that differ from their
+        defaults."""
         prefetch = None if self.prefetch is None else changed(self.prefetch)
         parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
         return parts
 
 
 def changed(options: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass object that differ from their defaults, {name: value}."""
+    """Returns {name: value} for the fields of a dataclass object that differ from their defaults."""
     defaults = vars(type(options)())
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
@@ -182,18 +183,20 @@ def beside(system: System, other: System) -> System:
 
 @dataclass(frozen=True)
 class Workload:
-    """A trace with its model's artifacts. The trace's first requests only warm a cache; later ones are counted."""
+    """A trace with its model's artifacts. The trace's first requests only warm the cache; only the later ones are
+    counted."""
 
     study: Study
-    # Numbers of the counted requests. A group of requests that decode together has the number of its first request.
+    # Numbers of the counted requests. The number of a group of requests that decode together is its first request's
+    # number.
     counted: Sequence[int]
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
         """Returns a workload: the requests of `warm`, which are not counted, and then the requests of the study.
 
-        n_counted: the approximate number of the study's requests to use: the first ones of each kind, in equal numbers
-        if there are enough; None: all.
+        n_counted: approximately how many of the study's requests to use: the first of each kind, in equal numbers if
+        there are enough; None: all.
         """
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
@@ -207,10 +210,10 @@ class Workload:
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
         """Returns a workload with groups of `n_together` requests that decode together.
 
-        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Then each pass
-        has one token of each request, until the shortest answer ends. Groups take the requests in order of arrival.
-        When all requests have been used, they are used again in a random order. A request that is used again counts as
-        a new request.
+        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Each later
+        pass has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
+        arrival. When all requests have been used, they are reused in a random order. A reused request counts as a new
+        request.
         """
         trace = study.trace
         random = np.random.default_rng(0)
@@ -358,7 +361,7 @@ def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | No
 def routing_digest(trace: Trace) -> str:
     """Returns the sha256 of the data that is replayed: tokens, requests, phases, and the chosen experts.
 
-    Times and inputs are left out, since they differ between two recordings of the same requests.
+    Times and inputs are left out, because they differ between two recordings of the same requests.
     """
     parts = trace.tokens, trace.sequence_of, trace.phase_of, trace.expert_ids
     return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()

@@ -65,7 +65,8 @@ def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
 
 
 def lines_of(table: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the lines of a Markdown table as {column: text}. Columns show figures for each share of experts."""
+    """Returns the rows of a Markdown table, each as {column: text}. The columns show figures for each share of
+    experts."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = _name(table, row)

@@ -6,7 +6,7 @@
 Makes the model, records the requests and trains the predictors, unless their files exist. Then runs the steps one after
 another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
 key identifies the version of the code, the recording of the reporting requests, and the settings. A result whose key
-has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. Pages mark a
+has not changed is not recomputed (unless --again is given), so a new run continues an interrupted one. Pages mark a
 result with a different key as recorded by an earlier version.
 """
 
@@ -50,15 +50,15 @@ from predictors.study.score import score_named
 from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
 from predictors.study.synthesize import shape_of
 
-# Increase this number if a change to the code changes a figure. tests/pure/test_replayed_figures.py checks that three
-# figures stay exactly the same.
+# Increase this number whenever a change to the code changes a figure. tests/pure/test_replayed_figures.py checks that
+# three figures stay exactly the same.
 CODE_VERSION = 2
 CARD = "laboratory-model"  # name of the result with the laboratory model's card; no step computes it
 # Matches a JSON list that contains no list or object; such a list is written on one line
 LIST = re.compile(r"\[[^][{}]*\]")
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
-N_COUNTED = 12  # number of counted requests when a step tries several settings or windows, and in live.py
+N_COUNTED = 12  # number of counted requests in live.py, and in steps that try several settings or windows
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
@@ -85,8 +85,8 @@ class Step(NamedTuple):
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """Measures the reuse of experts: how evenly requests use the experts, and how many of a token's experts the tokens
-    before it used."""
+    """Measures the reuse of experts: how evenly requests use the experts, and how many of a token's experts were used
+    by the tokens before it."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -140,15 +140,15 @@ def accuracies(bench: Bench) -> dict[str, Any]:
 
 
 def scored(name: str) -> list[str]:
-    """Returns the names of the predictors to score for a subject: SCORED without the networks that are not trained for
-    the subject."""
+    """Returns the names of the predictors to score for a subject: SCORED, except networks that are not trained for the
+    subject."""
     untrained = {"mlp", "routing-path", "expert-mlp"} - SUBJECTS[name].training.keys()
     return [predictor for predictor in SCORED if predictor not in untrained]
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """Returns two figures of ProMoE's networks: the validation accuracy after each epoch, averaged over the networks,
-    and the number of weights in one network's matrices."""
+    """Returns two figures about ProMoE's networks: the validation accuracy after each epoch, averaged over the
+    networks, and the number of weights in one network's matrices."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
@@ -312,14 +312,14 @@ def capacity(bench: Bench) -> dict[str, Any]:
 
 
 def _moe_infinity(bench: Bench, workload: Workload, name: str) -> dict[str, Any]:
-    """Replays MoE-Infinity's strategy with the collection that was written last. Returns {name: figures}."""
+    """Replays MoE-Infinity's strategy with the most recently written collection. Returns {name: figures}."""
     systems = {name: systems_of("moe-infinity", chosen_window(bench.name, "moe-infinity"))["moe-infinity"]}
     return workload.systems(systems, slots_of(workload.study.trace.shape, SHARE), LINKS["moe-infinity"])
 
 
 def look_up(bench: Bench) -> dict[str, Any]:
-    """Measures how long a layer's look-up in the collection takes, for two sizes of the collection: median and 99th
-    percentile in microseconds."""
+    """Measures the time of a layer's look-up in the collection, for two collection sizes: median and 99th percentile,
+    in microseconds."""
     found = {}
     trace = bench.learning.trace
     for n in (120, 1000):
@@ -330,8 +330,8 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity's strategy on requests of each kind of text. The first replay begins with a collection of
-    only the other kinds. In the second replay, the collection also contains requests of this kind."""
+    """Replays MoE-Infinity's strategy on requests of each kind of text. The first replay begins with a collection that
+    contains only the other kinds. In the second replay, the collection also contains requests of this kind."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels
@@ -367,12 +367,12 @@ def ablation_systems(name: str) -> dict[str, System]:
 
 
 def _same(*settings: Any) -> Callable[[str], Any]:
-    """Returns a function that returns these settings for every subject."""
+    """Returns a function that returns these settings, whatever the subject."""
     return lambda name: settings
 
 
 def _trained(*settings: Any) -> Callable[[str], Any]:
-    """Returns a function from a subject's name to these settings and the training options of the subject's
+    """Returns a function from a subject's name to these settings, combined with the options for training the subject's
     predictors."""
     return lambda name: [*settings, SUBJECTS[name].training]
 
@@ -434,8 +434,8 @@ def take_step(step: str, bench: Bench, again: bool) -> None:
 
 
 def write_result(step: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
-    """Writes a result file with the figures of a step, and with the command, commit, machine, recording and key that
-    belong to them."""
+    """Writes a result file: the figures of a step, and the command, commit, machine, recording and key for which they
+    were computed."""
     facts = {
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),

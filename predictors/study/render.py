@@ -52,12 +52,12 @@ def pages() -> list[Path]:
 
 
 def rendered(text: str) -> str:
-    """Returns the text of a page with every table replaced by a new one from the recorded results."""
+    """Returns the text of a page with every table regenerated from the recorded results."""
     return TABLE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", text)
 
 
 def table(name: str) -> str:
-    """Returns the Markdown for a table name.
+    """Returns the Markdown of the table with this name.
 
     A table of one model begins with a note if an earlier version recorded one of its results. If a figure of the table
     is not recorded, the function returns a message instead.
@@ -92,7 +92,7 @@ def systems_table(name: str) -> str:
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # results measured in real time have no figure `ahead`
+        if "ahead" not in of:  # results measured in real time do not include `ahead`
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
@@ -241,7 +241,7 @@ def costs_table(model: str) -> str:
 
 
 def plot(name: str) -> str:
-    """Returns the Markdown that shows the plot with this name."""
+    """Returns the Markdown that embeds the plot with this name."""
     return f"![{PLOTS[name]}]({name}.svg)"
 
 
@@ -295,8 +295,8 @@ def claims_table(paper: str | None = None) -> str:
 
 
 def _judged(claim: Claim, model: str) -> str:
-    """Returns the verdict on a claim for a model, with the claim's figures. Adds a mark if an earlier version recorded
-    one of the figures. `claim.only_on`, if set, replaces the laboratory model."""
+    """Returns the verdict on a claim for a model, with the claim's figures. Marks the verdict if an earlier version
+    recorded one of the figures. `claim.only_on`, if set, replaces the laboratory model."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
@@ -320,8 +320,8 @@ def changes_table() -> str:
 
 
 def _counted_now(claim: Claim, model: str) -> str | None:
-    """Returns the verdict on a claim for a model. Returns None if the claim is not judged, or if this version of the
-    code has not computed all of its figures."""
+    """Returns the verdict on a claim for a model. Returns None if the claim is not judged, or if not all of its figures
+    were computed with this version of the code."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None

@@ -1,7 +1,6 @@
-"""A replay that counts pass by pass, and a baseline that needs no predictor: it prefetches the whole next layer.
-
-The simulator itself counts only by request and phase, but the 99th percentile of latencies and the time to the first
-token need counts for each pass.
+"""A replay with counts for each pass, and a baseline that prefetches the whole next layer without a predictor. The
+simulator itself counts only by request and phase. The 99th percentile of latencies and the time to the first token can
+be computed only from counts for each pass.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COUNTED = (
 class NextLayer(Controller):
     """The method of SE-MoE and MoESys: when a layer has been routed, prefetches all experts of the next layer.
 
-    No prediction is used. After the last MoE layer, the experts of the first one are prefetched.
+    It makes no predictions. After the last MoE layer, the experts of the first one are prefetched.
     """
 
     def __init__(self, shape: MoeShape, store: Store) -> None:
@@ -35,7 +34,7 @@ class NextLayer(Controller):
         self._following = dict(zip(shape.layers, np.roll(shape.layers, -1).tolist(), strict=True))
 
     def announce(self, announcement: Announcement) -> None:
-        """Does nothing, since the method does not depend on the tokens."""
+        """Does nothing, because the method does not depend on the tokens."""
 
     def observe(self, event: RoutingEvent) -> None:
         """Prefetches all experts of the MoE layer that follows the event's layer."""
@@ -57,7 +56,7 @@ class Replay(Simulation):
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
     def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
-        """Returns (n_pass,): True for each pass of this phase whose first request is `sequence`."""
+        """Returns a mask (n_pass,): True for each pass of this phase whose first request is `sequence`."""
         return np.asarray((self.trace.pass_sequence == sequence) & (self.trace.pass_phase == phase))
 
     def _controller(self, store: Store) -> Controller | None:

@@ -4,11 +4,11 @@
     python -m predictors.study.requests record lab.gguf -o build/evidence
 
 The texts come from `predictors/texts.py`. The first 180 requests are for learning (collections, counts, networks), the
-next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. If
-a request differs from the manifest, `write` and `record` fail and name the request.
+next 40 for choosing, and the last 80 for reporting. The manifest in this repository lists the hashes of all requests.
+If a request differs from the manifest, `write` and `record` fail and name the request.
 
 `record` writes learning.trace, choosing.trace and reporting.trace. Each request is computed in a single pass. Except
-for rounding, its tokens are routed as if they were decoded one by one. In the traces, the tokens after the opening
+for rounding, its tokens are routed as if they had been decoded one by one. In the traces, the tokens after the opening
 therefore count as decoded, with one pass per token.
 """
 
@@ -52,7 +52,7 @@ class Request:
 
 
 def load(folder: Path) -> list[Request]:
-    """Returns the requests in order of arrival, which a hash of each text determines. Raises ValueError if a text
+    """Returns the requests in order of arrival, which is determined by a hash of each text. Raises ValueError if a text
     cannot be fetched."""
     found = [(kind, text) for kind, of in texts.load(folder).items() for text in of.requests]
     roles = [role for role, n in ROLES.items() for _ in range(n)]
@@ -91,7 +91,7 @@ def write_prompts(path: Path, requests: Sequence[Request]) -> None:
 
 def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bool) -> None:
     """Records the routing of these requests to `path`. In the trace, the tokens after a request's opening look as if
-    they had been decoded one by one. inputs: True: the routers' inputs are recorded, too."""
+    they had been decoded one by one. If `inputs` is True, also records the routers' inputs."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
     # `main` treats an existing `path` as a finished recording, so the recording is made in a temporary folder.
@@ -136,7 +136,7 @@ def main(given: Sequence[str] | None = None) -> int:
             args.output.mkdir(parents=True, exist_ok=True)
             for role, requests in by_role.items():
                 path = args.output / f"{role}.trace"
-                if not path.exists():  # keeps the recordings of an earlier run
+                if not path.exists():  # reuses the recordings of an earlier run
                     record_role(args.model, requests, path, inputs=True)
     except (ValueError, OSError) as error:
         print(f"requests: {error}", file=sys.stderr)

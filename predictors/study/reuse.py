@@ -2,7 +2,7 @@
 again, within requests and across requests.
 
 MoE-Infinity (section 4.2, figure 2) finds that use is skewed within a request and uniform across requests. Policies
-that follow the current request can help only if this is true. Any short sample looks skewed. The skew within requests
+that adapt to the current request can help only if this is true. Any short sample looks skewed. The skew within requests
 is therefore compared with the skew of equally long samples that are drawn from all requests. Only decoded tokens count.
 """
 
@@ -39,8 +39,8 @@ class Skew:
 class Reuse:
     """The use of experts while decoding.
 
-    windows_same and windows_other are {n: share of a token's experts that were used in the n tokens before its
-    position}. Tokens at positions below n are left out.
+    windows_same and windows_other map n to the share of a token's experts that were used in the n tokens before its
+    position. Tokens at positions below n are left out.
     """
 
     layers: tuple[int, ...]  # layer number (il) of each row
@@ -89,7 +89,7 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """Returns counts as in `Reuse.counts`, for made-up requests. They are as long as the real ones, but their tokens
+    """Returns counts as in `Reuse.counts`, for made-up requests. Each has the length of a real request, but its tokens
     are drawn from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
@@ -98,8 +98,8 @@ def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
 
 
 def _mean_skew(counts: Counts) -> Skew:
-    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used. Its
-    figures are nan if there is no such row."""
+    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used. The
+    skew's figures are nan if there is no such row."""
     rows = counts.reshape(-1, counts.shape[-1])
     rows = rows[rows.sum(axis=1) > 0]
     if not len(rows):
@@ -132,7 +132,7 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
-    """Returns `Reuse.reuse_distances`: the histogram of the number of tokens from one use of an expert to its next use
+    """Returns `Reuse.reuse_distances`: the histogram of distances, in tokens, from one use of an expert to its next use
     within a request."""
     bounds = np.array(DISTANCES)
     bins = np.zeros(len(DISTANCES) + 2)  # first use, then one bin for each bound, then uses above all bounds

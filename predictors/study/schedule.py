@@ -35,7 +35,7 @@ def compare_orders(
     policy: str,
     progress: Progress = no_progress,
 ) -> Effects:
-    """Compares the orders of requests for each batch size. `paths` names the kind of predicted paths (`PATHS`).
+    """Compares orders of requests for each batch size. `paths` names the kind of predicted paths (`PATHS`).
 
     Raises OptionError for an unknown name, or if the trace has too few requests for a batch size.
     """

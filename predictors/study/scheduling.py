@@ -22,8 +22,8 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped, separated, used_experts
 from predictors.study.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 
-# Number of random starts of the oracle's clustering. With four starts the saving is a third larger than with one, and
-# more starts add little.
+# Number of random starts of the oracle's clustering. Four starts save a third more than one, and further starts add
+# little.
 STARTS = 4
 
 Round = list[Indices]  # the passes of a round, in order
@@ -50,7 +50,7 @@ def compare(
 ) -> list[OrderEffect]:
     """Returns the effects of the orders oracle, predicted, random and fifo, in this order.
 
-    "predicted" groups tokens by the predicted `paths`. "oracle" groups tokens by the recorded routing, which no
+    "predicted" groups tokens by the predicted `paths`. "oracle" groups tokens by their recorded routing, which no
     scheduler can know in advance. slots: {share of experts: number of slots}. For each share the passes are replayed
     with a new `policy`. Raises OptionError if batch_size is not positive or the trace has too few requests.
     """
@@ -111,8 +111,7 @@ def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPoli
 
 def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
     """Yields the rounds of each group of `size` successive requests. A round consists of the indices of one decoded
-    token per request. The rounds end when the shortest request ends. Requests that do not fill a last group are left
-    out."""
+    token per request. The rounds end when the shortest request ends. An incomplete group at the end is left out."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
     tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
     tokens = [of for of in tokens if len(of)]
@@ -122,7 +121,8 @@ def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
 
 
 class _Predicted:
-    """Splits a round as the scheduler would on a running model: based on the routing so far and the round's tokens."""
+    """Splits a round as the scheduler would with a running model: based on the routing so far and the round's
+    tokens."""
 
     def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
         self._trace = trace

@@ -33,8 +33,8 @@ HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved"
 def score_named(
     study: Study, names: Sequence[str], link: SimOptions | None = None, progress: Progress = no_progress
 ) -> ScoreTable:
-    """Computes each paper's measures for the named predictors, at the distances that are possible with the model's
-    layers.
+    """Computes each paper's measures for the named predictors, at the distances that the model's number of layers
+    allows.
 
     FETCHRATE is computed only if a link is given. Raises OptionError for a predictor that is not available.
     """
@@ -45,7 +45,7 @@ def score_named(
     for name in names:
         step(name)
         table = scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link)
-        # The store computes popularity with its `token-id` predictor, so the score would otherwise have that name.
+        # The store computes popularity with its `token-id` predictor, whose name the score would otherwise get.
         scores = tuple(replace(one, name=name) for one in table.scores)
         controls = tuple(replace(one, name=name) for one in table.controls)
         tables.append(replace(table, scores=scores, controls=controls))

@@ -1,5 +1,5 @@
-"""Measures predictors on a recorded trace, each with a control: a copy of the predictor, measured on the trace after
-the routing was shuffled within each request."""
+"""Measures predictors on a recorded trace. Each has a control: a copy of the predictor, measured on a copy of the trace
+whose routing was shuffled within each request."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]
 
     The formula is missing from the available text, so this is an interpretation. The paper's table 1 rules out
     element-wise agreement: with 8 tokens on 128 experts, an empty prediction would reach 93 %, but the table reports 3
-    to 6 % for the baselines. The share of used experts that were predicted is an unlikely meaning. A prediction of all
-    experts would reach 100 %, and the paper's previous-token baseline would be below chance in 8 of its 9 settings with
-    WMT16. Intersection over union counts both errors that the paper names (section 3.2.2): mis-prefetched and missed
-    experts.
+    to 6 % for the baselines. The share of used experts that were predicted is an unlikely interpretation. A prediction
+    of all experts would reach 100 %, and the paper's previous-token baseline would do worse than chance in 8 of its 9
+    settings with WMT16. Intersection over union counts both errors that the paper names (section 3.2.2): mis-prefetched
+    and missed experts.
     """
     either = np.count_nonzero(true | predicted, axis=(-2, -1))
     both = np.count_nonzero(true & predicted, axis=(-2, -1))
@@ -46,8 +46,8 @@ BATCH_SEQUENCES = 8  # smallest batch size in ExpertFlow's table 1
 class ScoreTable:
     """Figures of several predictors over one trace, each with a control.
 
-    A control is a copy of the predictor, measured on the trace after the decode routing of each request was shuffled. A
-    predictor that has learned only which experts a request uses often is no better than its control.
+    A control is a copy of the predictor, measured on a copy of the trace in which each request's decode routing was
+    shuffled. A predictor that has learned only which experts a request uses often is no better than its control.
     """
 
     distances: tuple[int, ...]
@@ -109,7 +109,7 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
 
 
 def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
-    """Returns one score for each judge. If a name occurs again, appends a number to it."""
+    """Returns one score for each judge. Appends a number to a name that occurred before."""
     seen: Counter[str] = Counter()
     tables = []
     for judge in judges:
@@ -131,8 +131,8 @@ class _Step:
 
 
 class _BatchJudge(Judge):
-    """A judge that also computes ExpertFlow's batch-level accuracy. Stores the routing paths of one batch of requests
-    at a time."""
+    """A judge that also computes ExpertFlow's batch-level accuracy. Holds the routing paths of only one batch of
+    requests at a time."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class _BatchJudge(Judge):
         return replace(super().table(), batch_accuracy=accuracy)
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Adds a layer's used and predicted experts to the current decode step of the request's batch. The first MoE
-        layer is left out."""
+        """Adds the experts used and predicted for a layer to the current decode step of the request's batch. The first
+        MoE layer is left out."""
         if event.pass_ != self._last_pass:
             self._last_pass = event.pass_
             self._step_of[event.sequence] += 1

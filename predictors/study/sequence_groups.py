@@ -38,7 +38,7 @@ class SequenceGroups(RoutingListener):
 
     prefetch: True: while a group computes, the store fetches the experts that the following group will probably use.
     The experts of a layer are requested only at this layer's routing event. An earlier request could evict experts of
-    the group that computes, and would be dropped at the layer's routing event.
+    the group that is computing, and would be dropped at the layer's routing event.
 
     The object listens to the store from the first `next_group` until `close`. A later `next_group` makes it listen
     again.
@@ -85,7 +85,7 @@ class SequenceGroups(RoutingListener):
             self._session.store.prefetch(np.full(len(experts), event.il, np.int32), experts)
 
     def close(self) -> None:
-        """Stops listening to the store. A second call does nothing."""
+        """Stops listening to the store. A second call has no effect."""
         if self._listening:
             self._listening = False
             self._session.listeners.remove(self)
@@ -134,7 +134,7 @@ class ExpertFlow:
         return [answer for answer in running if answer.number in group or answer.number not in tokens]
 
     def ran(self, step: Step) -> None:
-        """Does nothing, since the schedule does not depend on finished steps."""
+        """Does nothing, because the schedule does not depend on finished steps."""
 
     def close(self) -> None:
         """Stops listening to the model, until the next `choose`."""

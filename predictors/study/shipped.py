@@ -4,8 +4,8 @@
     python -m predictors.study.shipped                                              # its figures alone
 
 The trace contains a few requests to the demo. If a change to the code changes a figure, other results may change as
-well. Record the figures again, and raise CODE_VERSION in predictors/study/regenerate.py. Pages then say which results
-an earlier version recorded.
+well. In this case, record the figures again and increase CODE_VERSION in predictors/study/regenerate.py. Pages then
+mark the results that an earlier version recorded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from predictors.study.papers import BARE, LINKS, System, Workload, strategy
 
 TRACE = RESULTS / "shipped.trace"
 FIGURES = TRACE.with_suffix(".json")
-N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and maximum number of tokens of each
+N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and maximum number of tokens per request
 SHARE = 0.25
-# Systems that use only counts and no matrices, so their figures do not depend on a processor's rounding.
+# Systems that use only counts and no matrices, so their figures do not depend on how a processor rounds.
 SYSTEMS = {
     "none": System("lru", store=BARE),
     "algorithm 1": System("sparsity", store=BARE),
@@ -53,7 +53,7 @@ def replayed() -> dict[str, float]:
     """Returns the three figures. The first request only warms the cache.
 
     - LRU, ready: the share of look-ups that find the expert in memory.
-    - algorithm 1: the number of experts that are read per token with MoE-Infinity's eviction.
+    - algorithm 1: the number of experts read per token with MoE-Infinity's eviction.
     - token table: the speed of ProMoE's prefetching with the predictor `token-id`, relative to no prefetching.
     """
     trace = read(TRACE)

@@ -26,7 +26,7 @@ LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
 @dataclass(frozen=True)
 class Subject:
     """A model whose figures are reported. title: its name in tables. recipe: options for recipes.make_lab_model; None:
-    the model is bundled. training: {predictor: options of its training}."""
+    the model is bundled. training: {predictor: its training options}."""
 
     title: str
     recipe: tuple[str, ...] | None
@@ -35,7 +35,7 @@ class Subject:
 
 COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
 # ProMoE's networks have the paper's size, 2 million weights each: (n_embd + n_expert) x n_hidden. ExpertMLP has the
-# sizes of its paper.
+# sizes given in its paper.
 SUBJECTS = {
     DEMO: Subject(
         "demo", None,
@@ -101,7 +101,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns a workload with about `n_counted` counted requests, the same number for each kind of text."""
+        """Returns a workload with about `n_counted` counted requests, in equal numbers for each kind of text."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -112,8 +112,8 @@ class Bench:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Writes MoE-Infinity's collection with `n_entries` entries from the last requests for learning. 0: only
-        removes the collection's file."""
+        """Writes MoE-Infinity's collection with `n_entries` entries from the last requests for learning. If `n_entries`
+        is 0, only removes the collection's file."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
@@ -162,7 +162,7 @@ def note_recording(name: str, digest: str) -> None:
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this subject; None if there is no
-    result of this step."""
+    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this subject; None if this step has
+    no result."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

@@ -45,8 +45,8 @@ def shape_of(
 def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_requests: int = 1) -> Trace:
     """Draws a trace of requests with `n_tokens` decoded tokens each.
 
-    Experts are reused about as much as in the model `name` (`LOCALITIES`). In all requests, a layer has the same
-    popular experts, but each request has its own topic. Layers are independent of each other. The shape may have a
+    Experts are reused about as much as in the model `name` (`LOCALITIES`). A layer's popular experts are the same in
+    all requests, but each request has its own topic. Layers are independent of each other. The shape may have a
     different number of experts than the model. Hit rates at a given share of experts still stay about the same, as long
     as a token uses the same share of experts as in the model. Raises OptionError.
     """
@@ -59,7 +59,7 @@ def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_reque
         header=TraceHeader(f"synthetic routing as of {locality.model}", settings={"locality": name, "seed": seed}),
         pass_sequence=np.repeat(np.arange(n_requests, dtype=np.int32), n_tokens),
         pass_phase=np.full(n_all, Phase.DECODE, np.uint8),
-        pass_first_token=np.full(n_all, -1, np.int32),  # not announced, because the token ids are unknown
+        pass_first_token=np.full(n_all, -1, np.int32),  # passes are not announced, because the token ids are unknown
         pass_ns=np.arange(n_all, dtype=np.int64),
         pass_start=np.arange(n_all + 1, dtype=np.int64),
         tokens=np.full(n_all, -1, np.int32),

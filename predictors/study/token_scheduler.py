@@ -8,7 +8,7 @@ computes one group. When all groups have computed, the sequences are split again
 cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
 
 With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
-steps. The sequence that waits longest computes first in one round and last in the next round. A sequence that arrives
+steps. This longest wait occurs if a sequence computes first in one round and last in the next. A sequence that arrives
 during a round joins the next round.
 """
 
@@ -46,7 +46,7 @@ class RoutingPaths:
         """Receives a layer's routing for one or several sequences. The base class ignores it."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Receives the tokens that a sequence evaluates in its next step. A caller passes each token only once. The
+        """Receives the tokens that a sequence evaluates in its next step. The caller passes each token only once. The
         base class ignores the tokens."""
 
     def path(self, sequence: int) -> Float32s | None:
@@ -55,7 +55,7 @@ class RoutingPaths:
         return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Discards the data about a sequence that has ended."""
+        """Discards what is stored about a sequence that has ended."""
         self._paths.pop(sequence, None)
 
 
@@ -105,14 +105,14 @@ class PredictedPaths(RoutingPaths):
         self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
 
     def forget(self, sequence: int) -> None:
-        """Discards the data about a sequence that has ended."""
+        """Discards what is stored about a sequence that has ended."""
         super().forget(sequence)
         self._followers.pop(sequence, None)
 
 
 def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths:
-    """Returns new paths of the kind `name`, one of PATHS. Raises OptionError if the name is unknown or the predictor's
-    file is missing."""
+    """Returns a new `RoutingPaths` of the kind `name`, one of PATHS. Raises OptionError if the name is unknown or the
+    predictor's file is missing."""
     if name == RecentPaths.name:
         return RecentPaths(shape)
     if name not in PATHS:
@@ -120,7 +120,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # maximum number of K-means rounds of a split, which starts from the medoids of the previous split
+ROUNDS = 2  # maximum number of K-means rounds of a split that starts from the medoids of the previous split
 MAX_ROUNDS = 10
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
@@ -139,7 +139,7 @@ class TokenScheduler:
         self.shape = shape
         self.paths = paths
         self.group_size = max(1, group_size)
-        self._round: list[list[int]] = []  # groups that have not computed yet in this round
+        self._round: list[list[int]] = []  # groups that have not yet computed in this round
         self._medoids: list[int] = []  # the most central sequence of each group of the last split
 
     def next_group(self, running: Sequence[int]) -> list[int]:
@@ -152,7 +152,8 @@ class TokenScheduler:
 
     @property
     def following(self) -> list[int]:
-        """The group that computes after the one last returned by `next_group`. Empty if a new split will decide it."""
+        """The group that computes after the group last returned by `next_group`. Empty if that group depends on a new
+        split."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
@@ -216,9 +217,9 @@ def similarities(paths: Paths) -> Float32s:
 def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS) -> list[Indices]:
     """Returns the ascending indices of each group's tokens. Group sizes differ by at most one.
 
-    `centroids` are the tokens from which the groups start. In each round, the token of a group that is most similar to
-    the group's other tokens becomes its centroid. The rounds end when no centroid changes, or after `most_rounds`
-    rounds. similarity (n_tokens, n_tokens).
+    `centroids` are the tokens from which the groups start. In each round, a group's new centroid is its token that is
+    most similar to the group's other tokens. The rounds end when no centroid changes, or after `most_rounds` rounds.
+    similarity (n_tokens, n_tokens).
     """
     for _ in range(most_rounds):
         groups = _balanced(similarity[:, centroids])
@@ -230,8 +231,8 @@ def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_R
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """Returns the ascending indices of each group's tokens. Tokens for which the second best group would be much worse
-    choose first.
+    """Returns the ascending indices of each group's tokens. Tokens whose second-best group would be much worse choose
+    first.
 
     similarity (n_tokens, n_groups): similarity of each token to each centroid.
     """

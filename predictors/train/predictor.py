@@ -2,9 +2,9 @@
 
     python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
-`moegguf learn` runs the same trainings. Here they use the papers' sizes, unless `--set` changes one of the predictor's
-`Options`, as in `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with the figures of the
-card and a manifest: the data, options, seeds and software of the training run.
+`moegguf learn` runs the same training. Here, the training uses the papers' sizes, unless `--set` changes one of the
+predictor's `Options`, as in `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with the
+figures of the card and a manifest: the data, options, seeds and software of the training run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Figure = dict[str, dict[int, float | None]]
 
 
 class Trained(Artifacts):
-    """Artifacts that are read from only one given folder."""
+    """Artifacts read from a single folder."""
 
     def folders(self) -> Iterator[Path]:
         """Yields only the folder `folder`."""
@@ -63,8 +63,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
-    """Returns the predictor's `Options` with these settings, each converted to the type of its default. Returns None if
-    the predictor has no options. Raises SystemExit for an unknown option."""
+    """Returns the predictor's `Options` with these settings. Each value is converted to the type of the option's
+    default. Returns None if the predictor has no options. Raises SystemExit for an unknown option."""
     kind = None if predictor in COUNTED else TRAINERS[predictor].Options
     defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
@@ -74,7 +74,7 @@ def options(predictor: str, settings: Sequence[str]) -> Any:
 
 
 def parse_setting(default: Any, text: str) -> Any:
-    """Returns the text as a value of the default's type. Commas separate the items of a tuple."""
+    """Returns the text as a value of the default's type. The items of a tuple are separated by commas."""
     if isinstance(default, tuple):
         return tuple(type(default[0])(part) for part in text.split(","))
     return type(default)(text)
@@ -91,7 +91,7 @@ def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
 
 
 def train(args: argparse.Namespace, training: Trace) -> Weights:
-    """Trains the predictor; returns its arrays, and facts about the training."""
+    """Trains the predictor. Returns its arrays, and facts about the training."""
     chosen = options(args.predictor, args.set)
     count = COUNTED.get(args.predictor)
     start = time.monotonic()
@@ -112,8 +112,8 @@ def report_step(step: str, share: float) -> None:
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """Returns facts for repeating a training run: options, digests of the data, seeds, software. The facts contain no
-    times or paths."""
+    """Returns the facts needed to repeat a training run: options, digests of the data, seeds, software. The facts
+    contain no times or paths."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {

@@ -38,13 +38,13 @@ class Figures:
 
 
 def overall(losses: Mapping[str, KindLoss]) -> float:
-    """Returns the mean loss in nats per token over all kinds of text, weighted by their numbers of tokens."""
+    """Returns the mean loss in nats per token over all kinds of text, weighted by number of tokens."""
     total = sum(one.nats_per_token * one.tokens for one in losses.values())
     return total / sum(one.tokens for one in losses.values())
 
 
 def overall_bits(losses: Mapping[str, KindLoss], corpus: Corpus) -> float:
-    """Returns the mean loss in bits per byte over all kinds of text, weighted by their sizes."""
+    """Returns the mean loss in bits per byte over all kinds of text, weighted by size."""
     n_bytes = {kind: corpus.heldout_bytes[kind] for kind in losses}
     return sum(losses[kind].bits_per_byte * n_bytes[kind] for kind in losses) / sum(n_bytes.values())
 
@@ -79,7 +79,8 @@ def earlier_stages(path: Path) -> list[str]:
 
 
 def stage_rows(figures: Figures) -> list[str]:
-    """Returns one table row for each stage of training that had any steps. The rows of earlier runs come first."""
+    """Returns one table row for each stage of training that ran at least one step. The rows of earlier runs come
+    first."""
     own = [
         f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
         for name, one in figures.stages.items()
@@ -89,13 +90,13 @@ def stage_rows(figures: Figures) -> list[str]:
 
 
 def score_rows(figures: Figures) -> list[str]:
-    """Returns one table row with the number of right answers for each situation of the quiz."""
+    """Returns one table row for each situation of the quiz, with the number of right answers."""
     return [f"| {where} | {right} of {n} | {right / n:.0%} |" for where, (right, n) in figures.scores.items()]
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
-    """Returns one table row about the experts' loads for each layer. load: (n_layer, n_expert), the share of choices of
-    each expert; each row sums to 1."""
+    """Returns one table row for each layer, with its experts' loads. load: (n_layer, n_expert), each expert's share of
+    the choices; each row sums to 1."""
     rows = []
     for il, shares in enumerate(load):
         uneven = float(shares.std(correction=0) / shares.mean())
@@ -106,7 +107,7 @@ def routing_rows(load: torch.Tensor) -> list[str]:
 
 
 def answer_rows(figures: Figures) -> list[str]:
-    """Returns a line for each question with its answer. A star marks a question that the model was not trained on."""
+    """Returns a line for each question with its answer. A star marks questions on which the model was not trained."""
     return [
         f"- **{question}**{'' if question in figures.questions_seen else ' *'} {answer}"
         for question, answer in figures.answers.items()

@@ -27,7 +27,7 @@ SETTLING_STEPS = ((512, 2, 2), (1024, 1, 1), (512, 2, 2), (2048, 0, 1), (512, 1,
 the model forget some of the corpus, and these steps bring it back."""
 # Probabilities of variations of a conversation
 WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4
-# STARTERS: share of starters among drawn questions. LONG_TEXT: share of long conversations that begin with a long
+# STARTERS: share of starters among the drawn questions. LONG_TEXT: share of long conversations that begin with a long
 # excerpt of the corpus.
 STARTERS, LONG_TEXT = 0.12, 0.4
 SYSTEM_PROMPTS = (
@@ -61,8 +61,8 @@ class Encoded:
     positions: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], *, own: bool = False, gap: int = 0) -> None:
-        """Appends ids, and skips `gap` positions before the first of them. own: True: the model writes these ids in its
-        own turn."""
+        """Appends ids, and skips `gap` positions before the first of them. `own` is True if the model writes these ids
+        in its own turn."""
         start = self.positions[-1] + 1 + gap if self.positions else 0
         self.ids.extend(ids)
         self.spoken.extend(ids if own else [IGNORED] * len(ids))
@@ -129,8 +129,8 @@ class Chat:
         return Conversation(messages)
 
     def long(self, rng: random.Random, n_tokens: int) -> Encoded:
-        """Returns the tokens of one conversation of at most `n_tokens` tokens. Random questions are appended until the
-        next one does not fit. A share of LONG_TEXT of the conversations begins with a long system message."""
+        """Returns the tokens of one conversation of at most `n_tokens` tokens. Appends random questions until the next
+        one would not fit. A share of LONG_TEXT of the conversations begins with a long system message."""
         messages: list[Message] = []
         if rng.random() < LONG_TEXT:
             text = self.excerpt(rng, rng.randrange(n_tokens // 4, n_tokens * 3 // 4))
@@ -146,8 +146,8 @@ class Chat:
     def encode(self, conversation: Conversation, rng: random.Random | None = None) -> Encoded:
         """Returns the tokens of a conversation, as the chat template writes it.
 
-        With `rng`, leaves random gaps, less than N_CTX in total, between the positions of its turns. The model thereby
-        learns larger distances between turns than fit in a short row.
+        With `rng`, leaves random gaps, less than N_CTX in total, between the positions of its turns. From these gaps,
+        the model learns larger distances between turns than fit in a short row.
         """
         messages, done, encoded = conversation.messages, "", Encoded()
         gap = 0
@@ -180,7 +180,7 @@ class Chat:
 
     def row(self, rng: random.Random, n_ctx: int) -> tuple[Encoded, list[int]]:
         """Returns a row of n_ctx + 1 ids filled with random conversations, and the number of each id's conversation.
-        Padding at the end of the row has the number -1."""
+        Padding at the end of the row is numbered -1."""
         size = n_ctx + 1
         row, numbers = Encoded(), list[int]()
         n_refused = 0
@@ -202,7 +202,7 @@ class Chat:
         return row
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of a step. The same step number always gives the same batch.
+        """Returns the batch of a step. The same step number always yields the same batch.
 
         In a row of several conversations, tokens attend only to their own conversation. A row of the corpus, or of one
         long conversation, is not divided.

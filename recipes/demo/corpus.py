@@ -1,8 +1,8 @@
 """Collects freely licensed text from a Linux machine with Python. Selection and split are the same in every run.
 
-A source that is missing on the machine contributes no documents. The order of selection, and the split into training
-and held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on the same
-text.
+A source that is missing on the machine does not contribute any documents. The order of selection, and the split into
+training and held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on
+the same text.
 """
 
 import gzip
@@ -63,8 +63,8 @@ KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, decompressed if its name ends with .gz. Returns "" if the file cannot be opened or is
-    not UTF-8."""
+    """Returns the text of a file, decompressed if the file's name ends with .gz. Returns "" if the file cannot be
+    opened or is not UTF-8."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode("utf-8")
@@ -150,7 +150,7 @@ def gather() -> Iterator[Document]:
 
 def usable(text: str) -> bool:
     """Returns True if a text is long enough and consists almost only of ASCII characters. The vocabulary is too small
-    for other scripts."""
+    for other writing systems."""
     ascii_chars = sum(c < "\x80" for c in text)
     return len(text) >= MIN_DOCUMENT_CHARS and ascii_chars >= 0.99 * len(text)
 
@@ -173,7 +173,7 @@ def select(documents: Iterable[Document]) -> list[Document]:
 
 
 def write_heldout(documents: Iterable[Document], folder: Path) -> None:
-    """Writes the held-out texts as FOLDER/KIND.txt, for evaluations elsewhere."""
+    """Writes the held-out texts to FOLDER/KIND.txt, for evaluation elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         texts = [d.text for d in documents if d.kind == kind and d.heldout]

@@ -40,7 +40,7 @@ class Corpus:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> Tokens:
-    """Returns the tokens of all documents one after the other, with END_OF_TEXT after each."""
+    """Returns the concatenated tokens of all documents, with END_OF_TEXT after each document."""
     end = special_id(tokenizer, END_OF_TEXT)
     encodings = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
     return np.array([i for encoding in encodings for i in (*encoding.ids, end)], dtype=np.uint16)
@@ -85,7 +85,7 @@ class Windows:
         self.epoch, self.order = -1, np.arange(0)
 
     def window(self, index: int) -> Tokens:
-        """Returns the window at `index` in an endless sequence of epochs: n_ctx + 1 tokens."""
+        """Returns the window (n_ctx + 1 tokens) at `index` in an endless sequence of epochs."""
         epoch, position = divmod(index, self.n_windows)
         if epoch != self.epoch:
             self.epoch = epoch
@@ -108,6 +108,6 @@ class Lengths:
         self.windows = {n_ctx: Windows(tokens, n_ctx) for n_ctx, _ in steps}
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of this step. `steps` lists pairs (row length, number of rows), which take turns."""
+        """Returns the batch of this step. `steps` lists pairs (row length, number of rows), which are used in turn."""
         n_ctx, n_rows = self.steps[step % len(self.steps)]
         return self.windows[n_ctx].batch(step, n_rows)

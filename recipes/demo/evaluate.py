@@ -32,7 +32,7 @@ class KindLoss:
 
 def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
     """Returns rows of n_ctx + 1 tokens, spread over the whole text. Tokens at the end that do not fill a row are left
-    out. Raises ValueError if the text does not fill one row."""
+    out. Raises ValueError if the text does not even fill one row."""
     n_rows = (len(tokens) - 1) // n_ctx
     if n_rows == 0:
         raise ValueError(f"{len(tokens)} held-out tokens do not fill one window of {n_ctx}")
@@ -87,8 +87,8 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, 
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Returns {question: llama.cpp's greedy answer of at most 120 tokens}. Uses the file's chat template. " [cut]"
-    follows an answer that was cut off."""
+    """Returns {question: llama.cpp's greedy answer of at most 120 tokens}. Uses the file's chat template. Marks an
+    answer that was cut off with " [cut]" at its end."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:

@@ -64,7 +64,7 @@ def add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    """Adds vocabulary, merges, special tokens and chat template to the metadata."""
+    """Adds the vocabulary, merges, special tokens and chat template to the metadata."""
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)

@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x (..., size) divided by its root mean square, times the gain."""
+        """Returns x (..., size) divided by its root mean square, and multiplied by the gain."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts. The router's softmax is over all experts. The most probable experts are weighted by their
+    """A mixture of experts. The router's softmax covers all experts. The most probable experts are weighted by their
     probabilities, which are not renormalised. A gated shared expert is added."""
 
     def __init__(self, shape: Shape) -> None:
@@ -182,10 +182,10 @@ class DemoModel(nn.Module):
     def forward(
         self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, wanted: Tensor | None = None
     ) -> Tensor:
-        """Returns logits (B, T, n_vocab) of ids (B, T).
+        """Returns logits (B, T, n_vocab) for ids (B, T).
 
-        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for n tokens: returns only the logits of these
-        tokens, (n, n_vocab); None: of all.
+        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for the n tokens whose logits (n, n_vocab) are
+        returned; None: the logits of all tokens are returned.
         """
         x = functional.embedding(ids, self.token_embd)
         rope = self.rope(torch.arange(ids.shape[1])[None] if positions is None else positions)
@@ -200,7 +200,7 @@ class DemoModel(nn.Module):
 
 
 def quantised_on_export(name: str, weight: Tensor) -> bool:
-    """Returns True if the GGUF file stores this weight in Q4_0. It stores all matrices in Q4_0 except routers,
+    """Returns True if the GGUF file stores this weight in Q4_0. All matrices are stored in Q4_0 except routers,
     embedding and output."""
     return weight.dim() >= 2 and not name.endswith("router") and name not in ("token_embd", "output")
 

@@ -42,7 +42,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """Returns the id of a special token. Raises ValueError if the vocabulary lacks the token."""
+    """Returns the id of a special token. Raises ValueError if the token is not in the vocabulary."""
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the vocabulary has no {token}")

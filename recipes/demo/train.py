@@ -32,7 +32,7 @@ class Stage:
 
 @dataclass
 class Progress:
-    """The progress of a stage. It is saved in the stage's checkpoint, and finally reported in the model card."""
+    """A stage's progress, which is saved in the stage's checkpoint and finally reported in the model card."""
 
     steps: int = 0
     tokens: int = 0
@@ -77,8 +77,8 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
 
 
 def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Appends a line to the log: progress, loss, learning rate, speed, and how unevenly each layer loads its experts
-    (coefficient of variation)."""
+    """Appends a line to the log: progress, loss, learning rate, speed, and how unevenly each layer's load is spread
+    over its experts (coefficient of variation)."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),
@@ -92,7 +92,7 @@ def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr:
 
 
 def run(stage: Stage, model: DemoModel, folder: Path) -> Progress:
-    """Trains until the stage's minutes are used up. Continues from `folder`/STAGE.pt if it exists."""
+    """Trains until the stage's minutes are used up. Resumes from `folder`/STAGE.pt if that file exists."""
     checkpoint, log = folder / f"{stage.name}.pt", folder / f"{stage.name}.jsonl"
     optimizer = optimiser(model)
     progress = resume(checkpoint, model, optimizer)

@@ -89,7 +89,7 @@ def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
 
 @torch.no_grad()
 def unevenness(network: Network, heldout: Mapping[str, Rows]) -> list[float]:
-    """Returns, for each layer, the coefficient of variation of the experts' loads, counted over the held-out rows."""
+    """Returns, for each layer, the coefficient of variation of the experts' loads, computed over the held-out rows."""
     loads: list[Tensor] = []
     counted = [
         layer.ffn.register_forward_pre_hook(lambda ffn, inputs: loads.append((ffn.weights(inputs[0]) > 0).sum((0, 1))))

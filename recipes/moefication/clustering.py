@@ -1,13 +1,13 @@
 """Chooses the shared neurons, and divides the others into clusters of equal size. Neurons that are active for the same
 tokens go into the same cluster.
 
-One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again with other
+A single clustering uses each neuron once. If the model needs more experts, the neurons are clustered again with other
 tokens. A neuron then belongs to several experts, just as several experts of a trained model share some knowledge.
 
 The methods are from MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and from CMoE (Pei et al.,
-2025, section 3.1: shared neurons, then balanced k-means). MoEfication counts activations that are not 0, but the
-activations of SwiGLU are practically never 0. A neuron's contribution is therefore the length of the vector that it
-adds to the residual stream.
+2025, section 3.1: shared neurons, then balanced k-means). MoEfication counts non-zero activations, but SwiGLU's
+activations are practically never 0. A neuron's contribution is therefore the length of the vector that it adds to the
+residual stream.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
 
 def fill_evenly(similarity: Tensor) -> Tensor:
     """Returns a column for each row, so that each column is chosen equally often. Rows whose best column is clearly
-    better than the second best choose first. The number of rows must be a multiple of the number of columns."""
+    better than their second-best column choose first. The number of rows must be a multiple of the number of
+    columns."""
     n_rows, n_columns = similarity.shape
     best = similarity.topk(min(2, n_columns), dim=1).values
     wishes = similarity.argsort(dim=1, descending=True).tolist()

@@ -1,7 +1,7 @@
 """Converts a dense network to a mixture of experts, layer by layer, using the activations of tokens of text.
 
 A layer's input is the output of the converted layers before it. Its down matrices are fitted so that the residual
-stream after the layer is as near as possible to the dense network's. Each layer thereby also corrects the error of the
+stream after the layer is as close as possible to the dense network's. Each layer thereby also corrects the error of the
 earlier layers, which compute only some of their experts.
 """
 
@@ -22,9 +22,9 @@ CLUSTERING_TOKENS = 4096
 ROWS_AT_ONCE = 8
 ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # ridge penalties of the fits, as shares of the Gram matrix's diagonal
 # A router is fitted to its own layer's input and, with less weight, to the inputs of at most LAYERS_BEFORE layers
-# before it. The target for a token is the clusters' contributions at this token and, with more weight, at the tokens
-# before. The choices then depend on features that neighbouring layers and tokens have in common, as in trained models.
-# The experts that are not chosen contribute no more to the output than with a fit to the token alone.
+# before it. The target for a token is the clusters' contributions at this token and, with more weight, at the preceding
+# tokens. The choices then depend on features that neighbouring layers and tokens have in common, as in trained models.
+# The experts that are not chosen contribute no more to the output than they would after a fit to the token alone.
 LAYERS_BEFORE, WEIGHT_BEFORE = 8, 0.5
 # TOKENS_BEFORE: weight of the running mean over tokens; SMOOTHING: share of this mean that is kept from token to token
 TOKENS_BEFORE, SMOOTHING = 0.75, 0.8
@@ -54,8 +54,9 @@ class Split:
         return f"{self.n_expert}x{self.n_ff_exp}-{self.n_expert_used}-{self.n_expert_shared}"
 
     def check(self, n_ff: int) -> None:
-        """Raises ValueError unless the neurons that are not shared fill whole experts, and the experts can hold each of
-        them at least once. Also raises it if the number of used experts is not between 1 and n_expert."""
+        """Raises ValueError unless the neurons that are not shared fill whole experts, and the experts can hold each
+        such neuron at least once. Also raises ValueError if the number of used experts is not between 1 and
+        n_expert."""
         n_routed = n_ff - self.n_shared
         if n_routed < self.n_ff_exp or n_routed % self.n_ff_exp or self.n_expert * self.n_ff_exp < n_routed:
             raise ValueError(
@@ -71,7 +72,7 @@ def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, prog
     """Replaces each layer's feed-forward network with a Mixture. ids: (B, T), the text to fit on.
 
     `rounded` rounds a matrix to the values that the file can hold. The down matrices are fitted to the rounded gate and
-    up matrices. Raises ValueError if the split does not suit the network.
+    up matrices. Raises ValueError if the split does not fit the network.
     """
     split.check(network.shape.n_ff)
     angles = rope(network.shape, ids.shape[1])
@@ -92,7 +93,7 @@ def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, prog
 
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Applies the function to `rows` part by part, and returns the joined results."""
+    """Applies the function to one part of `rows` at a time, and returns the joined results."""
     n_rows = ROWS_AT_ONCE if rows.dim() == 3 else ROWS_AT_ONCE * 512
     return torch.cat([function(part) for part in rows.split(n_rows)])
 
@@ -120,7 +121,7 @@ def mixture(
 
 
 def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
-    """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the wanted logits. Its logits
+    """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the target logits. Its logits
     are scaled to the standard deviation `std`.
 
     MoEfication fits a small network to the clusters' activation (section 3.3), but llama.cpp needs a linear router.
@@ -136,7 +137,7 @@ def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
 
 def smoothed(contributions: Tensor) -> Tensor:
     """Subtracts the mean over experts from each token's contributions, then mixes each token with a running mean of the
-    tokens up to it.
+    tokens up to and including it.
 
     contributions: (B, T, n_expert). Returns (B * T, n_expert).
     """
@@ -161,11 +162,11 @@ def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) ->
 
 
 def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
-    """Fits the down matrices so that the output of the chosen neurons is as near as possible to the target. Returns the
-    output and the share of the target that is missing.
+    """Fits the down matrices so that the output of the chosen neurons is as close as possible to the target. Returns
+    the output and the share of the target that is missing.
 
     Errors are divided by the size of their token's residual stream, because the next norm divides by this size. Without
-    this, a few tokens with a huge stream would dominate the fit.
+    this division, a few tokens with a huge stream would dominate the fit.
     """
     neurons = in_parts(layer.weighted_neurons, x)
     missing = target - functional.linear(neurons, layer.ffn.down)
@@ -181,8 +182,8 @@ def ridge(inputs: Tensor, outputs: Tensor, strength: float) -> Tensor:
 
 
 def solve(gram: Tensor, products: Tensor, strength: float) -> Tensor:
-    """Solves the regression of `ridge`. `gram` is the inputs' Gram matrix, and is overwritten. `products` is inputs.T @
-    outputs."""
+    """Solves the regression of `ridge`. `gram` is the inputs' Gram matrix, which is overwritten. `products` is inputs.T
+    @ outputs."""
     diagonal = gram.diagonal().clone()
     gram.diagonal().add_(strength * (diagonal + diagonal.mean() * 1e-3))
     return torch.cholesky_solve(products, torch.linalg.cholesky(gram)).T.contiguous()

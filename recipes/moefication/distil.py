@@ -26,7 +26,7 @@ class Schedule:
     """The duration and learning rate of a training run. The rate first rises, then falls to zero."""
 
     minutes: float
-    n_rows: int = 2  # number of rows of text in a step
+    n_rows: int = 2  # number of text rows in a step
     peak_lr: float = 3e-4
     save_every_steps: int = 8
 
@@ -48,7 +48,7 @@ def distil(
     """Trains until the schedule's minutes are used up; returns the number of tokens trained on. rows: (n_rows, T).
 
     checkpoint: a file that is updated during the training. If it exists at the start, the training continues from it,
-    and the earlier minutes and tokens count, too.
+    and the earlier minutes and tokens are included in the counts.
     """
     trained = {name: parameter for name, parameter in network.named_parameters() if name.endswith(".ffn.ffn.down")}
     optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -80,7 +80,7 @@ def distil(
 def _resume(
     checkpoint: Path | None, trained: dict[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> tuple[int, float]:
-    """Loads the checkpoint if it exists. Returns the number of steps and the seconds of the training so far."""
+    """Loads the checkpoint if it exists. Returns the number of steps and seconds of training so far."""
     if checkpoint is None or not checkpoint.exists():
         return 0, 0.0
     saved = torch.load(checkpoint)

@@ -1,8 +1,9 @@
 """Writes the converted network as a GGUF file of architecture `deepseek` (DeepSeek-MoE's first release).
 
 Among llama.cpp's architectures with a shared expert, only this one computes the rest of a layer as Llama does. Its
-attention has no norms or biases, its shared expert has no gate, and its rotary embedding has Llama's order of pairs. It
-also multiplies the router's softmax by `expert_weights_scale`. Tensors that were not converted are copied byte by byte.
+attention has no norms or biases, its shared expert has no gate, and its rotary embedding pairs dimensions in Llama's
+order. It also multiplies the router's softmax by `expert_weights_scale`. Tensors that were not converted are copied
+byte by byte.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
 
 
 def rounding(quant: str) -> Rounding:
-    """Returns the function that rounds matrices before fitting. For q4_0, it rounds them as the file does. For the
+    """Returns the function that rounds matrices before fitting. For q4_0, this function rounds as the file does. For
     finer types, it returns a matrix unchanged."""
     return round_q4_0 if quant == "q4_0" else lambda weight: weight
 

@@ -1,4 +1,4 @@
-"""The network before and after the conversion: Llama's layers, whose feed-forward network is dense or a mixture of
+"""The network before and after the conversion: Llama's layers, each with a dense feed-forward network or a mixture of
 experts.
 
 The networks compute the same functions as llama.cpp's `src/models/llama.cpp` and `deepseek.cpp`. Matrices have the
@@ -52,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def zeros(*sizes: int) -> nn.Parameter:
-    """Returns a parameter of zeros, whose values are loaded later."""
+    """Returns a parameter filled with zeros; its values are loaded later."""
     return nn.Parameter(torch.zeros(*sizes))
 
 
@@ -120,8 +120,8 @@ class Mixture(nn.Module):
         return kept * len(self.router)
 
     def weighted_neurons(self, x: Tensor) -> Tensor:
-        """Returns each neuron's activation times its expert's weight, which is 1 for the shared expert. Slow, because
-        it computes even the neurons of experts that are not chosen."""
+        """Returns each neuron's activation times its expert's weight, which is 1 for the shared expert. This is slow,
+        because the neurons of experts that are not chosen are computed, too."""
         neurons = self.ffn.neurons(x)
         shared, routed = neurons.split([self.n_ff_shexp, neurons.shape[-1] - self.n_ff_shexp], dim=-1)
         weights = self.weights(x).to(x.dtype).repeat_interleave(self.n_ff_exp, dim=-1)
@@ -163,7 +163,7 @@ class Network(nn.Module):
         self.output_norm = RMSNorm(shape.n_embd, shape.norm_eps)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Returns the input (B, T, n_embd) of the output matrix for ids (B, T)."""
+        """Returns the output matrix's input (B, T, n_embd) for ids (B, T)."""
         x = functional.embedding(ids, self.token_embd)
         angles = rope(self.shape, ids.shape[1])
         for layer in self.layers:
@@ -172,5 +172,5 @@ class Network(nn.Module):
         return normed
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns the logits (B, T, n_vocab) of ids (B, T)."""
+        """Returns the logits (B, T, n_vocab) for ids (B, T)."""
         return functional.linear(self.hidden(ids), self.token_embd)

@@ -1,4 +1,4 @@
-"""Opens the server's web page in a browser and acts on it, for tests."""
+"""Opens the server's web page in a browser and operates the page, for tests."""
 
 import re
 import time
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE_MS = 60_000
-OUTLIVED = "ERR_CONNECTION_REFUSED"  # Chromium's error when a page outlives its server and calls it
+OUTLIVED = "ERR_CONNECTION_REFUSED"  # Chromium's error when a page sends a request to a server that has already ended
 DESKTOP = {"width": 1280, "height": 800}
 Look = Callable[..., Any]
 
@@ -16,8 +16,8 @@ Look = Callable[..., Any]
 def looking(chromium: Any) -> Iterator[Look]:
     """Yields `look(url, viewport=..., expected=...)`, which opens the page at `url` and returns it.
 
-    Fails at the end if a page's console had an error or a warning, or if a page requested anything from another server.
-    Texts that match `expected` are allowed, and so are errors of a page after its server has ended.
+    Fails at the end if a page's console showed an error or a warning, or if a page requested anything from another
+    server. Texts that match `expected` are allowed, and so are errors of a page after its server has ended.
     """
     faults: list[str] = []
     contexts = []
@@ -50,8 +50,8 @@ def is_own(requested: str, url: str) -> bool:
 
 
 def until(page: Any, expression: str) -> None:
-    """Waits until the JavaScript `expression` is true. The page's security policy forbids Playwright's own way of
-    waiting."""
+    """Waits until the JavaScript `expression` is true. Playwright's own wait is not used, because the page's security
+    policy forbids it."""
     deadline_s = time.monotonic() + PATIENCE_MS / 1000
     while not page.evaluate(expression):
         assert time.monotonic() < deadline_s, f"{expression} never became true"
@@ -59,7 +59,7 @@ def until(page: Any, expression: str) -> None:
 
 
 def ready(page: Any) -> None:
-    """Waits until the page has the list of models."""
+    """Waits until the page has received the list of models."""
     page.wait_for_selector("#model:enabled")
 
 

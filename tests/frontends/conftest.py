@@ -1,6 +1,6 @@
 """Fixtures: the command `moegguf`, traces that it recorded, running servers, and headless Chromium.
 
-A test with the fixture `look` fails if the browser's console has an error or a warning that the test does not expect.
+A test with the fixture `look` fails if the browser's console shows an error or a warning that the test does not expect.
 """
 
 import json
@@ -42,7 +42,7 @@ def manager() -> FakeManager:
     """A scripted manager of four models: `demo`, `able`, `mine`, and a model that is named like one on the Hugging Face
     hub.
 
-    `able` has tools and thinking. `mine` has default options and its own system message.
+    `able` supports tools and thinking. `mine` has default options and its own system message.
     """
     path = demo_path()
     assert path is not None
@@ -76,7 +76,7 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Command:
-    """Returns a function like the fixture `moegguf` that runs the command in this process, which is faster.
+    """Returns a function like the fixture `moegguf` that runs the command in this process, to save time.
 
     Tests of a process, or of how it ends, use the fixture `moegguf`.
     """
@@ -105,8 +105,8 @@ def here() -> Command:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A running `moegguf serve` with the demo and the random model `tiny`. Tests share it, so each test leaves the
-    models' names as it found them."""
+    """A running `moegguf serve` with the demo and the random model `tiny`. Tests share this server, so each test leaves
+    the models' names as it found them."""
     with serving(tmp_path_factory.mktemp("server"), models={"tiny": tiny("tiny-qwen2moe")}) as found:
         yield found
 
@@ -132,7 +132,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recorded(moegguf: Command, prompts: Path) -> Path:
-    """The path of a small trace of the demo model, with the routers' inputs."""
+    """The path of a small trace of the demo model, including the routers' inputs."""
     path = prompts.with_name("demo.npz")
     done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs")
     assert (done.returncode, done.stdout) == (0, "")

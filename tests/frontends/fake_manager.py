@@ -1,8 +1,8 @@
 """A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
 `FakeManager` has the methods of `ModelManager` that the server calls. A test sets its answers, errors and waits, and
-reads the recorded requests. On a free port of loopback, `server_of(manager)` serves a manager, and `running(app)`
-serves any ASGI application.
+reads the recorded requests. `server_of(manager)` serves a manager on a free loopback port, and `running(app)` does the
+same for any ASGI application.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ SNAPSHOT = Snapshot(
 
 
 class FedManager(FakeManager):
-    """A manager whose snapshots a test passes to `send`. `n_asked` counts the calls of `snapshots`."""
+    """A manager whose snapshots a test passes to `send`. `n_asked` counts the calls to `snapshots`."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
@@ -258,7 +258,7 @@ class BusyManager(FakeManager):
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a stream in the form of JSON lines or of server-sent events."""
+    """Returns the JSON objects of a stream in the form of JSON Lines or server-sent events."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
     return [json.loads(line) for line in lines]
 
@@ -270,7 +270,7 @@ def running(app: ASGIApp) -> Iterator[str]:
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    # When the server ends, streams send their last event even if a page still reads them, as in the real server.
+    # When the server ends, streams send their last event even if a page is still reading them, as in the real server.
     def on_end() -> None:
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()

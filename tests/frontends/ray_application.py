@@ -1,5 +1,5 @@
-"""Runs `moegguf.serving.ray:app` on a local Ray. As a program, prints the port once it is ready, and ends Ray when
-stdin closes."""
+"""Runs `moegguf.serving.ray:app` on a local Ray. As a program, prints the port once the application is ready, and stops
+Ray when stdin closes."""
 
 import json
 import os
@@ -74,8 +74,8 @@ def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApp
 
 
 def main() -> None:
-    """Runs the application until stdin closes. The program's only argument is JSON with the arguments of the
-    application."""
+    """Runs the application until stdin closes. The program's only argument is a JSON object with the application's
+    arguments."""
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions

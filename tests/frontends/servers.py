@@ -136,7 +136,7 @@ def serving(
 ) -> Iterator[Server]:
     """Yields a running server, and ends it afterwards.
 
-    The server's files are in `folder`. models: {name: GGUF file}. Each of these files gets a link in the server's
+    The server's files are in `folder`. models: {name: GGUF file}. Each of these files is linked into the server's
     folder of models. `n_files` limits the server's open files.
     """
     home, store = folder / "home", folder / "models"
@@ -170,7 +170,7 @@ def serving(
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Returns the URL that the server prints once it listens."""
+    """Returns the URL that the server prints once it is listening."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:

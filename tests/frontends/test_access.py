@@ -23,7 +23,7 @@ EVIL = "https://evil.example"
 
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
-    """A server with a key, whose settings name the public host 0.0.0.0. Its socket listens on loopback."""
+    """A server with an API key. Its settings name the public host 0.0.0.0, but its socket listens on loopback."""
     host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
     with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
@@ -215,9 +215,8 @@ def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
 def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """Requests reuse contexts of their own key from memory and disk, in the APIs of OpenAI and Anthropic.
-
-    They reuse contexts of other keys only with --share-contexts.
+    """Requests in OpenAI's and Anthropic's APIs reuse contexts of their own key from memory and disk. They reuse
+    contexts of other keys only with --share-contexts.
     """
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}

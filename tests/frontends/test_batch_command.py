@@ -18,7 +18,7 @@ from waiting import until
 
 from moegguf.serving.batch.answers import Requests, open_journal, response_entry
 
-N = 60  # number of requests, large enough that a test sees the first answers long before the last
+N = 60  # number of requests, large enough that the first answers arrive long before the last
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 

@@ -281,7 +281,7 @@ def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: F
 
 def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeManager) -> None:
     """A client sees the files and batches of its own key, even after a restart, and files stored without a key. It sees
-    nothing of other keys."""
+    no files or batches of other keys."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")

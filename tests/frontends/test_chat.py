@@ -1,4 +1,4 @@
-"""Tests the chat with a real model, which the chat loads itself or a running server has loaded."""
+"""Tests the chat with a real model, loaded by the chat itself or by a running server."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
     names = environment(MOEGGUF_HOME=str(tmp_path))
     with Terminal(["/bin/sh", "-c", words], names) as chat:
         chat.prompt()
-        # The shell is in this group, too, and survives the signal because of its trap
+        # The shell is in this group, too, but survives the signal because of its trap
         os.killpg(chat.child.pid, number)
         chat.expect(f"code {128 + number}")
         chat.exit_code()
@@ -269,7 +269,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(home: Path) -> Iterator[Terminal]:
-    """One chat, 160 columns wide, for all tests with this fixture; each test undoes what it sets."""
+    """One chat, 160 columns wide, for all tests with this fixture; each test undoes its changes to the settings."""
     with echo_chat(home, size=(160, 60)) as terminal:
         terminal.prompt()
         yield terminal
@@ -301,7 +301,7 @@ def shared(home: Path) -> Iterator[Terminal]:
         "/set parameter top_k 1e3",
         "Couldn't set parameter: the parameter 'top_k' must be a 64-bit integer, but is '1e3'",
     ),
-    ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
+    ("/set parameter top_p 7", "Couldn't set parameter: top_p must be from 0 to 1, but is 7"),
 ])  # fmt: skip
 def test_each_chat_command_prints_its_text(shared: Terminal, command: str, words: str) -> None:
     assert words in shared.ask(command)

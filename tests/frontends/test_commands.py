@@ -26,7 +26,7 @@ def test_help_lists_the_commands_and_is_printed_without_arguments(here: Command)
     assert explicit.stdout == bare.stdout
     for command in ("run", "batch", "estimate", "show", "doctor", "bench", "trace"):
         assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
-    assert "..." not in explicit.stdout.partition("Commands:")[2]  # no description of a command is cut
+    assert "..." not in explicit.stdout.partition("Commands:")[2]  # no command's description is cut off
     for command in ("run", "pull", "create"):
         assert not re.search(r"<\w+|\{", here(command, "--help").stdout), "names of arguments, not types of Python"
 
@@ -95,8 +95,8 @@ def test_estimate_prints_memory_and_reasons_and_its_json_has_the_plan(here: Comm
 
 
 def test_estimate_of_the_demo_has_the_measured_hit_rates(here: Command) -> None:
-    """The estimate for half of the demo's experts has hit rates in the measured range, and below Belady's bound of 86
-    %."""
+    """The hit rates in the estimate for half of the demo's experts are in the measured range, and below Belady's bound
+    of 86 %."""
     facts = json.loads(here("estimate", "demo", "--expert-cache", "50%", "--json").stdout)["expected"]
     assert 0.55 < facts["hit_low"] < 0.63 and 0.75 < facts["hit_high"] < 0.86
     assert "measured on this model" in facts["basis"] and "lower bound" not in facts["basis"]
@@ -265,7 +265,7 @@ Mine = Callable[..., "CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def hub(tiny: TinyModel) -> Iterator[FakeHub]:
-    """A hub with one repository, which has a small model, and a model of three shards in a folder."""
+    """A hub with one repository, which contains a small model and, in a folder, a model of three shards."""
     with running_hub() as found:
         whole, split = tiny("tiny-qwen2moe"), tiny("tiny-mix", "q4_k_m", 3)
         shards = sorted(split.parent.glob(split.name.replace("00001-of", "*-of")))
@@ -473,8 +473,8 @@ def test_the_shell_completes_commands_options_and_names(mine: Mine, words: str, 
     assert expected in done.stdout.split()
 
 
-# Each entry of ERRORS: a command, its exit code, and words of the one sentence on stderr. The folder TMP has the files
-# `empty` and `one.jsonl`.
+# Each entry of ERRORS: a command, its exit code, and words from the single sentence on stderr. The folder TMP contains
+# the files `empty` and `one.jsonl`.
 STRATEGIC = ("serve", "batch TMP/one.jsonl", "bench -m demo", "trace simulate TRACE")
 ERRORS = [
     ("run demo hi --strategy nine", 2, "no strategy 'nine'; known strategies: none"),
@@ -524,7 +524,7 @@ ERRORS = [
     ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known policies: lru,"),
     ("trace simulate TRACE --predictor skip", 1, "--model"),
     ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
-    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but not '0%'"),
+    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but has '0%'"),
     ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known strategies: none, lru,"),
     (
         "trace simulate TRACE --strategy lru,moe-infinity",
@@ -534,7 +534,7 @@ ERRORS = [
     ("trace simulate TRACE --strategy lru --save", 1, "leave out --strategy"),
     ("trace simulate TRACE --policy vram=lru,ram=slru", 1, "--vram-cache"),
     ("trace simulate TRACE --vram-cache 20% --policy ram=lfu", 1, "lru, lfu-decay, slru, but is 'lfu'"),
-    ("trace simulate TRACE --vram-cache 0%", 1, "--vram-cache takes shares"),
+    ("trace simulate TRACE --vram-cache 0%", 1, "--vram-cache must be shares"),
     ("trace simulate TRACE --vram-cache 20% --device-link fast", 1, "is not a link"),
     ("trace simulate TRACE --device-link 4GB/s", 1, "--vram-cache"),
     ("trace simulate TRACE --tensor-split 1,1", 1, "--vram-cache"),

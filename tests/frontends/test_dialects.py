@@ -4,9 +4,9 @@ Each answer must equal a file in `recorded/` byte for byte, after ids and times 
 official clients. Each request body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the
 recorded error.
 
-A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the list item
-before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
-files are rewritten with the outcome of each line.
+A line of bodies.txt contains a path and the body fields that are added to BASE. "... N times" repeats the preceding
+list item, or the text that precedes it in the same string. "every field" stands for all fields of a chat body. With
+MOEGGUF_RECORD=1, the files are rewritten with the outcome of each line.
 """
 
 import asyncio
@@ -327,7 +327,7 @@ if the request has the headers of Anthropic's clients.
 
 
 def without_chance(text: str) -> str:
-    """Returns the text with ids, times, some durations and the version replaced, so that every run gives the same
+    """Returns the text with ids, times, some durations and the version replaced, so that every run yields the same
     text."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)

@@ -31,9 +31,8 @@ sys.exit(7)
 
 @pytest.fixture
 def programs(tmp_path: Path) -> str:
-    """Writes PROGRAM under the command name of each client that `launch` can start.
-
-    Returns a PATH that begins with the folder of these programs.
+    """Writes a copy of PROGRAM under the command name of each client that `launch` can start. Returns a PATH that
+    begins with the folder of these copies.
     """
     for name in STARTED:
         file = tmp_path / CLIENTS[name].command

@@ -1,4 +1,4 @@
-"""Tests the lists of models: a damaged file, or a file that is not a model, hides no other model."""
+"""Tests the lists of models: a damaged file, or a file that is not a model, does not hide other models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.mutants import mutate, read_header, write_file
 
 SEEDS = (*range(60), 462, 465)  # seeds of mutations; 462 and 465 rename the token embeddings
 FAR_S = 1 << 40  # seconds since 1970: a time in the year 36812
-LONG = "x" * 300  # longer than a file name can be
+LONG = "x" * 300  # longer than a file name may be
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
@@ -95,7 +95,7 @@ def bind(path: Path) -> None:
 
 
 def without_embedding(path: Path, *shape: int) -> None:
-    """Writes a model whose token embeddings are missing, or have the shape `shape` if one is given."""
+    """Writes a model without token embeddings or, if `shape` is given, with token embeddings of this shape."""
     model = moe()
     model.tensors = model.tensors[1:]
     if shape:

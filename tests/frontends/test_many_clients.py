@@ -1,7 +1,7 @@
 """Tests many concurrent clients: each answer equals a single client's answer, and a full queue refuses requests.
 
 `python -m tools.load_test` makes similar checks for a minute or for thousands of requests. The variable
-MOEGGUF_REQUESTS sets the number of requests in the test of memory growth (default: 48).
+MOEGGUF_REQUESTS sets the number of requests in the memory growth test (default: 48).
 """
 
 import asyncio
@@ -44,7 +44,7 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
     """Runs a load test in which all clients send the same three questions to the demo model.
 
-    First a single client sends the questions, and its answers become the expected answers.
+    First, a single client sends the questions. Its answers are the expected answers.
     """
 
     async def run() -> Outcome:

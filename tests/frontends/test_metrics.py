@@ -21,7 +21,7 @@ def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel
 def samples(text: str) -> dict[tuple[str, str], float]:
     """Parses the text with Prometheus' own parser. Returns the samples, keyed by (metric, model).
 
-    The model is "" for a sample without labels. Samples with any label other than the model are left out.
+    The model is "" for a sample without labels. Samples with any label other than `model` are left out.
     """
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
@@ -62,7 +62,7 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     text = exposition(totals, loaded)
     assert samples(text)
     check_recorded("metrics", text)
-    found = samples(exposition(Totals(), []))  # no model: only metrics with llama-server's names
+    found = samples(exposition(Totals(), []))  # no model was named: only metrics with llama-server's names
     assert found["llamacpp:prompt_tokens_total", ""] == found["llamacpp:predicted_tokens_seconds", ""] == 0
     assert not [name for name, _ in found if name.startswith("moegguf_")]
 

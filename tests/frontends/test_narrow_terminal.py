@@ -1,4 +1,4 @@
-"""Tests tables and an error on a narrow terminal: no model's name is cut, and lines break between words."""
+"""Tests tables and an error on a narrow terminal: no model's name is cut off, and lines break between words."""
 
 from pathlib import Path
 

@@ -171,10 +171,8 @@ def test_examples_of_the_readme_and_the_server_page_succeed(served: Server) -> N
 
 
 def test_requests_of_copilot_are_answered(server: Server) -> None:
-    """Tests the replies that Copilot depends on.
-
-    These replies are a version of at least 0.6.4, the capability `tools`, the model's family and context length, and a
-    streamed chat completion.
+    """Tests the replies that Copilot depends on: a version of at least 0.6.4, the capability `tools`, the model's
+    family and context length, and a streamed chat completion.
     """
     assert [int(part) for part in server.call("/api/version").json["version"].split(".")] >= [0, 6, 4]
     shown = server.call("/api/show", {"model": "demo:latest"}).json

@@ -1,6 +1,6 @@
 """Tests OpenAI's APIs with the `openai` Python client, against real servers and a scripted manager.
 
-The last test checks the field `exact`: concurrent requests change no bit of such an answer.
+The last test checks the field `exact`: concurrent requests do not change a single bit of such an answer.
 """
 
 import json

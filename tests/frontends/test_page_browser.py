@@ -1,7 +1,8 @@
 """Tests the page in a browser.
 
-The first tests use a real server with the demo model: streaming, the map of experts, the panel, and a phone's screen.
-The later tests use a fake manager: rendering Markdown and formulas, hostile text, and text that is still growing.
+The first tests use a real server with the demo model: streaming, the map of experts, the panel, and a phone-sized
+screen. The later tests use a fake manager: rendering Markdown and formulas, hostile text, and text that is still
+growing.
 """
 
 import json
@@ -93,7 +94,7 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    # The heading is visible only once, in the panel. The table of tiers has this heading, too, and is hidden.
+    # The heading is visible only once, in the panel. The table of tiers, which is hidden, has the same heading.
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
@@ -107,7 +108,7 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
-    # The count of resident experts follows the budget without another answer.
+    # The count of resident experts changes with the budget, without another answer.
     page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")
     assert server.call("/budget?model=demo").json["n_slots"] == 24
     page.keyboard.press("Home")
@@ -192,7 +193,7 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
 
 
 # A JavaScript function that renders `text` as Markdown while it grows by n characters at a time, or all at once if n is
-# 0. Returns the final HTML, and the HTML of elements that were removed from the page on the way.
+# 0. Returns the final HTML, and the HTML of elements that were removed from the page while the text grew.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
   const { load: loadKatex } = await import("/page/math.js");

@@ -247,7 +247,7 @@ def test_pictures_are_attached_by_choice_paste_and_drop(
     page.evaluate(PASTE, data)
     page.wait_for_selector("#attached img >> nth=2")
     page.set_input_files("#files", [text])
-    page.wait_for_selector("text=text.png: it is no picture that the browser can read.")
+    page.wait_for_selector("text=text.png: the browser cannot read it as a picture.")
     page.click("#attached button >> nth=2")
     page.click("#send")
     page.wait_for_selector(".answer")
@@ -312,7 +312,7 @@ def test_a_stopped_server_is_reported_and_try_again_is_offered(manager: FakeMana
 def violations() -> Callable[..., list[str]]:
     """Returns `violations(page, *rules)`, which lists axe's serious and critical findings on a page.
 
-    Without `rules`, axe applies all its rules. Skips the test if axe-playwright-python is not installed.
+    Without `rules`, axe applies all of its rules. Skips the test if axe-playwright-python is not installed.
     """
     reason = "axe-playwright-python is not installed"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
@@ -345,7 +345,7 @@ $$\\frac{a}{b}$$
 """
 
 
-# The dark theme differs only in colours, so only its contrast is checked.
+# The dark theme differs only in its colours, so only its contrast is checked.
 @pytest.mark.parametrize(("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
 def test_axe_reports_no_serious_finding(
     manager: FakeManager, url: str, look: Look, violations: Callable[..., list[str]], tmp_path: Path, scheme: str,

@@ -207,7 +207,7 @@ def test_search_finds_messages_in_hidden_versions_and_marks_the_match(
     page.wait_for_selector("#list mark >> text='Italy is Rome'")
     assert page.locator("#list a").count() == 1
     page.click("#list a")
-    page.wait_for_selector("#log >> text=of Italy is Rome")  # this version of the answer was not shown before
+    page.wait_for_selector("#log >> text=of Italy is Rome")  # this version of the answer has not been shown before
     until(page, "[...CSS.highlights.get('found')].map(String).join() === 'Italy is Rome'")
     page.fill("#filter", "nowhere")
     page.wait_for_selector("#list-note >> text=Nothing found.")

@@ -1,7 +1,7 @@
 """Tests `moegguf.serving.ray:app` on a local Ray, if Ray is installed.
 
 The application has two replicas of the demo, and a second model whose number of replicas grows from one to two under
-load. The last tests need no Ray: they check which calls the HTTP application in front of the replicas refuses.
+load. The last tests run without Ray. They check which calls the HTTP application in front of the replicas refuses.
 """
 
 import json
@@ -97,8 +97,8 @@ def test_whole_and_streamed_answers_are_equal_on_each_api(application: RayApplic
 
 def test_a_second_turn_is_sent_to_the_replica_with_its_context(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
-    # The first calls let Ray learn the queue lengths of both replicas, because Ray skips a replica of unknown queue
-    # length.
+    # The first calls let Ray learn both replicas' queue lengths, because Ray skips a replica whose queue length is
+    # unknown.
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
@@ -121,7 +121,7 @@ def test_options_refused_by_ray_raise_an_error_with_the_model() -> None:
     from moegguf.serving.ray import app
 
     wrong = {"demo": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}}}
-    with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not take"):
+    with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not accept"):
         app({"models": wrong})
 
 

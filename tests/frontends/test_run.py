@@ -137,7 +137,7 @@ def test_an_error_during_an_answer_exits_with_code_1() -> None:
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    """Yields a fake Hugging Face hub whose repository `some/demo-GGUF` has the demo's file."""
+    """Yields a fake Hugging Face hub whose repository `some/demo-GGUF` contains the demo's file."""
     path = demo_path()
     with running_hub() as found:
         found.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
@@ -361,7 +361,7 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     """Yields a client of a server that answers each path with its entry in RESPONSES.
 
-    `client.requests` has the method, path, headers and body of each request that the server received.
+    `client.requests` lists the method, path, headers and body of each request that the server received.
     """
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # the client must not use this proxy for loopback addresses
     requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
@@ -409,7 +409,8 @@ def test_client_raises_for_error_lines_and_cut_responses(client: Client) -> None
     ("path", "message", "status"),
     [
         ("/missing", "model 'x' not found", 404), ("/v1/missing", "no such model", 404),
-        # Replies that another program may send. The client follows no redirect, so the API key is not sent elsewhere.
+        # Replies that another program may send. The client does not follow redirects, so the API key is not sent
+        # elsewhere.
         ("/html", "not JSON", None), ("/moved", "302", 302),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ from tools.models import write_projector
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Replaces the function that runs a server. Returns a list to which each call of `serve` appends its settings."""
+    """Replaces the function that runs a server. Returns a list to which each call to `serve` appends its settings."""
     found: list[Settings] = []
 
     def run(settings: Settings, *_: Any) -> int:
@@ -137,7 +137,7 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
     assert catalog.find(entry.name).weights != entry.weights
     adapter.rename(tmp_path / "gone.gguf")
-    assert catalog.find(entry.name) is entry  # The entry stays although its adapter's file is gone.
+    assert catalog.find(entry.name) is entry  # The entry remains, although its adapter's file is gone.
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):

@@ -166,7 +166,7 @@ def test_downloads_get_an_error_when_the_server_ends(tmp_path: Path) -> None:
 
 
 def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
-    """Asserts that both connections end with the error that the server is shutting down.
+    """Asserts that both connections end with the error message that the server is shutting down.
 
     `streamed` is a stream that has begun; its last JSON line is this error. The reply `whole` has status 503.
     """
@@ -177,7 +177,7 @@ def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """Returns all bytes that arrive until the server closes the connection. Then closes this end, too."""
+    """Returns all bytes that arrive until the server closes the connection. Then closes the client's end, too."""
     connection.settimeout(20)
     with connection, connection.makefile("rb") as file:
         return file.read()

@@ -47,7 +47,7 @@ def test_heatmap_has_a_letter_for_each_state() -> None:
 def test_heatmap_groups_experts_on_a_narrow_terminal() -> None:
     state = np.zeros((1, 64), np.uint8)
     uses = np.zeros((1, 64), np.uint8)
-    state[0, :9] = 2  # resident: all of the first group of eight, one of the second
+    state[0, :9] = 2  # resident: all experts in the first group of eight, and one in the second
     uses[0, 8] = 1
     state[0, 24] = 1
     uses[0, 40] = 1
@@ -286,7 +286,7 @@ def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int
     models = models_of(*(f"hf.co/user/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
     lines = frame(models, width, height)
     assert max(map(len, lines)) <= width
-    least = 2 + 6 * n_models + 7  # two head lines, six lines for each model, and a legend of at most seven lines
+    least = 2 + 6 * n_models + 7  # two header lines, six lines for each model, and a legend of at most seven lines
     assert len(lines) <= max(height, least)
 
 

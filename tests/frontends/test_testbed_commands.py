@@ -1,6 +1,6 @@
 """Tests the commands of the predictor testbed.
 
-These are `moegguf trace import`, `show` and `simulate`, options that name a user's own policy or predictor class, and
+These are `moegguf trace import`, `show` and `simulate`, the options for user-defined policy and predictor classes, and
 `predictors.study.quick`.
 """
 
@@ -66,7 +66,7 @@ def test_trace_show_prints_facts_of_a_recorded_trace(here: Command, recorded: Pa
         ((), "n_expert_used is needed.*--used N"),
         (("--used", "2"), "expert_bytes is needed.*--expert-size SIZE"),
         (("--used", "2", "--expert-size", "big"), "--expert-size: "),
-        (("--used", "2", "--expert-size", "1MB", "--layers", "1,x"), "--layers takes numbers"),
+        (("--used", "2", "--expert-size", "1MB", "--layers", "1,x"), "--layers must be whole numbers"),
         (("--used", "2", "--expert-size", "1MB", "--layers", "1-2"), "has 3 layers, but the model has experts in 2"),
         (("--used", "2", "--expert-size", "1MB", "--experts", "9"), "n_expert is 9 in the options, but 8"),
         (("--model", "demo"), "n_expert is 32 in .*, but 8 in"),
@@ -93,7 +93,7 @@ def test_simulate_csv_has_the_rows_and_counters_of_the_json(here: Command, recor
         for name, n in ((row["simulated"] or {}).get("counters") or {}).items():
             assert int(line[name]) == n, name
     done = here("trace", "simulate", recorded, "-o", "xml")
-    assert (done.returncode, done.stderr) == (1, "error: -o takes table, csv, json, but not 'xml'.\n")
+    assert (done.returncode, done.stderr) == (1, "error: -o must be one of table, csv, json, but is 'xml'.\n")
 
 
 def test_simulate_with_own_classes_reports_prefetch_accuracy(here: Command, recorded: Path) -> None:

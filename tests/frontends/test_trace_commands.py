@@ -59,7 +59,7 @@ def test_simulate_with_a_link_prints_stalls_and_speed(here: Command, recorded: P
     assert done.returncode == 0, done.stderr
     stalls = done.stdout[done.stdout.index("Stall") : done.stdout.index("Decoded tokens per second")].splitlines()[2:4]
     none, skip = (float(line.split()[-1]) for line in stalls)
-    assert 0 < skip <= none  # the watchdog stops prefetching that does not reduce stalls
+    assert 0 < skip <= none  # the watchdog stops prefetching if it does not reduce stalls
     speeds = done.stdout[done.stdout.index("Decoded tokens per second") :].splitlines()[2:4]
     assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
 

@@ -138,7 +138,8 @@ class Received:
 class Scripted:
     """A schedule that selects the sequences that `inner` selects, or all running sequences if `inner` is None.
 
-    Before each selection it calls `before` with the selection's number, from 1. `steps` collects the steps that ran.
+    Before each selection it calls `before` with the selection's number, from 1. `steps` collects the steps that were
+    run.
     """
 
     def __init__(self, before: Callable[[int], object] = lambda step: None, inner: Schedule | None = None) -> None:
@@ -191,7 +192,7 @@ def answers_together(
 ) -> list[Received]:
     """Computes the answers to `requests` in a new loop. Returns the events of each answer.
 
-    All requests arrive before the first step, so the timing of threads changes no step.
+    All requests arrive before the first step, so thread timing does not affect the steps.
     """
     loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
     for n, (request, events) in enumerate(zip(requests, received, strict=True)):

@@ -23,8 +23,8 @@ def reference() -> Reference:
     """Returns `reference(path, **options)`, which returns the logits of a random prompt and of greedy tokens.
 
     By default, plain llama.cpp of the tested build computes them, without moegguf's hooks. If `resident` is True, the
-    expert store is used, with a slot for every expert. The results of calls with the same
-    arguments are computed only once per session.
+    expert store is used, with a slot for every expert. Results are computed only once per session for each set of
+    arguments.
     """
     from running import N_NEW, N_PROMPT, Llama, WithoutRepacking, greedy_logits, hooks_off, random_prompt
 

@@ -1,6 +1,6 @@
-"""Writes random models in F32, of hybrid architectures for which tools/make_model.py has no preset.
+"""Writes random F32 models of hybrid architectures for which tools/make_model.py has no preset.
 
-Names and dimensions of tensors are those that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in numpy's
+Tensor names and dimensions are the ones that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in numpy's
 order.
 """
 
@@ -32,7 +32,7 @@ Keys = dict[str, Any]
 class Shape:
     """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors that all SHAPES have.
 
-    The names of layers' tensors lack the prefix `blk.N.`. `outer` has the tensors outside layers.
+    The names of layers' tensors lack the prefix `blk.N.`. `outer` contains the tensors outside layers.
     """
 
     keys: Keys
@@ -45,8 +45,8 @@ class Shape:
 def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dims:
     """Returns the tensors of a layer's feed-forward part: norm, router, experts, and one shared expert.
 
-    The shared expert is as wide as `n_shared` experts; if that is 0, it is left out. `has_bias`: the choice of experts
-    has a bias.
+    The shared expert is as wide as `n_shared` experts; if that is 0, it is left out. `has_bias`: True if the choice of
+    experts has a bias.
     """
     dims: Dims = {"ffn_norm.weight": (N_EMBD,), "ffn_gate_inp.weight": (N_EXPERT, N_EMBD)}
     if has_bias:
@@ -292,7 +292,7 @@ def write_hybrid(path: Path, arch: str) -> Path:
 
 
 def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Adds a key whose GGUF type follows from the value's Python type: an array, bool, uint32 or float32."""
+    """Adds a key whose GGUF type depends on the value's Python type: an array, bool, uint32 or float32."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -304,6 +304,6 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def add_tensors(writer: GGUFWriter, dims: Dims) -> None:
-    """Adds F32 tensors with random values that suit their names, such as norms near one."""
+    """Adds F32 tensors with random values suited to their names, such as norms near one."""
     for name, shape in dims.items():
         writer.add_tensor(name, f32_weights(Tensor(name, shape, GGMLQuantizationType.F32, 0.0), seed=0))

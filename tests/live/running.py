@@ -33,7 +33,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """A model whose weights are not repacked for the CPU, like slots in a pool that is not repacked."""
+    """A model whose weights are not repacked for the CPU, just as slots in an unrepacked pool are not."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -76,7 +76,8 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes the file of `writer`, which already has all its keys and tensors, and closes the file. Returns `path`."""
+    """Writes the file of `writer`, to which all keys and tensors have been added, and closes the file. Returns
+    `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,7 +86,8 @@ def written(writer: GGUFWriter, path: Path) -> Path:
 
 
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
-    """Writes a LoRA adapter of rank 8 with random values for one matrix, whose `shape` is in numpy order."""
+    """Writes a LoRA adapter of rank 8 with random values for one matrix. `shape` is the matrix's shape in numpy
+    order."""
     writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -112,8 +114,8 @@ def controller_of(llm: Llama) -> Controller:
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Returns a list to which each later call of store.set_scores() appends True for a table of scores, or False for
-    None."""
+    """Returns a list to which, from now on, each call to store.set_scores() appends True for a table of scores, or
+    False for None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -126,7 +128,8 @@ def count_scores(llm: Llama) -> list[bool]:
 
 
 class Meddler:
-    """Disturbs a store with random scores and prefetches: at each call of `meddle`, and from a thread inside `with`."""
+    """Disturbs a store with random scores and prefetches: at each call to `meddle`, and from a thread during the `with`
+    block."""
 
     def __init__(self, store: Store, seed: int = 0) -> None:
         self._store = store
@@ -156,7 +159,7 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each device's slots, keyed by ggml's name of the device, in the order of the store's
+    """Returns the figures of each device's slots, keyed by ggml's name for the device, in the order of the store's
     devices."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))

@@ -1,6 +1,5 @@
-"""Tests the scale of a LoRA adapter that a request sets.
-
-The scale applies to this request only, and only requests with the same scale reuse its computed context.
+"""Tests the LoRA adapter scale that a request sets. The scale applies to this request only, and only requests with the
+same scale reuse the request's computed context.
 """
 
 from collections.abc import Iterator

@@ -117,7 +117,7 @@ TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
 def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
-    """Writes the model `source` to `path` without its chat template, and with `texts` as added or replaced keys."""
+    """Writes the model `source` to `path` without its chat template, and adds or replaces the keys in `texts`."""
     header = read_header(source)
     pairs = {pair.key: pair for pair in header.pairs if pair.key != TEMPLATE}
     for key, text in texts.items():
@@ -130,7 +130,7 @@ def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
 def test_a_model_without_a_template_gets_chatml(
     tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
 ) -> None:
-    """Also tests that ChatML's mark for the end of a message ends the answer, even if several tokens form the mark."""
+    """Also tests that ChatML's end-of-message mark ends the answer, even if several tokens form the mark."""
     llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
     turns = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("user", "one"), ("assistant", "two"))]
     answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))

@@ -340,6 +340,12 @@ def test_xtc_removes_the_likeliest_token_at_temperature_0(demo: Llama) -> None:
     assert reply(demo, **once, xtc_threshold=0.6)[0] == alone
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_is_off_at_temperature_0_also_with_xtc(demo: Llama, version: int) -> None:
+    drawn = {"prompt": "Once", "max_tokens": 24, "seed": 1, "xtc_probability": 1.0, "xtc_threshold": 0.05}
+    assert reply(demo, **drawn, mirostat=version, mirostat_tau=9.0)[0] == reply(demo, **drawn)[0]
+
+
 def test_mirostat_with_zero_entropy_gives_the_likeliest_answer(demo: Llama, whole: str) -> None:
     for version in (1, 2):
         assert reply(demo, QUESTION, temperature=1.0, mirostat=version, mirostat_tau=0.0, mirostat_eta=1.0)[0] == whole

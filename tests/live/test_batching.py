@@ -2,8 +2,8 @@
 
 With batch-invariant kernels, an answer has the same bits alone and in a batch. Without these kernels the last bits may
 differ, and the rounding of activations to eight bits enlarges the differences. Logprobs are then compared within BOUND.
-Another test needs no bound: with equal steps, the tokens of other answers change no bit. MOEGGUF_INTERLEAVINGS is the
-number of answers in random interleavings (default: 200), rounded up to full blocks.
+Another test needs no bound: with equal steps, the tokens of other answers do not change a single bit.
+MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings (default: 200), rounded up to full blocks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 
-# Limit of how much a logprob may differ without batch-invariant kernels. The random routers of tiny models amplify
-# differences in the last bits most.
+# Limit of how much a logprob may differ without batch-invariant kernels. Differences in the last bits are amplified
+# most by the random routers of tiny models.
 BOUND = 1.0
 PER_BLOCK = 25
 N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
@@ -62,10 +62,8 @@ def load(load: Load) -> Load:
 
 @pytest.fixture(scope="module")
 def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
-    """Yields two loads of one model.
-
-    The first has six sequences and slots for 40 % of the experts. The second has one sequence and, by
-    default, slots for all experts.
+    """Loads one model twice and yields both. The first has six sequences and slots for 40 % of the experts. The second
+    has one sequence and, by default, slots for all experts.
     """
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "flash_attn": None, "verbose": False}
     with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
@@ -151,7 +149,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            arm_fault("read", 1)  # The next read fails once, and the store repeats it.
+            arm_fault("read", 1)  # The next read fails once, and the store retries it.
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:

@@ -1,6 +1,5 @@
-"""Tests `moegguf bench`, the measurements of tools/gpu_trial.py, and random models with realistic routing.
-
-The hit rates of these random models are close to published hit rates of real models.
+"""Tests `moegguf bench`, the measurements of tools/gpu_trial.py, and random models with realistic routing. These random
+models' hit rates are close to published hit rates of real models.
 """
 
 import json
@@ -164,7 +163,7 @@ CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # no answer repeats itself endlessly
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # no answer repeats itself forever
     assert_hits_as_published(trace, locality)
 
 
@@ -194,8 +193,8 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 def test_gpu_measurements_of_llama_cpp_and_moegguf_have_the_same_tokens(path: Path) -> None:
     """Compares the tokens of four loads: three of llama.cpp and one of moegguf.
 
-    llama.cpp has all experts on the device, some of them, or none. The last two and moegguf have equal limits of device
-    memory. moegguf also has slots in RAM for 30 % of the experts.
+    llama.cpp has all experts on the device, some of them, or none. The last two and moegguf have equal device memory
+    limits. moegguf also has slots in RAM for 30 % of the experts.
     """
     from tools.gpu import measure
 

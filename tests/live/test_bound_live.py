@@ -22,7 +22,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.trace.simulate import SimOptions, Simulation
 
 Test.__test__ = False  # type: ignore[attr-defined]
-MOST_PCT = 105  # a speed may exceed its bound a little, because the bound also comes from measured times
+MOST_PCT = 105  # a speed may exceed its bound a little, because the bound is also based on measured times
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,8 @@ LONGEST_S = 0.5  # the longest time in seconds between a process's first answer 
 def prompts(n_vocab: int) -> list[list[int]]:
     """Returns N_PROMPTS random prompts in groups of three.
 
-    The second and the third prompt of a group begin with the first 100 and 200 tokens of the group's first prompt.
+    The second and third prompts of a group begin with the first 100 and 200 tokens, respectively, of the group's first
+    prompt.
     """
     texts = [np.random.default_rng(i).integers(5, n_vocab - 5, 300 + 40 * i).tolist() for i in range(N_PROMPTS)]
     return [texts[i // 3 * 3][: 100 * (i % 3)] + texts[i] for i in range(N_PROMPTS)]
@@ -58,7 +59,7 @@ def answer(model: str, folder: str, store: str, order: list[int], out: Connectio
 
 
 def received(reads: Connection) -> Iterator[tuple[int, str]]:
-    """Yields the objects that a process sends, until the connection ends."""
+    """Yields the objects that a process sends, until the connection closes."""
     try:
         while True:
             yield reads.recv()
@@ -78,7 +79,7 @@ def started(
 
 @dataclass(frozen=True)
 class Killed:
-    """A model whose processes are killed, and `folder`, their MOEGGUF_HOME.
+    """A model whose processes are killed. `folder` is their MOEGGUF_HOME.
 
     `store` is the size limit of stored contexts. `expected` maps the index of a prompt to its answer by a process that
     stores no contexts.
@@ -101,7 +102,7 @@ def killed(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: py
 
 
 def kill(each: Killed, seeds: range) -> None:
-    """Starts and kills a process for each seed. Checks all answers, and the blocks that are stored at the end."""
+    """Starts and kills a process for each seed. Checks all answers, and the blocks stored at the end."""
     n_answers = 0
     for seed in seeds:
         order = np.random.default_rng(seed).integers(0, N_PROMPTS, 10_000).tolist()

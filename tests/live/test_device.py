@@ -1,8 +1,8 @@
 """Tests experts in slots on a device: logits, changed budgets, refused memory, and strict devices.
 
-A device is ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated link. A
-strict simulated device reveals errors that could occur on CUDA. Its rows need padding, unwritten memory holds poison,
-and copies complete late (moegguf/testing/link_device.cpp).
+A device is either ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated
+link. A strict simulated device reveals errors that could occur on CUDA. Its rows need padding, unwritten memory holds
+poison, and copies complete late (moegguf/testing/link_device.cpp).
 """
 
 import warnings
@@ -226,7 +226,7 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 @on_servers()
 def test_a_context_that_does_not_fit_reduces_the_slots(path: Path) -> None:
-    """A load uses fewer slots if its context does not fit beside 60 slots. It fails on a much smaller device."""
+    """A load uses fewer slots if its context does not fit together with 60 slots. It fails on a much smaller device."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
         # Bytes in use without staging tensors, which the smaller devices below do not have.
@@ -268,7 +268,7 @@ def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) ->
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
-    """Prefetching with default options is paused from the load until the link has been measured, and begins later."""
+    """Prefetching with default options is paused from the load until the link has been measured, and then begins."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []

@@ -1,7 +1,8 @@
-"""Tests what layers with slots on a device cost.
+"""Tests the cost of layers with slots on a device.
 
-A pass copies no adapter to the device. Ids are copied only if an expert has no slot, or while the store is watched.
-Remedies, which shorten the device's waits for experts, change no bit. Prediction in the graph adds no stop and no copy.
+A pass does not copy any adapter to the device. Ids are copied only if an expert has no slot, or while the store is
+watched. Remedies, which shorten the device's waits for experts, do not change a single bit. Prediction in the graph
+adds no stop and no copy.
 """
 
 import ctypes as c

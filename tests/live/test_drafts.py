@@ -1,4 +1,4 @@
-"""Tests that drafts change no token of an answer.
+"""Tests that drafts do not change any token of an answer.
 
 Many tests compare answers computed without drafts and with partly wrong drafts. These drafts come from a known answer,
 with random lengths and with tokens replaced at random. Other drafts come from n-grams, a draft model or MTP heads.

@@ -1,4 +1,4 @@
-"""Tests `moegguf.Llama` in place of `llama_cpp.Llama`.
+"""Tests `moegguf.Llama` as a replacement for `llama_cpp.Llama`.
 
 Tests cover loading by name, from_pretrained, pickling, type hints, and faults of llama_cpp that moegguf does not have.
 """

@@ -1,4 +1,5 @@
-"""Tests that each program in examples/ runs and prints the patterns of PRINTED. Also runs the program of README.md."""
+"""Tests that each program in examples/ runs and prints output that matches the patterns in PRINTED. Also runs the
+program of README.md."""
 
 import ast
 import os
@@ -18,7 +19,7 @@ ROUTER = (
 )
 EXPERT = "An expert is a small feed-forward network inside a layer, made of three matrices: gate, up and down."
 
-# Regular expressions that the output of each program has, in this order. Figures such as hit rates may vary.
+# Regular expressions that each program's output must contain, in this order. Figures such as hit rates may vary.
 PRINTED = {
     "chat": (
         r"> What is an expert\?",
@@ -90,7 +91,7 @@ def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def check_printed(program: str, text: str) -> None:
-    """Asserts that the output `text` has the program's patterns in order."""
+    """Asserts that the output `text` contains the program's patterns in order."""
     begin = 0
     for pattern in PRINTED[program]:
         found = re.compile(pattern).search(text, begin)

@@ -1,4 +1,4 @@
-"""Tests slots on a GPU, filled from slots in RAM: same logits, bit for bit, as llama.cpp with all layers on this GPU.
+"""Tests slots on a GPU, filled from slots in RAM: logits are bit-identical to llama.cpp's with all layers on this GPU.
 
 The tests run on any GPU that ggml sees: a real one (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`).
 Without a GPU they are skipped.
@@ -102,7 +102,7 @@ def slots_of(path: Path, size: str) -> tuple[int, int]:
 def check_identity(
     path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
 ) -> None:
-    """Asserts that slots in VRAM and RAM give the logits of `plain`, and that both tiers evict experts.
+    """Asserts that slots in VRAM and RAM yield the logits of `plain`, and that both tiers evict experts.
 
     While the model computes, another thread requests prefetches and changes scores.
     """
@@ -117,7 +117,7 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots of the VRAM budget that the staging tensors take up.
+        # Number of slots of the VRAM budget that the staging tensors occupy.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A model with a pool smaller than a layer may compute a prompt in smaller passes, in which kernels sum in another
     # order. The reference therefore uses the same n_ubatch.

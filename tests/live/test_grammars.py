@@ -1,8 +1,8 @@
 """Tests that a grammar in GBNF allows the tokens that llama.cpp's own grammar sampler allows.
 
 There are two differences. llama.cpp also allows some bytes that never occur in UTF-8 (NEVER). If a class such as [^é]
-excludes a character of several bytes, llama.cpp refuses all characters with its first byte. No grammar here has such a
-class.
+excludes a multi-byte character, llama.cpp refuses all characters that begin with the same byte. No grammar here has
+such a class.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 FOLDER = vendor.VENDOR / "llama.cpp" / "grammars"
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 never has, but that llama.cpp may allow
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that never occur in UTF-8, but that llama.cpp may allow
 OWN = {
     "parts that may be divided anyhow": 'root ::= a b c\na ::= [a-z ]*\nb ::= " the" | "th" a\nc ::= [^z\\n]{0,9} "."',
     "recursion on the right": 'root ::= string\nstring ::= "\\"" rest\nrest ::= [^"\\\\] rest | "\\\\" . rest | "\\""',
     "recursion in the middle": 'root ::= "(" root ")" root | [a-z.\\u00e0-\\u00ff]{2,3} | ""',
     "repetitions of repetitions": 'root ::= ((("a" | "an")? " "){1,3} "b"+ [^ab]){2,}',
 }
-NAMES = ("arithmetic", "c", "chess", "english", "json")  # files whose classes exclude no character of several bytes
+NAMES = ("arithmetic", "c", "chess", "english", "json")  # files in which no class excludes a multi-byte character
 GRAMMARS = {name: (FOLDER / f"{name}.gbnf").read_text() for name in NAMES} | OWN
 
 

@@ -1,7 +1,7 @@
 """Tests passes with several requests.
 
-Tests cover the sequences in recorded events, a replay with equal counters, predictions that change no logit, and
-ExpertFlow's schedule, which computes the sequences in groups.
+Tests cover the sequences in recorded events, a replay with equal counters, predictions that do not change any logit,
+and ExpertFlow's schedule, which computes the sequences in groups.
 """
 
 import time
@@ -123,7 +123,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 class Counted:
     """A schedule that selects the sequences that `inner` selects.
 
-    `counts` has two numbers for each selection: the selected and the running decoding sequences.
+    `counts` holds two numbers for each selection: the selected and the running decoding sequences.
     """
 
     def __init__(self, inner: ExpertFlow) -> None:

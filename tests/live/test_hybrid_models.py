@@ -1,6 +1,6 @@
 """Tests models with a recurrent state.
 
-With the expert store, their logits have the same bits as plain llama.cpp's. Files with MTP heads are read, too.
+With the expert store, their logits are bit-identical to plain llama.cpp's. Files with MTP heads are read, too.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ HYBRIDS = [
     "tiny-deepseek4",
 ]  # fmt: skip
 WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
-# Longer than a chunk of the recurrent state's computation, than a group of tokens that share one compressed key, and
-# than a sliding window.
+# Longer than a chunk in the computation of the recurrent state, longer than a group of tokens that share one compressed
+# key, and longer than a sliding window.
 N_PROMPT = 150
 N_NEW = 12
 

@@ -1,4 +1,4 @@
-"""Tests that batched answers and drafts give the logprobs of solo answers on models with a recurrent state.
+"""Tests models with a recurrent state: with batching and drafts, answers have the same logprobs as solo answers.
 
 Each sequence has its own state. The model has slots for some experts. Tests use passes of several widths, prefixes that
 other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with one
@@ -64,10 +64,8 @@ N_BACK = DRAFT_TOKENS[0]
 def pair(
     request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Llama, Llama]]:
-    """Yields two loads of one model.
-
-    The first has eight sequences and slots for 40 % of the experts. The second has one sequence and, by default, slots
-    for all experts.
+    """Loads one model twice and yields both. The first has eight sequences and slots for 40 % of the experts. The
+    second has one sequence and, by default, slots for all experts.
     """
     if request.param in SHAPES:
         path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)

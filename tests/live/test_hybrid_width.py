@@ -1,4 +1,4 @@
-"""Tests on the CPU that the bits that hybrid models compute depend neither on the width of passes nor on other
+"""Tests on the CPU that the bits of hybrid models' logits depend neither on the width of passes nor on other
 sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +84,7 @@ class Sequences:
         self._batch = PassBatch(settings.n_batch)
 
     def compute(self, *chunks: SequenceTokens) -> list[bytes]:
-        """Calls llama_decode once. Returns the bytes of the logits of each token for which a chunk requests logits."""
+        """Calls llama_decode once. Returns the logits' bytes for each token whose logits a chunk requests."""
         self._batch.fill(chunks)
         status = self._llama.llama_decode(self._context, self._batch.batch)
         assert status == 0, f"llama_decode: status {status}"

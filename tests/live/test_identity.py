@@ -1,4 +1,5 @@
-"""Tests that these change no logit: pool size, reader threads, split files, repacking, switches, scores, prefetches.
+"""Tests that these do not change any logit: pool size, reader threads, split files, repacking, switches, scores,
+prefetches.
 
 Also tests adapters, concurrent models, and the order in which shared and routed experts are computed.
 """

@@ -1,7 +1,7 @@
 """Tests contexts that are stored on disk.
 
-An answer from a restored context has the logprobs of an answer without stored contexts. Damaged blocks are computed
-again.
+An answer from a restored context has the same logprobs as an answer without stored contexts. Damaged blocks are
+recomputed.
 """
 
 import os
@@ -216,7 +216,7 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """Replaces a stored block with one that has a wrong value and a right checksum.
+    """Replaces a stored block with one that has a wrong value but a correct checksum.
 
     `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 a position.
     """
@@ -252,7 +252,7 @@ def test_damaged_blocks_are_computed_again_and_replaced(
         found = answer(later, prompt)
         assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
         assert found.summary.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
-    with engine(DEMO) as again:  # the blocks that were computed again have replaced the damaged ones
+    with engine(DEMO) as again:  # the recomputed blocks have replaced the damaged ones
         found = answer(again, prompt)
         assert found.logprobs == expected.logprobs
         assert computed(found) == (1, N_PROMPT - 1)
@@ -322,6 +322,6 @@ def test_images_are_restored_by_the_hash_of_their_content(
         found = turn(later, 1)
         assert found.logprobs == expected[1]
         assert computed(found) == (1, n_all - 1)
-        found = turn(later, 2)  # another picture of the same size shares no stored block
+        found = turn(later, 2)  # another picture of the same size does not share any stored block
         assert found.logprobs == expected[2]
         assert computed(found)[1] == 0

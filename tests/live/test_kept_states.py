@@ -1,7 +1,8 @@
 """Tests stored contexts of models whose memory cannot be truncated at every token.
 
 Recurrent states and sliding windows are stored beside the blocks of KV cells. For some models the whole memory is
-stored instead. A prompt continues from the nearest stored state and changes no bit. Damaged states are computed again.
+stored instead. A prompt continues from the nearest stored state, and its results do not change by a single bit. Damaged
+states are recomputed.
 """
 
 from collections.abc import Sequence
@@ -183,7 +184,7 @@ def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: i
         found = answer(later, prompt)
     assert found.logprobs == expected.logprobs
     assert found.summary.cached_tokens == (MOST_STEP_TOKENS if kept else 0)
-    with engine(model) as again:  # the states that were computed again have replaced the damaged ones
+    with engine(model) as again:  # the recomputed states have replaced the damaged ones
         assert answer(again, prompt).summary.prompt_tokens == 1
 
 

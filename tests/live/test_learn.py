@@ -1,4 +1,5 @@
-"""Tests the learning of strategies on a tiny model: each learned strategy predicts experts and changes no bit."""
+"""Tests the learning of strategies on a tiny model: each learned strategy predicts experts, and does not change a
+single bit."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Footprint:
 def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     options: dict[str, Any] = {"expert_cache": "40%", "n_threads": 1, "verbose": False}
     with Llama(tiny(), **options) as first:
-        first.eval([1, 2, 3])  # the first evaluation in a process allocates memory that stays
+        first.eval([1, 2, 3])  # the first evaluation in a process allocates memory that stays allocated
     before = Footprint()
     llm = Llama(tiny(), progress=lambda _share: None, **options)
     llm.eval([1, 2, 3])

@@ -1,4 +1,5 @@
-"""Tests policies, predictors and strategies on running models: the chosen ones are used, and none changes a bit."""
+"""Tests policies, predictors and strategies on running models: the chosen ones are used, and none of them changes a
+single bit."""
 
 import itertools
 import time
@@ -54,7 +55,7 @@ def expected(tiny: TinyModel, reference: Reference) -> Callable[..., Logits]:
 
 @pytest.mark.parametrize(
     ("policy", "preset"),
-    [(name, PRESETS[n % 2]) for n, name in enumerate(policy_names()) if name != "static"],  # static needs a file
+    [(name, PRESETS[n % 2]) for n, name in enumerate(policy_names()) if name != "static"],  # `static` needs a file
 )
 def test_every_policy_decides_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], policy: str, preset: str
@@ -341,7 +342,7 @@ def test_counters_of_a_simulated_strategy_equal_the_live_ones(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = replace(STRATEGIES[name].store, sweep=False)  # the reads of a sweep happen at other times in a simulation
+    options = replace(STRATEGIES[name].store, sweep=False)  # a simulated sweep reads at different times
     llm = load(
         DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **QUARTER,

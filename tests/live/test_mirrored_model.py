@@ -1,4 +1,5 @@
-"""Tests a model with a mirror, a copy of its file: both files are read, and a failed one changes no logits."""
+"""Tests a model with a mirror, a copy of its file: both files are read, and the logits do not change if one of them
+fails."""
 
 import shutil
 import warnings

@@ -1,4 +1,5 @@
-"""Tests the planned sizes of buffers of a pass, the limit of its logits, and that longer passes change no bit."""
+"""Tests the planned buffer sizes of a pass, the limit of its logits, and that longer passes do not change a single
+bit."""
 
 import ctypes as c
 import re

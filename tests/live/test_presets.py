@@ -1,4 +1,4 @@
-"""Tests the presets of `moegguf bench`: their figures, and errors of wrong settings, which list the known ones."""
+"""Tests the presets of `moegguf bench`: their figures, and the errors for wrong settings, which list the known ones."""
 
 import json
 import re
@@ -93,8 +93,8 @@ def test_link_measures_times_of_at_least_the_simulated_link() -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "words"),
     [
-        ("fast", "", "--preset takes turns, busy, drafts, server, resume, eviction, link, but not 'fast'"),
-        ("link", "speed=1", "the preset 'link' has no setting 'speed'; it has link=2GB/s,35us repetitions=100"),
+        ("fast", "", "--preset must be one of turns, busy, drafts, server, resume, eviction, link, but is 'fast'"),
+        ("link", "speed=1", "the preset 'link' has no setting 'speed'; its settings are link=2GB/s,35us"),
         ("link", "repetitions=x", "repetitions must be a whole number such as 100"),
         ("link", "repetitions=0", "repetitions must be above 0"),
         ("turns", "depth=-1", "depth must be at least 0"),
@@ -112,7 +112,7 @@ def test_read_settings_keeps_defaults_of_unchanged_settings() -> None:
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="no nm, which lists the symbols of a library")
 def test_libmoegguf_needs_no_function_that_a_patch_adds_to_llama_cpp() -> None:
-    """`--against stock` loads libmoegguf with the libraries of a llama.cpp without patches."""
+    """`--against stock` loads libmoegguf with the libraries of an unpatched llama.cpp."""
     listed = subprocess.run(
         ["nm", "-D", "--undefined-only", library.find_library() / "libmoegguf.so"],
         capture_output=True, text=True, check=True,

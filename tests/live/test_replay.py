@@ -1,4 +1,4 @@
-"""Tests that a recorded trace has the requests of the run, and that its simulation has equal counters."""
+"""Tests that a recorded trace contains the run's requests, and that its simulation yields equal counters."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,7 +73,7 @@ def requests(llm: Llama) -> None:
 
 
 def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
-    """Loads a model and records `requests` in `out`. Returns the trace, whose header has the counters of the run."""
+    """Loads a model and records `requests` in `out`. Returns the trace, whose header contains the run's counters."""
     llm = load(
         path, policy=policy, predictor=predictor, expert_cache=share_for(path, n_slots), n_ubatch=8,
         store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),

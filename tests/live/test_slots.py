@@ -1,5 +1,5 @@
-"""Tests saved, restored and erased KV slots: only their owner and model can continue a context, which changes no
-bit."""
+"""Tests saved, restored and erased KV slots: only their owner and model can continue a context, and continuing it does
+not change a single bit."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -78,7 +78,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 
 
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
-    """Asserts that slots give the logits of plain llama.cpp, with the layers on the devices of `split`.
+    """Asserts that slots yield the logits of plain llama.cpp, with the layers on the devices of `split`.
 
     Both use the same n_ubatch, because the CPU's kernels round differently in passes of another size. Returns the
     figures by device, the figures by tier, and the layers by device.
@@ -296,12 +296,13 @@ PLAIN = StoreOptions(repack=False)
 
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps measured speeds and hit rates of these tests out of the user's cache folder."""
+    """Keeps the speeds and hit rates measured in these tests out of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
-    """Returns the logits with one kind of placement on a device behind a link, and facts of the plan and the store."""
+    """Returns the logits with one kind of placement on a device behind a link, and facts about the plan and the
+    store."""
     solver.KINDS_OF["auto"] = (kind,)  # "auto" chooses only this kind in this process
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
@@ -321,7 +322,7 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        # Only layer 3 is whole on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
+        # Only layer 3 is entirely on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
         ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
@@ -425,7 +426,7 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
 def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
     """A prompt is computed in one pass, even with fewer slots than a layer has experts.
 
-    Layers 2 and 3 are whole on the device.
+    Layers 2 and 3 are entirely on the device.
     """
     size = slot_bytes(read_layout(path).only((0, 1)))
     how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}

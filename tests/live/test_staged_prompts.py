@@ -1,4 +1,4 @@
-"""Tests prompts that are staged on a device: logits equal plain llama.cpp's for several sizes of prompts and pools."""
+"""Tests prompts that are staged on a device: logits equal plain llama.cpp's for several prompt and pool sizes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +62,8 @@ def compare(
 ) -> tuple[Logits, list[Outcome]]:
     """Returns the logits of plain llama.cpp on the device, and the outcomes with slots and staging tensors.
 
-    `sizes` has pairs of numbers of slots, on the device and in RAM. For each pair, an outcome has the logits and the
-    figures.
+    `sizes` lists pairs: the number of slots on the device, and in RAM. For each pair, an outcome contains the logits
+    and the figures.
     """
     options, outcomes, device = all_options(), [], gpus()[0].name
     with hooks_off(), Llama(path, **options) as llm:
@@ -84,7 +84,7 @@ def compare(
 
 
 def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
-    """Calls `compare` on a device. Returns the figures for each pair of numbers of slots.
+    """Calls `compare` on a device. Returns the figures for each pair of slot counts.
 
     Asserts that logits are equal, that prompts were staged, and that the device evicted experts.
     """
@@ -122,7 +122,7 @@ def test_staged_prompts_with_few_ram_slots_give_the_plain_logits(tiny: TinyModel
 
 
 def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, int]]:
-    """Returns an outcome for the budget of each number of experts in `sizes`.
+    """Returns one outcome for each number of experts in `sizes`, which determines the budget.
 
     An outcome has four values: whether the logits equal plain llama.cpp's in passes of equal width, this width, the
     number of staging tensors, and the bytes copied to them.

@@ -2,7 +2,7 @@
 
 The results equal the results with every expert in VRAM. The device is asynchronous, repeats graphs as CUDA does,
 and fills memory with NaN while a copy writes it. Data that is read too early, overwritten too early or moved shows in
-the logits, or as a fault that the device keeps.
+the logits, or as a fault that the device records.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0
 
 
 class Joining:
-    """A schedule that admits one more request in every second step. Ended sequences leave."""
+    """A schedule that admits one more request in every second step. Sequences leave when they have ended."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests

@@ -29,7 +29,7 @@ from tools.mutants.header import Item
 
 
 def process(code: str) -> tuple[str, ...]:
-    """Returns a command that runs the Python program `code`, in place of the command of a trial."""
+    """Returns a command that runs the Python program `code`, in place of a trial's command."""
     return (sys.executable, "-c", code)
 
 

@@ -79,7 +79,7 @@ def test_a_conversation_with_images_reuses_the_context(
     assert timing_3.cached_tokens == 0 and timing_3.prompt_tokens == reused + timing_2.prompt_tokens
     assert llm.n_tokens == n_tokens and np.allclose(last_logits(llm), continued, atol=0.05)
     answer(llm, [message("look ", png(128, 96, seed=3), "what is it?")])
-    assert not np.array_equal(last_logits(llm), logits)  # an image of equal size with other pixels
+    assert not np.array_equal(last_logits(llm), logits)  # an image of the same size with different pixels
 
 
 def test_image_tokens_are_counted_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
@@ -218,7 +218,8 @@ def test_cutting_a_conversation_counts_its_images(tiny: TinyModel, projector: Pr
 def test_threads_share_one_projector(
     tiny: TinyModel, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that counts a prompt with images may open the projector during an answer of another thread."""
+    """A thread that counts the tokens of a prompt with images may open the projector while another thread computes an
+    answer."""
     begun, n_made = threading.Barrier(2), list[int]()
 
     class Slow(engine.Projector):

@@ -175,7 +175,7 @@ async def test_snapshots_add_up_and_count_uses_only_while_watched(tiny: TinyMode
         await answer_of(process, REQUEST)
         await experts_of(process, 0.01)
         await asyncio.sleep(0.02)
-        await answer_of(process, REQUEST)  # more than the 0.01 s of watching have passed when this answer ends
+        await answer_of(process, REQUEST)  # the 0.01 s of watching are over by the time this answer ends
         unwatched = await experts_of(process, 0)
         await answer_of(process, REQUEST)
         assert (await experts_of(process, 0)).uses == unwatched.uses

@@ -19,7 +19,7 @@ from moegguf.native.store import Store, StoreContext
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, I32, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 26, 39
 Q4_1, Q5_0, Q5_1, Q2_K, Q3_K = 3, 6, 7, 10, 11
 IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ3_S, IQ2_S, IQ4_XS, IQ1_M = 16, 17, 18, 19, 21, 22, 23, 29
-NB2 = 64  # offset in struct ggml_tensor of nb[2], the bytes from one matrix to the next
+NB2 = 64  # offset of nb[2] in struct ggml_tensor; nb[2] is the number of bytes from one matrix to the next
 BLOCKS = {
     F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210), IQ4_NL: (32, 18),
     MXFP4: (32, 17), Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24), Q2_K: (256, 84), Q3_K: (256, 110),
@@ -62,7 +62,7 @@ class FakeModel:
         return self.layout.layers[0].expert_bytes
 
     def matrix_bytes(self, index: int, expert: int) -> bytes:
-        """Returns the bytes of one matrix of one expert, as the file has them."""
+        """Returns the bytes of one matrix of one expert, as they are in the file."""
         m = self.layout.matrices[index]
         at = m.offset + expert * m.expert_bytes
         return self.contents[m.shard][at : at + m.expert_bytes]

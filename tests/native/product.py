@@ -1,4 +1,4 @@
-"""Computes ggml's own MUL_MAT_ID over a store's pool, with the names that llama.cpp's graph has."""
+"""Computes ggml's own MUL_MAT_ID over a store's pool, with the names that llama.cpp's graph uses."""
 
 import ctypes as c
 from typing import Any

@@ -1,7 +1,7 @@
 """The store in plain Python. It models which expert each slot holds after each call, without bytes and without time.
 
 It finds a victim by comparing all slots. The policies are lru, lfu-decay and next-use; scores can replace any of them.
-VALUES has the values for set_policy: with a half-life of one token, averages are exact.
+VALUES holds the values for set_policy: with a half-life of one token, averages are exact.
 """
 
 from collections.abc import Sequence
@@ -195,7 +195,7 @@ class ReferenceStore:
         return min(ranks)[2] if ranks else -1
 
     def _floors(self) -> dict[int, int]:
-        """Returns for each layer the number of slots that no other layer may take.
+        """Returns, for each layer, the number of slots that no other layer may take.
 
         The numbers are 0 if there are enough slots for the experts that a token uses in all layers.
         """

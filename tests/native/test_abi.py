@@ -118,7 +118,7 @@ def test_offset_beyond_the_file_fails_only_the_event_of_its_layer(fake: FakeMode
 @pytest.mark.parametrize(
     ("n_slots", "n_used", "options", "words"),
     [
-        *((n_slots, 2, {}, "and slots") for n_slots in (0, -1)),
+        *((n_slots, 2, {}, "at least one slot") for n_slots in (0, -1)),
         # Wrong, because the layer has 8 experts.
         *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),
         *((4, 2, {"readers": readers}, "between 1 and 64") for readers in (-1, 0, 65, 1000)),

@@ -1,4 +1,4 @@
-"""Tests products that ggml's own MUL_MAT_ID computes while experts arrive.
+"""Tests products that ggml's own MUL_MAT_ID computes while experts are arriving.
 
 The matrices of the pool are still being read, or a prompt's layer has more experts than there are slots.
 """
@@ -261,7 +261,7 @@ def test_streaming_reads_the_first_expert_of_the_next_layer_ahead(n_slots: int) 
     shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
     prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
     for stream in (False, True):
-        comes = stream and n_slots > 2  # the current layer keeps both of 2 slots until the next layer is routed
+        comes = stream and n_slots > 2  # the current layer keeps both slots until the next layer is routed
         options = StoreOptions(
             repack=False, fill=False, simulate=True, sweep=False, stream=stream, chunked=False, link_bytes_per_s=1e9
         )

@@ -112,7 +112,8 @@ def test_expert_mlp_predicts_nothing_after_a_layer_was_left_out() -> None:
 
 
 def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
-    """Returns a routing path's prediction for each layer. The caller has not observed a layer of the current pass."""
+    """Returns a routing path's prediction for each layer. The caller has not yet observed any layer of the current
+    pass."""
     return [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
 
 

@@ -17,7 +17,7 @@ import pytest
 from tools.width_check import Array, Ggml
 
 ROOT = Path(__file__).resolve().parents[2]
-# More rows than a tile has, and cells for two whole parts of the keys and the beginning of a third part.
+# More rows than fit in a tile, and enough cells for two whole parts of the keys and the beginning of a third part.
 N_ROWS, N_CELLS = 70, 1100
 SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39), range(20, 53))
 
@@ -57,7 +57,7 @@ class Attention:
         return q, k, v, mask.astype(np.float16), 3 * rng.standard_normal(self.n_head).astype(np.float32)
 
     def compute(self, ggml: Ggml, rows: Sequence[int]) -> Array:
-        """Computes the rows with these indices with ggml. Returns [len(rows), n_head, d_value]."""
+        """Uses ggml to compute the rows with these indices. Returns [len(rows), n_head, d_value]."""
         q, k, v, mask, sinks = self.inputs()
         graph = ggml.graph()
         ggml_type = ggml.types[self.cache]

@@ -51,7 +51,7 @@ def meddle(store: Store, seed: int, over: threading.Event) -> None:
 
 
 def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
-    """Returns the expert ids of one token or of several tokens, with at most `most` different experts."""
+    """Returns the expert ids of one token or of several tokens, with at most `most` distinct experts."""
     some = rng.permutation(N_EXPERT)[: min(most, N_EXPERT)]
     n_tokens = int(rng.choice([1, 1, 1, 3, 24]))
     return np.array([rng.permutation(some)[:N_USED] for _ in range(n_tokens)], np.int32)

@@ -58,7 +58,7 @@ def test_sweep_evicts_the_layer_that_was_just_computed_first(fake: FakeModel, op
 
 
 def test_routing_drops_unneeded_prefetches_of_its_layer(layer: FakeModel, open_store: Open) -> None:
-    """Uses a simulated link, which has transferred nothing when the last routing event begins."""
+    """Uses a simulated link that has not yet transferred anything when the last routing event begins."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
     context.acquire(0, [0, 1])

@@ -49,7 +49,7 @@ def contents(tensor: int) -> np.ndarray:
 
 
 def take_state(address: int, tensor: int, block: int) -> list[bytes]:
-    """Takes a state as llama.cpp does: for each part, reads the head, and assigns the part's bytes a place in the
+    """Receives a state as llama.cpp does: for each part, reads the head, and assigns the part's bytes a place in the
     tensor.
 
     The bytes arrive there when the blocks are filled. Returns the heads.

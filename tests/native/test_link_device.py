@@ -1,7 +1,7 @@
 """Tests a simulated device behind a link in real time: its memory, the order of its work, and the minimum time of
 copies.
 
-Times are only bounded from below: a copy may be late on a busy machine, and is never early.
+Times are only bounded from below: a copy may be late on a busy machine, but is never early.
 """
 
 import ctypes as c
@@ -174,7 +174,8 @@ def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Launches a graph n times behind a copy that takes 0.2 s, then waits for the device.
 
-    Returns whether the graph's result was there after each launch and after the wait, followed by the device's figures.
+    Returns whether the graph's result was available after each launch and after the wait, followed by the device's
+    figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -333,7 +334,7 @@ def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path:
 
 
 def slot_tokens_of_a_device() -> int:
-    """Returns the maximum number of tokens of a pass with exact products from slots on a simulated device."""
+    """Returns the maximum number of tokens in a pass with exact products from slots on a simulated device."""
     return slot_tokens(link_device(FREE))
 
 

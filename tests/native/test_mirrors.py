@@ -63,7 +63,7 @@ def copies(fake: FakeModel, folder: str) -> list[Path]:
 
 
 def read_all(fake: FakeModel, store: Store, context: StoreContext, rounds: int = 2) -> None:
-    """Routes to two experts at a time, until every expert of every layer was used `rounds` times.
+    """Routes to two experts at a time, until every expert of every layer has been used `rounds` times.
 
     Checks the experts' bytes.
     """

@@ -114,7 +114,7 @@ def site(tmp_path: Path) -> Path:
 def install(site: Path) -> Install:
     """Returns a function that installs a library as the plug-in `name`, with a file UPSTREAM.
 
-    This file has the pinned versions of the tested library, except for the values in `changes`.
+    This file contains the pinned versions of the tested library, except for the values in `changes`.
     """
 
     def install_one(name: str, built: Path, **changes: str) -> Path:

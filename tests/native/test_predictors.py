@@ -378,7 +378,7 @@ def test_popularity_predicts_its_shares_for_every_layer() -> None:
 def test_every_native_predictor_has_a_definition_in_the_tests() -> None:
     with simulated() as (store, _), pytest.raises(OptionError) as unknown:
         store.set_predictor(NativePredictor("oracle", {}))
-    listed = str(unknown.value).partition("known are ")[2].rstrip(".").split(", ")
+    listed = str(unknown.value).partition("known predictors are ")[2].rstrip(".").split(", ")
     assert {native(make()).name for make in MADE.values()} == set(listed)
 
 
@@ -633,7 +633,7 @@ def test_set_predictor_rejects_bad_arrays_and_keeps_the_previous_predictor() -> 
     with simulated() as (store, context):
         store.set_predictor(good, EVERYTHING)
         for name, arrays, message in (
-            ("oracle", {}, "no native predictor 'oracle'; known are previous-token"),
+            ("oracle", {}, "no native predictor 'oracle'; the known predictors are previous-token"),
             ("mlp", missing, "needs an array '1.2.out.scale'"),
             ("mlp", short, "15 values"),
             ("mlp", other_type, "of type 1"),

@@ -144,7 +144,7 @@ def test_fitted_cuts_passes_to_the_slots_and_layout_of_keeps_the_shape() -> None
     assert cut.n_tokens == TRACE.n_tokens
     assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
     assert fitted(TRACE, 16) is TRACE
-    # Passes of up to 4 tokens with slots on CUDA have the bits of a resident model.
+    # Passes of up to 4 tokens with slots on CUDA are bit-identical to a resident model's.
     device = DeviceSlots("CUDA0", 16, SMALL.layers)
     assert np.diff(Simulation(TRACE, LRU, NoPrediction(SMALL), [device]).trace.pass_start).max() == 4
     shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)

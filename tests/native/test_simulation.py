@@ -1,4 +1,5 @@
-"""Tests the modelled link: its counters equal the counters of a store with files, and times are computed by hand.
+"""Tests the modelled link: its counters equal the counters of a store with files, and its times equal hand-computed
+times.
 
 A link of GB_S moves 1 byte per ns, so a number of bytes is also a number of ns.
 """

@@ -26,7 +26,8 @@ def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: i
 
 
 def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
-    """Asserts that the slot ids are the router's expert ids, and that the staging tensor has the file's bytes there."""
+    """Asserts that the slot ids are the router's expert ids, and that the staging tensor holds the file's bytes at
+    these ids."""
     assert np.array_equal(ids, slot_ids)
     fake.check(store, il, ids, slot_ids)
 

@@ -1,6 +1,6 @@
 """Tests operations of the store that fail, once or permanently (TYPED), and files that change while a store is open.
 
-In each case, a routing event has the file's bytes or raises a typed error.
+In each case, a routing event finds the file's bytes in its slots, or raises a typed error.
 """
 
 import errno
@@ -44,7 +44,7 @@ def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufErr
     """Opens a store of 5 slots, and routes up to six events until one fails. `kind` is the armed kind of fault.
 
     Returns the error (None: nothing failed), and the number of operations of `kind`. If the store has opened, disarms
-    the fault and asserts that later events have the file's bytes.
+    the fault and asserts that later events find the file's bytes in their slots.
     """
     try:
         store = Store(fake.layout, 5, options)
@@ -135,7 +135,7 @@ def overwrite(path: Path) -> None:
 def overwrite_and_hide(path: Path) -> None:
     """Overwrites a file with zeros and restores its access and modification times.
 
-    Only the change time shows the write.
+    Only the change time reveals the write.
     """
     before = path.stat()
     overwrite(path)
@@ -145,7 +145,7 @@ def overwrite_and_hide(path: Path) -> None:
 def hidden_and(change: Callable[[Path], object]) -> Callable[[Path], None]:
     """Returns a function that overwrites a file, restores its times, and then calls `change`.
 
-    `change` itself sets the file's change time, so the change time is no proof of the write.
+    `change` itself sets the file's change time, so the change time is no evidence of the write.
     """
 
     def overwrite_and_change(path: Path) -> None:
@@ -206,7 +206,7 @@ def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) ->
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # the store compares only samples of the file's bytes, and no sample has this byte
+        file.write(b"x")  # the store compares only samples of the file's bytes, and no sample contains this byte
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

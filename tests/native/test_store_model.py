@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
     def end_pass(self) -> None:
         """Ends the pass and takes its failure, as an engine does.
 
-        Asserts that the store has a failure exactly if a call of the pass has raised an error.
+        Asserts that the store has a failure if and only if a call of the pass has raised an error.
         """
         failed, self.held, self.failed = self.failed, None, None
         assert (self.context.take_failure() is None) == (failed is None)
@@ -416,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
     def check_all_that_is_there(self) -> None:
         """Asserts that no expert is still being read and no slot is pinned.
 
-        Also asserts that every resident expert is a hit. With files, its slot must have the file's bytes.
+        Also asserts that every resident expert is a hit. With files, its slot must hold the file's bytes.
         """
         self.end_pass()
         # A pool whose shrinking was postponed has shrunk after this event.

@@ -1,4 +1,4 @@
-"""Tests the store's eviction policies. Victims are computed by hand, or compared with a policy in Python."""
+"""Tests the store's eviction policies. The expected victims are computed by hand, or by a policy in Python."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -81,11 +81,14 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("name", "values", "rule"),
     [
-        *(("next-use", (1, bad), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
-        *(("next-use", (bad,), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
-        ("lfu", (), "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        *(("next-use", (1, bad), "half-life must be a finite number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *(
+            ("next-use", (bad,), "weight of the distance must be a finite number of 0 or more")
+            for bad in (-1, NAN, INF)
+        ),
+        ("lfu", (), "no eviction policy 'lfu'; the known policies are .*lru.*next-use"),
         ("", (), "no eviction policy ''"),
-        ("lfu-decay", (0,), "half-life is a number of tokens above 0"),
+        ("lfu-decay", (0,), "half-life must be a finite number of tokens above 0"),
         *(("slru", (bad,), "protected share") for bad in (-0.1, 1.1, NAN)),
     ],
 )
@@ -133,7 +136,7 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    # Learning has changed some weight by more than its first value.
+    # Learning has changed some weight by more than its initial value.
     assert (np.abs(rates_of.weights - first_weights) > first_weights).any()
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
@@ -232,7 +235,7 @@ def foretell(pool: Pool) -> None:
 
 def test_locality_evicts_a_mispredicted_expert_first(pool: Pool) -> None:
     foretell(pool)
-    # (1, 1) was predicted and not chosen, so it is evicted before experts of other layers.
+    # (1, 1) was predicted but not chosen, so it is evicted before experts of other layers.
     assert pool.route(1, 0, 2) == {(1, 1)}
 
 
@@ -251,7 +254,7 @@ def test_locality_keeps_a_hot_expert_after_a_misprediction(pool: Pool) -> None:
             pool.route(il, 0, 1)
     pool.predict(l1=(0, 1, 3))
     pool.prefetch((1, 3))
-    assert pool.route(1, 1, 2) == {(1, 3)}  # (1, 0) and (1, 3) were predicted and not chosen
+    assert pool.route(1, 1, 2) == {(1, 3)}  # (1, 0) and (1, 3) were predicted but not chosen
     assert (1, 0) in pool.there()
 
 

@@ -1,4 +1,4 @@
-"""Tests tools/width_check.py, and with it that CPU results do not depend on the number of rows computed together.
+"""Tests tools/width_check.py, and thereby that CPU results do not depend on the number of rows computed together.
 
 Other tests compare the kernels' products with products in float64.
 """
@@ -110,8 +110,8 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_plain_products_equal_float64_products_of_rounded_activations(name: str) -> None:
-    """Also asserts that a matrix of 11 columns, which do not fill a vector, gives the first columns of a wider matrix's
-    product.
+    """Also asserts that a matrix of 11 columns, which do not fill a vector, yields the first columns of a wider
+    matrix's product.
 
     Kernels compute a single row and several rows differently.
     """

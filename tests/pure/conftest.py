@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from fake_hub import FakeHub
 
     from moegguf.models.catalog import Catalog
+
+# No example has a time limit, because any example can be slow on a busy machine.
+settings.register_profile("any-speed", deadline=None)
+settings.load_profile("any-speed")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests the folders where artifacts of a model are found and saved, atomic writes, and leftovers of killed writers."""
+"""Tests the folders where a model's artifacts are found and saved, atomic writes, and leftovers of killed writers."""
 
 import errno
 import fcntl

@@ -47,7 +47,8 @@ async def ended(found: Batches, batch: Batch) -> Batch:
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns the answers in the database, and the ids of files in the folder that the database does not list.
+    """Returns a list with the answers in the database, and the ids of files in the folder that the database does not
+    list.
 
     The list is empty when all batches have ended.
     """
@@ -205,7 +206,7 @@ async def test_storage_limit_counts_answers_of_a_running_batch(tmp_path: Path, m
         await until(lambda: batch.counts.completed == 2)
         taken = 60_000 - found.files.room()
         assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
-    # The restarted server counts the bytes of the answers in the database again.
+    # The restarted server recounts the bytes of the answers in the database.
     async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
         assert 60_000 - found.files.room() == taken
         found.cancel(found.get(batch.id))

@@ -18,6 +18,7 @@ import pytest
 from test_machine import GIB, V1_MOUNT, V2_MOUNT
 
 from moegguf.bench import memory_limit as limits
+from moegguf.bench import report
 from moegguf.bench.memory_limit import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
 from moegguf.bench.rows import FIELDS, FORMATS, as_markdown, imitated_routing, make_rows
 from moegguf.bench.series import (
@@ -265,7 +266,7 @@ def v2(root: Path, *, leaf_has_processes: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the removal of a group's folder delete the files in it, too, as the kernel does for cgroups."""
+    """Makes removing a group's folder also delete the files in it, as the kernel does for cgroups."""
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 
@@ -355,3 +356,16 @@ def test_drop_page_cache_returns_the_bytes_that_stay_cached(tmp_path: Path) -> N
         assert cached_bytes(fd) == 1 << 20
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("feed", "shown"),
+    [
+        ("random", "random"),
+        ("greedy", "greedy"),
+        ("text /home/ada/letters.txt", "text letters.txt"),
+        (f"text {report.TEXT}", "text the demo's README"),
+    ],
+)
+def test_report_shows_only_the_name_of_the_text_file(feed: str, shown: str) -> None:
+    assert report._input(feed) == shown

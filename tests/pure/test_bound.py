@@ -84,7 +84,7 @@ def test_least_misses_equals_a_search_over_all_victims(events: list[set[int]], n
 
 
 def test_bound_figures_take_the_longest_of_reading_copying_and_computing() -> None:
-    """Ten tokens take 2 s, or 200 ms each. Waits take 0.5 s in total, so computing takes 150 ms of each token."""
+    """Ten tokens take 2 s, or 200 ms each. Waits take 0.5 s in total, so computing a token takes 150 ms."""
     slow = bound_figures(LeastBytes(8_000_000, 0, 40_000_000), LinkSpeeds(5e6, 0, 400e6), 10, 2.0, 0.5)
     assert list(slow) == list(FIGURES)
     assert slow["bound_read_mb_per_token"] == pytest.approx(0.8)

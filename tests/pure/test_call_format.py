@@ -28,7 +28,7 @@ from tools.vendor import VENDOR
 FOLDER = VENDOR / "llama.cpp" / "models" / "templates"
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 WITH_TOOLS = [name for name, text in TEMPLATES.items() if "tools" in capabilities_of(text)]
-NO_CALLS = {  # templates that list tools and do not render calls
+NO_CALLS = {  # templates that list tools but do not render calls
     "ibm-granite-granite-3.3-2B-Instruct",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",
@@ -113,7 +113,7 @@ def mark_end(text: str, at: int) -> int:
 
 
 def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the prompt up to the answer, and the rendered answer up to where the model would stop."""
+    """Returns the prompt up to the answer, and the rendered answer up to the point where the model would stop."""
     prompt, whole = rendered(name), rendered(name, message)
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
@@ -302,8 +302,8 @@ def test_parser_reads_random_marks_without_an_error_for_every_cut(name: str) -> 
 def test_text_with_a_call_mark_but_no_call_is_parsed_as_text(name: str) -> None:
     format_of = answer_format(TEMPLATES[name])
     form = format_of.tools[0]
-    # The closing mark is not tested in templates whose messages have headers, because it is a control token there,
-    # which ends a message.
+    # The closing mark is not tested in templates whose messages have headers, because there it is a control token that
+    # ends a message.
     for mark in filter(None, (form.open, "" if format_of.channels else form.close)):
         answer = f"It writes {mark} before a call, and this is none."
         assert parsed(name, list(answer)) == (answer, "", [])

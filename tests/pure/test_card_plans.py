@@ -1,4 +1,5 @@
-"""Tests plans of Qwen1.5-MoE and Qwen3-30B-A3B for cards with 8 and 16 GB. Their files have headers and no weights."""
+"""Tests plans of Qwen1.5-MoE and Qwen3-30B-A3B for cards with 8 and 16 GB. The model files contain headers but no
+weights."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -173,7 +173,7 @@ def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-# Tests of the removal of models from the Hugging Face cache
+# Tests of removing models from the Hugging Face cache
 
 
 def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> None:
@@ -231,7 +231,7 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# Tests of where the Hugging Face cache is, and of a removal that fails
+# Tests of the Hugging Face cache's location, and of a removal that fails
 
 
 def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests the installation of Chromium: a missing package or missing root privileges raise no error."""
+"""Tests the installation of Chromium: a missing package or missing root privileges do not raise an error."""
 
 from __future__ import annotations
 

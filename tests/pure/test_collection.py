@@ -1,4 +1,4 @@
-"""Tests the EAM collection: replaced entries, rejected entries, and the arrays that are saved."""
+"""Tests the EAM collection: replaced entries, rejected entries, and saved arrays."""
 
 import numpy as np
 import numpy.typing as npt

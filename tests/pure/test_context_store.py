@@ -155,9 +155,9 @@ def test_two_stores_together_stay_below_the_limit(folder: Path) -> None:
     for i, name in enumerate(NAMES):
         stores[i % 2].write(name, ABOUT, [part])
     left = list(stored_blocks(folder))
-    # A store counts the blocks of another store only from time to time.
+    # A store counts another store's blocks only from time to time.
     assert sum(block.n_bytes for block in left) <= 22 * MIB
-    for block in left:  # the second store finds no block that the first one has deleted
+    for block in left:  # the second store does not find a block that the first one has deleted
         stores[0].delete(block.path.name)
         assert stores[1].read(block.path.name) is None
     assert not stores[1].is_off

@@ -1,6 +1,6 @@
 """Tests answers that continue a message: the end of their prompt, their parser and their constraint.
 
-Other tests check which messages and tokens stay in a prompt that is too long.
+Other tests check which messages and tokens are kept when a prompt is too long.
 """
 
 import itertools
@@ -122,7 +122,7 @@ def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(n_keep: int, left: in
     kept = cut_middle(range(2000), 512, n_keep)
     n_first = min(max(n_keep, 0), 511)
     assert kept == [*range(n_first), *range(2000 - left + n_first, 2000)]
-    for n in (3, 400, 501):  # a short context loses no token
+    for n in (3, 400, 501):  # no token is removed from a short context
         assert cut_middle(range(n), 1000, 4) == [*range(n)]
 
 
@@ -137,7 +137,7 @@ def test_kept_begins_at_a_question_or_a_later_tool_call() -> None:
 
 
 def test_steady_begin_stays_equal_for_several_turns() -> None:
-    """A prompt that began differently in every turn could reuse nothing of the context."""
+    """A prompt that began differently in every turn could not reuse any of the context."""
     turns = messages("ua" * 40 + "u")
     begins = []
     for n in range(1, len(turns) + 1, 2):

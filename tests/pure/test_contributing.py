@@ -1,6 +1,6 @@
 """Tests that CONTRIBUTING.md names files, folders of tests, commands and header fields that exist.
 
-Other tests check the forms for issues, and CITATION.cff.
+Other tests check the issue forms, and CITATION.cff.
 """
 
 import re

@@ -231,7 +231,7 @@ def test_equal_recipes_have_equal_digests(catalog: Catalog) -> None:
 def test_digest_of_a_name_follows_a_changed_file(catalog: Catalog, file: Path) -> None:
     before = catalog.create("mine", Recipe(from_=str(file), system="x"))
     assert (catalog.find("mine").digest, catalog.find("mine").weights) == (before.digest, before.weights)
-    file.write_bytes(file.read_bytes() + b"more")  # the file's new contents count as another model
+    file.write_bytes(file.read_bytes() + b"more")  # the file's new contents count as a different model
     after = catalog.find("mine")
     assert after.weights == catalog.find(str(file)).digest != before.weights
     assert after.digest != before.digest
@@ -246,7 +246,7 @@ def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, f
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the Modelfile names the file of the base, because the base has lost its name
+    if kind == "hub":  # the Modelfile names the base's file, because the base has lost its name
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files

@@ -27,7 +27,7 @@ def _log_as_before() -> Iterator[None]:
 
 
 def logged_in_code() -> dict[str, set[str]]:
-    """Returns {event: names of its fields} for all calls of `log_decision` in the package that name an event."""
+    """Returns {event: names of its fields} for all calls to `log_decision` in the package that name an event."""
     found = {}
     for path in (ROOT / "moegguf").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -64,7 +64,7 @@ def test_log_decision_with_debug_writes_a_line_on_stderr_and_json_fields(
 ) -> None:
     monkeypatch.setenv("MOEGGUF_LOG", "debug")
     start_log()
-    start_log()  # a second call changes nothing
+    start_log()  # a second call has no effect
     log_decision("model_unloaded", name="a", for_model="b", short_bytes={"RAM": 5})
     assert capsys.readouterr().err == "model_unloaded name=a for_model=b short_bytes={'RAM': 5}\n"
     records: list[logging.LogRecord] = []

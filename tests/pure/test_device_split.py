@@ -96,7 +96,7 @@ def test_plan_without_a_tensor_split_divides_layers_by_memory(layout: ExpertLayo
 
 def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(layout: ExpertLayout) -> None:
     shared, split = plan(layout, "25%")
-    # The second device also has the output matrix, so it has fewer layers.
+    # The second device also holds the output matrix, so it has fewer layers.
     assert [len(part.layers) for part in shared.devices] == [7, 5]
     assert [part.n_slots for part in shared.devices] == [28, 20]
     assert device_of_layers(12, split) == [0] * 7 + [1] * 5
@@ -137,7 +137,7 @@ def test_any_split_has_every_layer_once_and_keeps_its_budgets(
         most = 16 * len(part.layers)
         assert min(4, most) <= part.n_slots <= most
         if not most:
-            continue  # a device without layers has at most the output matrix
+            continue  # a device without layers holds at most the output matrix
         if (share := shares.get(part.name or "", vram)) == "auto":
             assert part.total_bytes <= free[part.name == "GPU1"] - VRAM_MARGIN_BYTES
         elif len(shares) == 2:

@@ -178,7 +178,7 @@ def test_mutants_depend_only_on_the_seed_and_raise_only_typed_errors(tiny: Calla
 def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Path]:
     """Writes a model of 3 layers as `n` shards, with layer i in shard i. Returns the paths.
 
-    The first shard also has the 2 tensors outside of layers.
+    The first shard also contains the 2 tensors that belong to no layer.
     """
     total = 2 + 3 * 4
     paths = []

@@ -1,4 +1,4 @@
-"""Tests ProMoE's FETCHRATE against values computed by hand.
+"""Tests ProMoE's FETCHRATE against hand-computed values.
 
 The cases vary the distance of predictions and the time of a layer. They include cached experts and wrong predictions.
 """

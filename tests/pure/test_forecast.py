@@ -1,7 +1,7 @@
 """Tests the sliding window of forecasts, and requests for prefetches.
 
-Each event predicts certain layers, and invalid predictions raise errors. Prefetches take the nearest layer first, stay
-within the budget, and leave out resident experts and experts that were requested before.
+Each event predicts certain layers, and invalid predictions raise errors. Prefetches begin with the nearest layer, stay
+within the budget, and leave out experts that are resident or have already been requested.
 """
 
 from collections.abc import Callable

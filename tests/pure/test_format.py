@@ -1,7 +1,7 @@
 """Tests trace files and files of prompts.
 
 A written trace is read back unchanged. Files of other kinds raise a TraceError. A damaged file raises a TraceError or
-still gives the written trace. Prompts are read from both documented formats, and an error names the line of a mistake.
+still yields the written trace. Prompts are read from both documented formats, and errors name the faulty line.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def test_read_rejects_files_that_are_not_traces(tmp_path: Path, data: bytes) -> 
     [
         ({"format": "other"}, "format: Input should be 'moegguf-trace'"),
         ({"version": 1}, "version: Input should be 2, but is 1"),
-        ({"n_pass": 5}, "n_pass and n_tokens are 5 and 8, but the blocks have other sums"),
+        ({"n_pass": 5}, "n_pass and n_tokens must be the sums over the blocks, not 5 and 8"),
         ({"labels": {"x": "y"}}, "labels"),
         ({"settings": {"a": True}}, "settings.a"),
-        ({"blocks": [[6, 8, 1, 0]]}, "blocks have at least"),
+        ({"blocks": [[6, 8, 1, 0]]}, "a block must have at least"),
         ({"blocks": [[6, 8, 0, 1]]}, "damaged or incomplete"),
         ({"blocks": [[6, 8, 0, 0]] * 1000, "n_pass": 6000, "n_tokens": 8000}, "damaged or incomplete"),
         ({"blocks": [[6, 9, 0, 0]], "n_tokens": 9}, "pass_start must go from 0 to 9"),
@@ -186,7 +186,7 @@ def put(at: Any, value: Any) -> Callable[[Any], None]:
     ("damage", "rule"),
     [
         (changed("expert_ids", put((0, 0, 0), 16)), "expert_ids must be from -1 to below 16"),
-        (changed("expert_ids", put((0, 0, 1), -1)), "expert_ids must be as many"),
+        (changed("expert_ids", put((0, 0, 1), -1)), "expert_ids must hold the same number of experts"),
         (changed("expert_ids", put((0, 1), -1)), "expert_ids must be those of a pass's last tokens"),
         (changed("expert_ids", lambda a: a.astype(np.int32)), "must be int16"),
         (changed("expert_ids", lambda a: a.reshape(-1, *a.shape[1:][::-1])), "must be int16"),

@@ -93,7 +93,7 @@ def test_unknown_layers_change_neither_loss_nor_gradient() -> None:
 def test_gradient_of_the_routing_path_equals_finite_differences() -> None:
     options = Options(n_embd=8, n_head=2, n_ff=6, window=3, chunk=2, dropout=0.0)
     model = PathModel(draw(5, 8), draw(8, 2, 3), np.full((2, 3), 0.4), options, np.random.default_rng(1))
-    for node in model.parameters.values():  # float32 is too coarse for differences
+    for node in model.parameters.values():  # float32 is too coarse for finite differences
         node.value = node.value.astype(np.float64) + 0.3 * draw(*node.value.shape)
     windows, chunks = np.array([[4, 0, 1], [2, 3, 4]]), np.array([[1, 2], [0, 0]])
     paths, known = draw(2, 2, 2, 3) > 0, np.ones((2, 2, 2), np.bool_)

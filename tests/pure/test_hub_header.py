@@ -1,4 +1,4 @@
-"""Tests descriptions and plans of models that are on the Hugging Face hub, not on the disk.
+"""Tests descriptions and plans of models that are on the Hugging Face hub, not on disk.
 
 Only the beginning of each model file is fetched.
 """
@@ -23,7 +23,7 @@ PATH = "m-Q4_0.gguf"
 
 @pytest.fixture
 def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Returns the bytes of a 2.7 MB model that the hub has in u/r.
+    """Returns the bytes of a 2.7 MB model that the hub offers in u/r.
 
     The first request for a header fetches 1,000 bytes.
     """

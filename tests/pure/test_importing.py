@@ -1,7 +1,7 @@
 """Tests the import of routing that other programs recorded.
 
-Arrays and tables are imported. The model's shape comes from files, options or a GGUF. The error for a wrong file names
-the file and the broken rule.
+Arrays and tables are imported. The model's shape comes from files, options or a GGUF file. The error for a wrong file
+names the file and the broken rule.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ def changed(n: int, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict
 
 TABLES: dict[str, tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], str]] = {
     "none": (lambda rows: [], "there are no rows"),
-    "a row less": (lambda rows: rows[:4] + rows[5:], "request 'a'.* not so at position 1, layer 2"),
-    "the last row less": (lambda rows: rows[:-1], "request 'b'.* not so at position 3, layer 3"),
-    "a row twice": (lambda rows: [*rows, rows[0]], "request 'a'.* not so at position 0, layer 2"),
-    "a position far away": (changed(11, position=2_000_000_000), "not so at position 3, layer 3"),
+    "a row less": (lambda rows: rows[:4] + rows[5:], "request 'a'.* position 1, layer 2 breaks this rule"),
+    "the last row less": (lambda rows: rows[:-1], "request 'b'.* position 3, layer 3 breaks this rule"),
+    "a row twice": (lambda rows: [*rows, rows[0]], "request 'a'.* position 0, layer 2 breaks this rule"),
+    "a position far away": (changed(11, position=2_000_000_000), "position 3, layer 3 breaks this rule"),
     "a word": (changed(2, layer="three"), "line 3: layer must be a whole number from 0 .* but is 'three'"),
     "below zero": (changed(2, position=-1), "line 3: position must be"),
     "a fraction": (changed(2, position=1.5), "line 3: position must be"),

@@ -1,4 +1,5 @@
-"""Tests confidence intervals of paired measurements, and the verdicts on claims that follow from them."""
+"""Tests confidence intervals of paired measurements, and the verdicts on claims that are derived from these
+intervals."""
 
 import numpy as np
 import pytest

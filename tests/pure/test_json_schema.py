@@ -190,7 +190,7 @@ def test_unsupported_keyword_is_ignored_unless_the_schema_is_strict(keyword: str
         grammar_of(schema, strict=True)
 
 
-# Random schemas of few types and values, so that some random values are valid
+# Random schemas with few types and values, so that some random values are valid
 
 NAMES = ("a", "b", "c")
 COUNTS = st.integers(0, 3)

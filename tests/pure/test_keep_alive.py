@@ -1,4 +1,4 @@
-"""Tests keep-alive times, turns between clients, and which models are unloaded when memory is short.
+"""Tests keep-alive times, turn-taking between clients, and which models are unloaded when memory is short.
 
 Workers are scripted, and their processes are real.
 """

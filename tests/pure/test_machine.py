@@ -1,7 +1,7 @@
 """Tests free memory and CPUs as read from folders that imitate machines.
 
-The folders have cgroups v1 and v2, nested, mixed, absent and broken. A library that was compiled for another processor
-is refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
+In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that was compiled for another
+processor is refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
 """
 
 import os
@@ -270,7 +270,7 @@ def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
     n_steps = int(10 * MEMORY_S / 0.25)
     n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
-    assert 1 <= n_fewer <= 12  # tries fewer threads about once in MEMORY_S seconds
+    assert 1 <= n_fewer <= 12  # tries fewer threads about once every MEMORY_S seconds
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])

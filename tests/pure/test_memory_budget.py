@@ -282,7 +282,7 @@ def test_is_embedding_reads_the_pooling_type(metadata: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("budget", "n_bytes"),
     [("auto", 400), ("50%", 400), ("25%", 250), ("100%", 400), ("30 B", 30), ("4GiB", 400),
-     # Less than a slot is not rounded, so that a later error repeats the user's value.
+     # A budget of less than one slot is not rounded, so that a later error repeats the user's value.
      ("7 B", 7), ("0.5%", 5)],
 )  # fmt: skip
 def test_expert_cache_within_rounds_to_whole_slots_of_the_loaded_model(budget: str, n_bytes: int) -> None:

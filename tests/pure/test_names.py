@@ -1,4 +1,4 @@
-"""Tests names of models. An invalid name raises one of moegguf's errors, and opens no file outside moegguf's
+"""Tests names of models. An invalid name raises one of moegguf's errors, and does not open any file outside moegguf's
 folders."""
 
 import os

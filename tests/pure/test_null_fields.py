@@ -1,7 +1,7 @@
 """Tests request bodies of every API with null fields, and with whole numbers written as 8.0.
 
-For each field that may be left out, null has the effect of an absent field. This holds for the fields of every body
-class, and for the objects inside a body that only validators read.
+For each field that may be left out, null has the same effect as leaving the field out. This holds for the fields of
+every body class, and for the objects inside a body that only validators read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests reading an Ollama store. moegguf never writes into it and follows no link out of it."""
+"""Tests reading an Ollama store. moegguf never writes into the store, and does not follow links that lead out of it."""
 
 import hashlib
 import json

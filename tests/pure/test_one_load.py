@@ -1,8 +1,8 @@
 """Tests that commands and `Llama` make equal plans from equal options on one machine.
 
-Each of ROWS has a model, flags, environment variables and GPUs. `serve`, `run`, `batch` and `estimate` get the flags,
-and `Llama` gets keywords. A command that lacks one of the flags is skipped. `run` and `batch` plan for one sequence.
-`Llama` has the defaults of llama-cpp-python, so tests pass the commands' defaults (COMMAND_DEFAULTS of
+Each of ROWS specifies a model, flags, environment variables and GPUs. `serve`, `run`, `batch` and `estimate` get the
+flags, and `Llama` gets keywords. A command that lacks one of the flags is skipped. `run` and `batch` plan for one
+sequence. `Llama` has the defaults of llama-cpp-python, so tests pass the commands' defaults (COMMAND_DEFAULTS of
 `moegguf.options`) to it. `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama`
 of these sizes.
 """
@@ -55,7 +55,7 @@ CONTEXT = 2048
 class Row:
     """Options of one load, and the machine on which the load is planned.
 
-    `flags` are options of commands, and `keywords` are further options of `Llama`. `gpus` has the free bytes of each
+    `flags` are options of commands, and `keywords` are further options of `Llama`. `gpus` lists the free bytes of each
     GPU. `free_bytes` is the free RAM.
     """
 
@@ -276,7 +276,7 @@ def plan_of(call: Callable[[], Any]) -> Plan:
 
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
-    """Returns the plan that was last sent to a worker. Asserts that the worker's `Llama` would have an equal plan."""
+    """Returns the plan most recently sent to a worker. Asserts that the worker's `Llama` would have an equal plan."""
     config = configs[-1]
     has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"
@@ -388,7 +388,7 @@ def test_commands_and_llama_make_the_same_plan(
 
 
 # The rows that `bench` can repeat: rows without environment variables and without flags that it lacks. `bench` sets the
-# context itself, so a row's context changes nothing.
+# context itself, so a row's context has no effect.
 MEASURED = [
     name for name, row in ROWS.items() if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
 ]

@@ -100,7 +100,7 @@ def test_plan_uses_longer_passes_if_experts_have_no_slot(layout: ExpertLayout) -
     ("options", "why"),
     [
         ({"budget": "100%"}, "every expert has a slot"),
-        # Attention scores grow with the pass if flash attention is off.
+        # The size of the attention scores grows with the pass if flash attention is off.
         ({"flash_attn": False}, "attention may not be fused"),
         ({"n_batch": 512}, "neither the context nor a batch"),
         ({"n_ubatch": 512}, "as given"),
@@ -151,7 +151,7 @@ def test_plan_of_a_dense_model_has_no_slots(tmp_path: Path) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-# 3 experts, one less than a token needs in a layer.
+# 3 experts, one fewer than a token needs in a layer.
 @example(mode="fraction", n_bytes=1, percent=4, free=1 << 33, n_ubatch=512)
 @given(
     mode=st.sampled_from(["auto", "bytes", "fraction"]), n_bytes=st.integers(1, 1 << 22), percent=st.integers(1, 100),
@@ -249,7 +249,7 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     """Buffers for 512 tokens leave too little room for a layer's experts. A smaller pass leaves enough room."""
     size = slot_bytes(layout)
     large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
-    # Only 5 slots fit beside the buffers of passes of 512 tokens.
+    # Only 5 slots fit alongside the buffers of passes of 512 tokens.
     free = large.total_bytes(0) + MARGIN_BYTES + 5 * size
     p = plan(layout, "auto", Memory(64 * GIB, free, "x"))
     assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES

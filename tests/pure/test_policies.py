@@ -53,7 +53,7 @@ A, B, C = (1, 0), (1, 1), (1, 2)
 
 def test_lfu_evicts_the_least_frequent_expert_and_static_never_changes() -> None:
     assert victim(Lfu(), [A, B, C], [0, 1, 0, 1, 2]) == C
-    # Both are used equally often, so the one that was used less recently is evicted.
+    # Both are used equally often, so the less recently used one is evicted.
     assert victim(Lfu(), [A, B], [0, 1, 0, 1]) == A
     profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
     assert victim(Static(TWO, profile), [A, B, (2, 0)], [0] * 5) == A

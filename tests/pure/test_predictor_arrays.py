@@ -1,6 +1,6 @@
 """Tests the arrays of predictors, and the files that store them.
 
-Arrays are compared with counts by hand. Arrays that do not fit the model are refused. A saved file is read back
+Arrays are compared with hand-computed counts. Arrays that do not fit the model are refused. A saved file is read back
 unchanged, and a bad file is ignored with exactly one warning.
 """
 

@@ -1,6 +1,6 @@
 """Tests the prose linter: it finds sentences that break a rule and accepts plain ones.
 
-This project's own packages must have no finding.
+This project's own packages must have no findings.
 """
 
 from __future__ import annotations

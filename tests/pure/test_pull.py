@@ -211,7 +211,7 @@ def test_two_processes_download_a_file_once(repo: FakeHub, gated_pull: tuple[sub
     told: list[PullStatus] = []
     waiting = threading.Thread(target=pull, args=("user/repo-gguf", Catalog(), told.append))
     waiting.start()
-    until(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # bytes of the other process are counted
+    until(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # includes the other process's bytes
     gate.open.set()
     waiting.join(20)
     assert told[-1].status == "success" and process.wait(20) == 0

@@ -1,4 +1,4 @@
-"""Tests the replica that a request prefers in Ray Serve, and the checks of the application's arguments."""
+"""Tests which replica a request prefers in Ray Serve, and the checks of the application's arguments."""
 
 import subprocess
 import sys

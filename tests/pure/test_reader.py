@@ -1,7 +1,7 @@
 """Tests the GGUF reader with files that break one rule each, cut files, and hostile files.
 
-For such a file, the reader raises a ModelFormatError that names the key or tensor and an offset. It needs little memory
-and time. Missing files and disk errors raise other typed errors.
+For such a file, the reader raises a ModelFormatError that names the key or tensor and an offset. The reader uses little
+memory and time. Missing files and disk errors raise other typed errors.
 """
 
 import io
@@ -28,7 +28,7 @@ def small() -> Gguf:
 def refuse(tmp_path: Path, data: bytes) -> str:
     """Writes `data` to a file and reads the file. Returns the message of the ModelFormatError that this raises.
 
-    Asserts that the message has the file's name and an offset.
+    Asserts that the message contains the file's name and an offset.
     """
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
@@ -222,5 +222,5 @@ def test_read_gguf_joins_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_ggml_types_agree_with_the_gguf_package() -> None:
     constants = pytest.importorskip("gguf.constants")
     for number, sizes in constants.GGML_QUANT_SIZES.items():
-        if number.name != "Q8_1":  # the package counts a scale of 4 bytes that ggml stores in 2
+        if number.name != "Q8_1":  # the gguf package counts 4 bytes for a scale that ggml stores in 2
             assert GGML_TYPES[int(number)] == (number.name, *sizes)

@@ -47,7 +47,7 @@ CONVERSATIONS: dict[str, tuple[list[Message], list[dict[str, Any]]]] = {
     "text beside a call": ([SYSTEM, QUESTION, {**CALLING, "content": "text beside a call"}, RESULT, ANSWER], [TOOL]),
 }
 
-WITHOUT_TOOLS = {  # templates without a place for descriptions of tools
+WITHOUT_TOOLS = {  # templates with no place for tool descriptions
     "HuggingFaceTB-SmolLM3-3B", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
     "deepseek-ai-DeepSeek-V3.1", "google-gemma-2-2b-it", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct",
 }  # fmt: skip

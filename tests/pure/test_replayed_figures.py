@@ -1,4 +1,5 @@
-"""Tests that a replay of the shipped trace gives its recorded figures, so recorded results hold for this code."""
+"""Tests that a replay of the shipped trace reproduces its recorded figures, so that recorded results are valid for this
+code."""
 
 import json
 from dataclasses import replace

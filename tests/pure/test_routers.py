@@ -1,7 +1,7 @@
 """Tests routers that are read from GGUF files.
 
-They choose like llama.cpp, with gating, biases, groups and quantised matrices. The fingerprint of a model changes with
-its routers and its shape.
+They choose experts as llama.cpp does, with gating, biases, groups and quantised matrices. The fingerprint of a model
+changes with its routers and its shape.
 """
 
 import struct

@@ -1,8 +1,8 @@
 """Tests scores of predictors.
 
-A predictor of known accuracy has exactly the figures that follow from the definitions. The accuracy of a batch is
-formula 7 of ExpertFlow: the size of the intersection of predicted and true experts, divided by the size of their union.
-Reuse is counted by hand.
+A predictor of known accuracy gets exactly the figures that the definitions imply. The accuracy of a batch is formula 7
+of ExpertFlow: the size of the intersection of predicted and true experts, divided by the size of their union. Reuse is
+counted by hand.
 """
 
 import math

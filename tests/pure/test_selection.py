@@ -1,6 +1,6 @@
 """Tests which files of a repository a tag selects, and the library of short names.
 
-The table of the library is consistent, and each name selects one file of a repository.
+The library's table is consistent, and each name selects one file of a repository.
 """
 
 from contextlib import suppress

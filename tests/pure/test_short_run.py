@@ -31,7 +31,7 @@ def answered(tokens_per_s: float, **more: Any) -> dict[str, Any]:
 
 
 class Scripted(Runner):
-    """A runner that starts no process.
+    """A runner that does not start any process.
 
     A part takes its scripted seconds (by default 1), but no longer than the time left.
     """

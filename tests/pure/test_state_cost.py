@@ -1,4 +1,4 @@
-"""Tests the distance between kept states, which follows from the times to write a state and to compute tokens again."""
+"""Tests the distance between kept states, which depends on the times to write a state and to recompute tokens."""
 
 import pytest
 

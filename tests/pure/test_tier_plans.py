@@ -40,7 +40,7 @@ def plan(
     return make_plan(layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, **budgets, placement="slots", store=store))
 
 
-budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a number counts slots
+budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a plain number: slots
 
 
 @settings(max_examples=150, deadline=None)
@@ -94,12 +94,12 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
     size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
     n_staged = math.ceil(tensor_bytes / size)
     cycle, above = 24 + n_staged, plan(layout, (24 + n_staged) * size, "auto")
-    assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may take
+    assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may occupy
     assert (above.n_slots, above.n_staging, above.n_ubatch, above.slot_tokens) == (24, 1, 512, 1)
     below = plan(layout, (cycle - 1) * size, "auto")
     assert (below.n_slots, below.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)
     assert any("read 1 token at a time instead of 512: experts in slots" in reason for reason in below.reasons)
-    for n_slots in (2, 5, n_staged + 1):  # no staging tensor fits beside slots for the experts of one token
+    for n_slots in (2, 5, n_staged + 1):  # no staging tensor fits alongside slots for the experts of one token
         assert plan(layout, n_slots * size, "auto").n_ubatch == 1
     tiny = plan(layout, (n_staged + 2) * size, "auto")
     assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)

@@ -45,7 +45,7 @@ FILES = {
 
 @pytest.fixture
 def index(tmp_path: Path) -> str:
-    """The URL of an index that has a small distribution with the pinned name and version."""
+    """The URL of an index that offers a small distribution with the pinned name and version."""
     folder = tmp_path / "simple" / "llama-cpp-python"
     folder.mkdir(parents=True)
     with tarfile.open(folder / f"{NAME}.tar.gz", "w:gz") as archive:
@@ -66,7 +66,7 @@ def pin(index: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets an empty cache, and removes all variables that name package indexes."""
+    """Uses an empty cache, and removes all variables that name package indexes."""
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "MOEGGUF_LLAMA_SDIST"):
         monkeypatch.delenv(name, raising=False)
     for others in vendor.UV_VARIABLES.values():

@@ -1,4 +1,4 @@
-"""Tests the watchdog of prefetching.
+"""Tests the prefetching watchdog.
 
 A trial compares stalls with and without prefetching. If prefetching saves too little, the watchdog stops it, and tries
 again after increasingly long pauses.
@@ -68,7 +68,7 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
 
 def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
-    for seed in range(100):  # prefetching saves about as much as it has to save
+    for seed in range(100):  # prefetching saves about the required minimum
         run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
         run.tokens(whole - 1)
         early += run.dog.trials

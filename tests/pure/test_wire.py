@@ -1,7 +1,7 @@
 """Tests messages between server and worker.
 
 Messages survive encoding and decoding, and invalid messages are refused. Other tests check which deltas are sent
-together, and the failure line of a worker's log.
+together, and the failure line in a worker's log.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Two minutes of load on a server: many clients of every API, workers that are killed, and budgets that change. Some
-clients leave before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the seconds.
+"""Two minutes of load on a server: many clients of every API, killed workers, and changing budgets. Some clients
+disconnect before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the seconds.
 
 The test checks that
 
@@ -39,11 +39,11 @@ CANCELS = 0.15  # share of the requests that the client cancels
 KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
 MEMORY = 512 << 20  # bytes of memory for all models together
-# Bytes of a worker without its model: Python, libraries, and the vocabulary for constraints of answers.
+# Bytes of a worker without its model: Python, libraries, and the vocabulary for answer constraints.
 PROCESS_BYTES = 200 << 20
 REFUSED = (404, 503)  # statuses of a budget change while the model is being reloaded
 
-# Answers are computed one at a time if the processor lacks the kernels whose bits do not depend on the pass.
+# Answers are computed one at a time if the processor lacks batch-invariant kernels.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
@@ -122,7 +122,7 @@ async def soak(server: Server) -> tuple[Run, Meddler]:
 
 
 def processes_in(home: Path) -> list[str]:
-    """Returns the id and command line of each process whose MOEGGUF_HOME is `home`, with any parent.
+    """Returns the id and command line of each process whose MOEGGUF_HOME is `home`, whatever its parent.
 
     Leaves out zombies.
     """

@@ -1,8 +1,8 @@
 """Compares the logits of several sequences between moegguf with slots for some experts and plain llama.cpp.
 
 `python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join one
-after another, one is replaced, and some passes contain several tokens of each sequence. For each number of sequences,
-the program prints as JSON whether both systems' logits are bit-identical.
+after another, one sequence is replaced, and some passes contain several tokens of each sequence. For each number of
+sequences, the program prints as JSON whether both systems' logits are bit-identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.gpu.measure import device_of
 
 N_SEQUENCES = (3, 9)
 N_PASSES = 48
-N_PROMPT, LONGER = 20, 7  # tokens in the first prompt, and how many tokens each prompt is longer than the one before
+N_PROMPT, LONGER = 20, 7  # tokens in the first prompt, and by how many tokens each prompt is longer than the one before
 N_GUESSED = 4  # tokens per sequence in every third pass, as if drafted tokens were verified
 
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
     """Prints the comparison of both systems, or, with --one, the digests of one system."""
     if arguments[0] == "--one":
         out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # libraries that print to stdout now print to stderr
+        os.dup2(2, 1)  # libraries that print to stdout print to stderr from here on
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             print(json.dumps(compute(Case.from_json(arguments[1]))), file=out, flush=True)

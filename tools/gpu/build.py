@@ -27,7 +27,7 @@ class Backend:
 
     name: str
     flags: tuple[str, ...]  # flags of cmake
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables of every process that uses the build
+    environment: Mapping[str, str] = field(default_factory=dict)  # set for every process that uses the build
     target: str = "moegguf_all"
 
 
@@ -64,7 +64,7 @@ def to_carry(backend: Backend) -> Backend:
 
 
 def nvcc() -> Path:
-    """Returns the path of CUDA's compiler. Raises FileNotFoundError with a message for the user."""
+    """Returns the path of the CUDA compiler. Raises FileNotFoundError with a message for the user."""
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if found is None:
         raise FileNotFoundError(
@@ -81,8 +81,8 @@ def cuda_version() -> int:
 
 
 def _cublas_wheels() -> Iterator[Path]:
-    """Yields the folders of cublas wheels from PyPI that fit nvcc's version. Yields nothing if nvcc's own toolkit has
-    cublas."""
+    """Yields the folders of cublas wheels from PyPI that match nvcc's version. Yields nothing if nvcc's own toolkit
+    includes cublas."""
     toolkit = nvcc().resolve().parents[1]
     if any(next(toolkit.glob(f"{folder}/libcublas.so"), None) for folder in ("lib*", "targets/*/lib")):
         return
@@ -95,7 +95,7 @@ def _cublas_wheels() -> Iterator[Path]:
 def vulkan(driver: Path, devices: str = "0") -> Backend:
     """Returns the Vulkan build for one driver file. `devices` lists the numbers of the driver's devices to use.
 
-    Mesa's compiled kernels are kept in the build's folder, because a software device takes minutes to compile them.
+    Mesa's compiled kernels are cached in the build's folder, because a software device takes minutes to compile them.
     """
     return Backend(
         "vulkan",
@@ -120,7 +120,7 @@ def library_of(backend: Backend) -> Path:
 
 
 def of_processes(library: Path, home: Path) -> dict[str, str]:
-    """Returns the environment variables to add for a process that runs these sources with the library in `library`."""
+    """Returns the environment variables that a process needs to run these sources with the library in `library`."""
     folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         "MOEGGUF_LIBRARY": str(library),
@@ -132,7 +132,7 @@ def of_processes(library: Path, home: Path) -> dict[str, str]:
 
 
 def runtime_folders() -> list[Path]:
-    """Returns the folders with CUDA's runtime or cublas on this machine: toolkits first, then wheels from PyPI."""
+    """Returns the folders with the CUDA runtime or cublas on this machine: toolkits first, then wheels from PyPI."""
     toolkits = [Path("/usr/local/cuda/lib64"), *sorted(Path("/usr/local").glob("cuda-*/lib64"))]
     wheels = [folder for entry in sys.path for folder in sorted(Path(entry).glob("nvidia/*/lib"))]
     names = ("libcudart.so.*", "libcublas.so.*")
@@ -153,8 +153,8 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
     ninja = subprocess.Popen(["ninja", "-C", str(folder), backend.target])
     try:
         status = ninja.wait(timeout_s)
-    except BaseException:  # a timeout, or Ctrl-C
-        ninja.terminate()  # ninja ends its compilers and deletes their unfinished outputs
+    except BaseException:  # reached after a timeout or Ctrl-C
+        ninja.terminate()  # ninja stops its compilers and deletes their unfinished outputs
         ninja.wait()
         raise
     if status:
@@ -178,7 +178,8 @@ def build_programs(folder: Path, architecture: str) -> None:
 
 
 def main() -> int:
-    """Builds for the CUDA architecture on the command line, and prints how long that took. Returns the exit status."""
+    """Builds for the CUDA architecture on the command line, and prints how long the build took. Returns the exit
+    status."""
     start = time.monotonic()
     try:
         architecture = sys.argv[1]

@@ -1,4 +1,4 @@
-// calls.cpp: counts and times calls to four functions of CUDA's runtime. The library is loaded with LD_PRELOAD, and
+// calls.cpp: counts and times calls to four functions of the CUDA runtime. The library is loaded with LD_PRELOAD, and
 // tools/gpu/measure.py reads the sums.
 #include <cuda_runtime.h>
 
@@ -17,7 +17,7 @@ struct Sum {
 
 uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
-// If another library has loaded CUDA's runtime privately (RTLD_LOCAL), dlsym(RTLD_NEXT) does not find the runtime.
+// If another library has loaded the CUDA runtime privately (RTLD_LOCAL), dlsym(RTLD_NEXT) does not find the runtime.
 template <typename F>
 F * next(const char * name) {
     static const std::string file = "libcudart.so." + std::to_string(CUDART_VERSION / 1000);

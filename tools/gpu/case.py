@@ -1,4 +1,4 @@
-"""The parameters of one measurement, which are passed as JSON to the process that measures (tools/gpu/measure.py or
+"""The parameters of one measurement, passed as JSON to the process that does the measuring (tools/gpu/measure.py or
 tools/gpu/batches.py)."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-N_FIRST = 64  # tokens at the start of an answer, timed separately because many experts are not in slots yet
+N_FIRST = 64  # tokens at the start of an answer, timed separately because many experts are not yet in slots
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Case:
     device: str
     system: str  # "llama.cpp" or "moegguf"
     limit_bytes: int | None = None  # device memory that may be used; None: all of it
-    hold: bool = True  # true: the process allocates the memory above the limit; false: only sizes follow from the limit
+    hold: bool = True  # true: the process allocates all memory above the limit; false: no memory is held
     more_on_cpu: int = 0  # llama.cpp: added to the estimated number of layers whose experts are on the CPU
     all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True

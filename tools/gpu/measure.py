@@ -83,8 +83,8 @@ class Held:
 
 
 def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
-    """Returns the bytes of the memory limit that remain for experts after dense weights, KV cache and, with `hold`,
-    buffers."""
+    """Returns how many bytes within the memory limit remain for experts, after dense weights, KV cache and, with
+    `hold`, buffers."""
     assert case.limit_bytes is not None
     spare = SPARE_BYTES if case.hold else 0
     return max(0, case.limit_bytes - layout.dense_bytes - kv_bytes(layout, case.n_ctx) - spare)
@@ -119,7 +119,7 @@ def load(case: Case) -> Llama:
 
 
 def settle(llm: Llama) -> None:
-    """Waits until the store's pending transfers have ended, so that they do not slow the next timed part."""
+    """Waits for the store's pending transfers to end, so that they do not slow the next timed part."""
     if llm.session is not None:
         llm.session.store.drain()
 
@@ -135,7 +135,7 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 
 
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
-    """Decodes greedily. Returns the tokens, and the seconds for all of them together."""
+    """Decodes greedily. Returns the tokens, and the total time in seconds."""
     settle(llm)
     tokens = []
     start = time.perf_counter()
@@ -149,7 +149,7 @@ Counts = dict[str, dict[str, int]]
 
 
 def counts(llm: Llama) -> Counts:
-    """Returns the current counters by place: each CUDA call, the store, each tier, and the staging tensors."""
+    """Returns the current counters by source: each CUDA call, the store, each tier, and the staging tensors."""
     found = Counts()
     if (calls := getattr(c.CDLL(None), "moegguf_calls", None)) is not None:
         sums = (c.c_uint64 * (2 * len(CALLS)))()
@@ -169,7 +169,7 @@ def counts(llm: Llama) -> Counts:
 
 
 def figures(before: Counts, after: Counts, n_tokens: int) -> dict[str, dict[str, float | None]]:
-    """Returns the growth of each counter between two readings, per token, and the hit rate of each place with
+    """Returns the growth of each counter between two readings, per token, and the hit rate of each source that counts
     lookups."""
     found = dict[str, dict[str, float | None]]()
     for place, now in after.items():
@@ -189,9 +189,8 @@ def is_complete(llm: Llama) -> bool | None:
 
 
 def predictions(llm: Llama) -> dict[str, float]:
-    """Returns the predicted tokens per second of each placement and of the "chosen" one.
-
-    The result is empty if the plan compared no placements.
+    """Returns the predicted tokens per second for each placement and for the "chosen" one. Empty if the plan compared
+    no placements.
     """
     decided = getattr(llm.plan, "placement", None) if llm.session is not None else None
     if decided is None:
@@ -254,7 +253,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str]) -> None:
     """Prints the parts of the result, or the error, as JSON."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print to stdout now print to stderr
+    os.dup2(2, 1)  # libraries that print to stdout print to stderr from here on
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

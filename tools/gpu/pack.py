@@ -50,7 +50,7 @@ PRODUCT = (
     "xxhash",
 )
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
-# Compiled packages depend on the version of Python, so the short run uses the packages that are installed on the GPU
+# Compiled packages depend on the version of Python, so the short run uses the packages already installed on the GPU
 # machine.
 COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
@@ -64,7 +64,8 @@ def _name(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Returns the requirements for pip: packages of PRODUCT with the versions of pyproject.toml, and of BESIDE."""
+    """Returns the requirements for pip: the packages in PRODUCT with the versions from pyproject.toml, and the packages
+    in BESIDE."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
     bounds = {_name(line): line for line in lines}
@@ -74,7 +75,7 @@ def requirements() -> list[str]:
 def own_sources() -> Iterator[tuple[str, Path]]:
     """Yields (path in the archive, file) for the sources that tests and measurements need, without the library.
 
-    Python bindings of llama.cpp are included.
+    llama.cpp's Python bindings are included.
     """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -139,7 +140,7 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 def pack(folder: Path) -> int:
     """Makes the trial's folder and returns its size in bytes.
 
-    Raises ValueError if `folder` contains other files, or becomes too large.
+    Raises ValueError if `folder` contains other files or becomes too large.
     """
     _make(folder, START)
     _fetch_wheels(folder / WHEELS, requirements())
@@ -151,7 +152,7 @@ def pack(folder: Path) -> int:
 def pack_short_run(folder: Path, library: Path) -> int:
     """Makes the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
 
-    Raises ValueError if `folder` contains other files, or becomes too large.
+    Raises ValueError if `folder` contains other files or becomes too large.
     """
     _make(folder, SHORT_RUN)
     _fetch_wheels(folder / WHEELS, [line for line in requirements() if _name(line) not in COMPILED])

@@ -1,10 +1,10 @@
-"""Builds a wheel that holds one of ggml's GPU backends and nothing else, for "moegguf[cuda]".
+"""Builds a wheel that contains only one of ggml's GPU backends, for "moegguf[cuda]".
 
-python -m tools.gpu.plugin cuda13                     # for every card since Turing: CPU hours
+python -m tools.gpu.plugin cuda13                     # for every card since Turing; takes hours of CPU time
 python -m tools.gpu.plugin cuda13 --architectures 90-real --flag=-DGGML_CUDA_FA=OFF
 python -m tools.gpu.plugin vulkan
 
-`moegguf/native/plugins.py` finds the library in the wheel, and checks that its UPSTREAM file fits moegguf.
+`moegguf/native/plugins.py` finds the library in the wheel, and checks that the wheel's UPSTREAM file matches moegguf.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Plugin:
     name: str  # the distribution is called moegguf-NAME
     summary: str
     requirements: Sequence[str] = ()
-    rpaths: Sequence[str] = ()  # folders below site-packages that hold the requirements' libraries
-    from_elsewhere: Sequence[str] = ()  # libraries of requirements and drivers, which are not in the wheel
+    rpaths: Sequence[str] = ()  # folders below site-packages that contain the requirements' libraries
+    from_elsewhere: Sequence[str] = ()  # libraries that come with requirements and drivers, and are not in the wheel
 
     @property
     def library(self) -> str:

@@ -31,7 +31,7 @@ class Model:
 
     @property
     def n_bytes(self) -> int:
-        """Returns the bytes of the model's tensors, which is about the size of the file."""
+        """Returns the size of the model's tensors in bytes, which is about the size of the file."""
         return model_size_bytes(PRESETS[self.preset], self.quant)
 
 
@@ -40,7 +40,7 @@ class Rig:
     """The models of a trial, and values for the fields of its cases (`tools.gpu.case.Case`)."""
 
     models: tuple[Model, ...]
-    hold: bool  # true: the process allocates the memory above the limit; false: only sizes follow from the limit
+    hold: bool  # true: the process allocates all memory above the limit; false: no memory is held
     sizes: dict[str, int]
     upstream: tuple[dict[str, Any], ...]  # fields of each -ncmoe variant; the table shows the fastest
     ours: dict[str, dict[str, Any]]  # {name of a moegguf variant in the table: its options}
@@ -62,7 +62,7 @@ class Rig:
                 yield f"{label}/{name}/-", Case(system="moegguf", options=options, **limited)
 
 
-# Memory limits that imitate cards of 8 and 16 GiB: the driver and other programs use the rest of such a card.
+# Memory limits that imitate cards of 8 and 16 GiB. The driver and other programs use the rest of such a card's memory.
 CARDS = {f"{n} GB": n * GB for n in (8, 16)}
 FULL = Rig(
     models=(Model("qwen3-30b-a3b", "q4_k_m", CARDS), Model("qwen1.5-moe-a2.7b", "q4_k_m", {"8 GB": 8 * GB})),

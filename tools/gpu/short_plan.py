@@ -1,7 +1,7 @@
-"""The plan of the short run on a card: the steps in order, their times, their processes, and predicted figures.
+"""The plan of the short run on a card: the steps in order, with their times, processes and predicted figures.
 
-Each step has a share of the time. A step must end when the shares of this step and all earlier steps are used up. A
-step runs each of its parts once in each turn. The predictions were written down before any run, for cards with PCIe 5.0
+Each step has a share of the time. A step must end when the shares of this step and all earlier steps are used up. In
+each turn, a step runs each of its parts once. The predictions were written down before any run, for cards with PCIe 5.0
 x16 and fast memory (H100, H200). Some figures have no prediction.
 """
 
@@ -15,12 +15,12 @@ from typing import Any, Literal
 from tools.gpu.case import N_FIRST, Case
 from tools.gpu.rig import GB
 
-TOTAL_S = 545.0  # time for all steps; the call itself takes a few seconds more
+TOTAL_S = 545.0  # time for all steps; the whole run takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that equal llama.cpp's
-STOP = "a stop, us"  # figure: us that waiting for experts adds per layer, not counting the time to copy them
+SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that are equal to llama.cpp's
+STOP = "a stop, us"  # figure: us per layer spent waiting for experts, not counting the time to copy them
 
-# Remedies: experimental changes that a library may have behind a switch, and the bit of each. `moegguf_switches`
+# Remedies: experimental changes that a library may contain behind switches, each with its bit. `moegguf_switches`
 # returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
 # on.
 SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
@@ -36,16 +36,16 @@ def switch_bits(letters: str) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a step: its command, and the predicted ranges of its figures."""
+    """One process in a step: its command, and the predicted ranges of its figures."""
 
     name: str
     kind: Kind
     arguments: tuple[str, ...] = ()  # command-line arguments for `micro` or pytest
     case: Case | None = None
     predicted: Predicted = field(default_factory=dict)
-    switches: str = ""  # letters of the remedies that are on; "-": all off; "": MOEGGUF_SWITCHES is not set
+    switches: str = ""  # letters of the remedies that are on; "-": all are off; "": MOEGGUF_SWITCHES is not set
     needs_card: bool = False  # the part is skipped on a simulated device
-    counts_calls: bool = False  # calls to CUDA's runtime are counted, which takes a little time
+    counts_calls: bool = False  # CUDA runtime calls are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
     n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
     limit_s: float = 40.0
@@ -70,7 +70,7 @@ class Setting:
     link: str  # link speed of a simulated device; empty: the device is a real card
     models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}; 0 layers: as in the preset
     card_bytes: int  # memory of the imitated smaller card
-    holds: bool  # true: the process allocates the card's other memory; false: only sizes follow from the limit
+    holds: bool  # true: the process allocates the card's other memory; false: no memory is held
     sizes: Mapping[str, Any]
     n_slots: int  # slots of a large pool; on a real card, byte offsets of F16 slots need more than 32 bits
     n_experts: int  # experts in the products of step S1's small pools, and of step M2 on a simulated device
@@ -78,7 +78,7 @@ class Setting:
 
     @property
     def is_simulated(self) -> bool:
-        """Returns True if the device is simulated. Then no card is needed."""
+        """Returns True if the device is simulated, so that no card is needed."""
         return bool(self.link)
 
     def file(self, model: str, folder: Path) -> Path:

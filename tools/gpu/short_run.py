@@ -59,7 +59,8 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
-    """Yields each step with its end in seconds: the sum of the shares up to this step, limited to `total_s`."""
+    """Yields each step with its end in seconds: the sum of the shares up to and including this step, limited to
+    `total_s`."""
     so_far_s = 0.0
     for step in plan:
         so_far_s += step.share_s
@@ -83,7 +84,7 @@ def to_repeat(plan: Sequence[Step], outcomes: Mapping[str, Outcome]) -> set[str]
 
 
 class Runner:
-    """Runs parts as child processes, and writes the models that they need."""
+    """Runs parts as child processes, and starts other processes that write the models."""
 
     def __init__(self, setting: Setting, library: Path, work: Path, log: Path) -> None:
         self._library = library
@@ -91,7 +92,7 @@ class Runner:
         self._log = log
         self._setting = setting
         self._writers = dict[str, subprocess.Popen[bytes]]()
-        self.switches = 0  # bits of the remedies in the library, which `learn` sets
+        self.switches = 0  # bits of the remedies in the library; `learn` sets them
         folders = [*map(str, runtime_folders()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._environment = os.environ | of_processes(library, work / "home")
         self._environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
@@ -117,7 +118,7 @@ class Runner:
         return f"the library sees no {needed}, only {', '.join(names)}" if needed and needed not in names else ""
 
     def close(self) -> None:
-        """Ends the processes that still write models."""
+        """Kills the processes that are still writing models."""
         for writer in self._writers.values():
             end(writer)
 
@@ -129,7 +130,7 @@ class Runner:
         return "not built in" if missing or (part.switches and not self.switches) else ""
 
     def run(self, part: Part, left_s: float) -> Outcome:
-        """Waits for the part's model, then runs the part, for at most `left_s` seconds in total. Returns the
+        """Waits for the part's model, then runs the part. Both together take at most `left_s` seconds. Returns the
         outcome."""
         start = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
@@ -193,7 +194,7 @@ class Runner:
             )  # fmt: skip
 
     def _log_since(self, begin: int) -> str:
-        """Returns the log from byte `begin` on, but at most its last LOG_BYTES bytes."""
+        """Returns the log from byte `begin` on, but no more than its last LOG_BYTES bytes."""
         with self._log.open("rb") as log:
             log.seek(max(begin, self._log.stat().st_size - LOG_BYTES))
             return log.read().decode(errors="replace")

@@ -62,7 +62,8 @@ def turns_differ(part: Part, turns: Sequence[Outcome]) -> bool:
 
 
 def _resident(plan: Sequence[Step], part: Part, outcomes: Outcomes) -> list[int]:
-    """Returns the tokens that plain llama.cpp generated with the part's model entirely on the device; [] if unknown."""
+    """Returns the tokens that plain llama.cpp generated with the part's model when the whole model was on the device;
+    [] if unknown."""
     for step in plan:
         for other in step.parts:
             case = other.case
@@ -141,7 +142,7 @@ def _rows(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> I
 
 
 def _planned(turns: Sequence[Outcome]) -> Iterator[str]:
-    """Yields one line with the speeds that moegguf's planner predicted, from the first turn that has them."""
+    """Yields one line with the speeds that moegguf's planner predicted, from the first turn that recorded them."""
     for turn in turns:
         if predicted := turn.get("values", {}).get("predicted"):
             yield "planner: " + ", ".join(f"{kind} {speed:.0f}" for kind, speed in predicted.items())

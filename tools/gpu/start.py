@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def unpack(work: Path) -> None:
-    """Unpacks the sources and wheels into `work`, unless a source archive with this size and time has already been
+    """Unpacks the sources and wheels into `work`, unless a source archive of the same size and time has already been
     unpacked there."""
     archive = HERE / "sources.tar.xz"
     stamp = work / "unpacked"

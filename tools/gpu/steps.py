@@ -1,4 +1,4 @@
-"""Runs a list of steps over several calls of a program, each limited in time.
+"""Runs a list of steps over several calls of a program. Each call is limited in time.
 
 The outcome of a step is saved in a file as soon as it is known, and a step with an outcome is not run again. A step
 that raises an error has no outcome: the call ends, and the next call runs the step again.
@@ -20,7 +20,7 @@ REFUSED = "refused"  # key in the outcome of a step that could not be measured; 
 
 
 class UnfinishedError(Exception):
-    """The step ran out of time. The step's next run continues from where this run stopped."""
+    """The step ran out of time. The step's next run continues where this run stopped."""
 
 
 class StepError(Exception):

@@ -21,7 +21,8 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a system's fastest variant for one model and limit. With the key REFUSED, nothing was measured."""
+    """The result of a system's fastest variant for one model and limit. If the result contains the key REFUSED, nothing
+    was measured."""
 
     model: str
     limit: str
@@ -69,7 +70,7 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _ratio(row: Row, other: Row | None) -> str:
-    """Returns the row's speed divided by the speed of `other`, as text; NONE if `other` is missing, has no speed, or is
+    """Returns the row's speed divided by the speed of `other`, as text; NONE if `other` is missing, has no speed or is
     this row."""
     return f"{row.speed / other.speed:.2f}x" if other and other.speed and other is not row else NONE
 

@@ -1,9 +1,9 @@
 """Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
-The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. Every matrix would then have one common
-direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
-therefore drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL
-and IQ4_XS have scales with random signs.
+The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. With such bytes, every matrix would have one
+common direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16
+are therefore drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K,
+IQ4_NL and IQ4_XS have scales with random signs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ ROUTER_SKEW = 0.15
 
 
 class BlockPools:
-    """Pools of random blocks, one for each (type, standard deviation). A pool is made at its first use.
-
-    A pool occupies at most about POOL_BYTES. A chunk is one matrix: it starts at its own block of the pool and wraps
-    around. The number of blocks is prime, so no two chunks start at the same block while a model has fewer chunks than
-    a pool has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
+    """Pools of random blocks, one for each (type, standard deviation). Each pool is created on first use, and occupies
+    at most about POOL_BYTES. A chunk is one matrix: it starts at its own block of the pool and wraps around. The number
+    of blocks is prime, so no two chunks start at the same block while a model has fewer chunks than a pool has blocks.
+    The rows of a chunk that is larger than its pool begin at different blocks, too.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:
@@ -94,7 +93,7 @@ def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
 
 
 def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
-    """Returns random values that suit the kind of an F32 tensor, such as norms near one and small biases."""
+    """Returns random values that suit the role of an F32 tensor, such as norms near one and small biases."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
     if "norm" in tensor.name or tensor.name.endswith("ssm_d"):

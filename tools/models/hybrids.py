@@ -1,8 +1,7 @@
-"""Names and dimensions of tensors that hybrid models and DeepSeek V4 have.
-
-The tensors belong to recurrent layers, special attention, n-gram tables and hyper-connections. Names and dimensions are
-as the pinned llama.cpp loads them (src/models/*.cpp). The names of a layer's tensors omit the prefix "blk.N.".
-Dimensions are in numpy's order.
+"""Names and dimensions of the tensors specific to hybrid models and DeepSeek V4. The tensors belong to recurrent
+layers, special attention, n-gram tables and hyper-connections. Names and dimensions match the tensors that the pinned
+llama.cpp loads (src/models/*.cpp). The names of a layer's tensors omit the prefix "blk.N.". Dimensions are in numpy's
+order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def delta_net(shape: Shape) -> Named:
 
 
 def gated_attention(shape: Shape) -> Named:
-    """Yields the tensors of the attention of Qwen3.5 and later, whose query matrix also computes a gate."""
+    """Yields the attention tensors of Qwen3.5 and later. Their query matrix also computes a gate."""
     n_q = shape.n_head * shape.n_embd_head
     n_kv = shape.n_head_kv * shape.n_embd_head
     yield "attn_q.weight", (2 * n_q, shape.n_embd)
@@ -57,7 +56,7 @@ def indexer(shape: Shape) -> Named:
 
 
 def mamba2(shape: Shape) -> Named:
-    """Yields the tensors of the Mamba 2 mixer of Nemotron-H and Granite 4."""
+    """Yields the tensors of the Mamba 2 mixer in Nemotron-H and Granite 4."""
     conv_width = shape.ssm_d_inner + 2 * shape.ssm_n_group * shape.ssm_d_state
     yield "ssm_in.weight", (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd)
     yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
@@ -94,7 +93,7 @@ def short_convolution(shape: Shape) -> Named:
 
 
 def compress_ratio(shape: Shape, il: int) -> int:
-    """Returns the number of tokens that share one compressed key in a layer; 0 if the layer compresses no keys."""
+    """Returns the number of tokens that share one compressed key in a layer; 0 if the layer does not compress keys."""
     if shape.arch == "qwen4exp":
         return 4 if shape.mixer(il) == "a" else 0
     if il < 2 or il >= shape.n_layer:

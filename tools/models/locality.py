@@ -44,8 +44,8 @@ class Locality:
 
 LOCALITIES = {
     # The first point, 6 %, is 8 of 128 experts per layer: memory holds only the last token's experts. The hit rate is
-    # the share of these experts that the next token uses again. On another text, the same author counted 45 % instead
-    # of 37 %.
+    # the share of these experts that the next token reuses. On another text, the same author measured 45 % instead of
+    # 37 %.
     "qwen3-30b": Locality(
         "Qwen3-30B-A3B", "kekzl/imp#1359, #1365, #1374", 128, 8,
         {0.0625: 0.37, 0.18: 0.706, 0.19: 0.74, 0.24: 0.803, 0.26: 0.84, 0.40: 0.90, 0.64: 0.96},
@@ -61,7 +61,7 @@ LOCALITIES = {
     "olmoe": Locality(
         "OLMoE", "JustVugg/colibri#1092", 64, 8, {0.25: 0.51}, constant=0.25, slow=0.25, memory_tokens=10,
     ),
-    # A second-hand report: 40 to 60 % hits with half of the experts in memory, "residency plus a few points".
+    # A second-hand report: a hit rate of 40 to 60 % with half of the experts in memory, "residency plus a few points".
     "mixtral": Locality(
         "Mixtral-8x7B", "second-hand", 8, 2, {0.50: 0.54}, constant=0.05, slow=0.15, memory_tokens=10,
     ),

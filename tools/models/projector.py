@@ -1,8 +1,8 @@
 """Writes random image projectors (mmproj): a small vision transformer, and the matrices that map to a text model.
 
-libmtmd treats the kinds in PROJECTORS differently. "mlp" (LLaVA) makes a fixed number of tokens per image, with causal
-attention. "gemma3" pools patches, and all tokens of an image attend to each other. "qwen2vl_merger" makes a number of
-tokens that depends on the image's size, with M-RoPE positions.
+libmtmd treats the kinds in PROJECTORS differently. "mlp" (LLaVA) produces a fixed number of tokens per image, with
+causal attention. "gemma3" pools patches, and all tokens of an image attend to each other. "qwen2vl_merger" produces a
+number of tokens that depends on the image's size, with M-RoPE positions.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ ROPE_FREQ_BASE = 1_000_000.0
 class Shape:
     """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the part.
 
-    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` takes its place.
+    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` is used instead.
 
     `mixers` has one letter for each layer and is repeated if there are more layers. The letters are `a` for attention,
     `r` for a recurrent state, and `e` for a layer that has only experts.
@@ -111,7 +111,7 @@ class Shape:
 
     @property
     def n_embd_out(self) -> int:
-        """Returns the number of columns of attention's output matrix: the width of all heads' values together."""
+        """Returns the number of columns of attention's output matrix: the total width of all heads' values."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 
@@ -585,7 +585,7 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=128,  # differs from indexer_head_size, or llama.cpp would divide by zero in a cache without layers
+        n_embd_head=128,  # if equal to indexer_head_size, llama.cpp divides by zero in a cache without layers
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
@@ -622,7 +622,7 @@ PRESETS: dict[str, Shape] = {
 }
 
 # The published locality that a preset imitates by default. A preset that is not listed, such as a tiny one, has none:
-# its routing follows from random weights.
+# its routing depends only on random weights.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

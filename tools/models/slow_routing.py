@@ -1,8 +1,8 @@
 """Makes weights for random models that reuse experts from token to token like a real model (`tools.models.locality`).
 
-The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is equal for all
-tokens and `token` differs: both come from the token's embedding. The first layer's attention or delta net writes
-`slow`. Later layers leave all three unchanged.
+The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is the same for
+all tokens, and `token` is different for each token. Both come from the token's embedding. The first layer's attention
+or delta net writes `slow`. Later layers leave all three unchanged.
 
 The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
 every token, and only RoPE distinguishes positions. A pair of dimensions rotates by `angle` per token. The score at
@@ -40,8 +40,8 @@ LEAST_REST = 32  # minimum number of dimensions outside the three parts; all lay
 # score rises again. Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16
 # bits.
 LONGEST_CONTEXT = 8192
-# Factor on queries in the attention of all layers but the first. Each head then attends to few tokens, which change at
-# every step, so that greedy decoding does not loop.
+# Factor on queries in the attention of all layers but the first. Each head then attends to only a few tokens, which
+# change at every step, so that greedy decoding does not loop.
 SHARPNESS = 4.0
 # Factor on the variance of the part that is drawn anew for each token. Without this factor, the hit rate of LRU
 # eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. There are two reasons: with
@@ -50,7 +50,7 @@ OWN_GAIN = 1.08
 # Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
 # of later layers are scaled up.
 GROWTH_PER_LAYER = 0.37
-# Factor on a delta net's values before SiLU, and the input of a gate for which SiLU is 1.
+# Factor on a delta net's values before SiLU, and the gate input at which SiLU is 1.
 VALUE_REACH = 8.0
 OPEN_GATE = 1.2784645
 
@@ -80,13 +80,13 @@ class SlowRouting:
 
     @property
     def width(self) -> int:
-        """Returns the number of dimensions of each of the three parts, a multiple of the block size of `qtype`."""
+        """Returns the width of each of the three parts in dimensions, a multiple of `qtype`'s block size."""
         block = GGML_QUANT_SIZES[self.qtype][0]
         return max(self.shape.n_embd // 8 // block, 1) * block
 
     @property
     def n_left_alone(self) -> int:
-        """Returns the number of dimensions of the three parts together. Layers after the first do not write them."""
+        """Returns the total width of the three parts in dimensions. Layers after the first do not write them."""
         return 3 * self.width
 
     @cached_property
@@ -264,7 +264,7 @@ class SlowRouting:
 
     @property
     def _length(self) -> float:
-        """Returns the length of query and key for which q * k / sqrt(n_embd_head) is 1 / (angle * memory_tokens)."""
+        """Returns the length of query and key at which q * k / sqrt(n_embd_head) is 1 / (angle * memory_tokens)."""
         score = 1 / (self._angle(self._pair_index) * self.locality.memory_tokens)
         return sqrt(score * sqrt(self.shape.n_embd_head))
 

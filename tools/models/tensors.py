@@ -33,16 +33,16 @@ ROW_FALLBACK = {
 
 # {role of a matrix: gain}; other roles have the gain 1. Weights have a standard deviation of gain / sqrt(columns). The
 # tokens of one text share much of attention's output, so the gain of `attn_output` sets how similar their routing is.
-# With 0.7, tokens route almost independently. With 1.4, most tokens use a few experts. With 0.9, LRU has 75 % hits with
-# slots for 37 % of the experts. The gain of `output` sets how peaked the distribution of the next token is.
+# With 0.7, tokens route almost independently. With 1.4, most tokens use a few experts. With 0.9, LRU has a hit rate of
+# 75 % with slots for 37 % of the experts. The gain of `output` sets how peaked the distribution of the next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
-# The norm after the last layer of LFM2. Its weights are smaller, because the token embeddings, which have larger
-# weights than other output matrices, are also the output matrix.
+# The norm after the last layer of LFM2. Its weights are smaller, because the token embeddings also serve as the output
+# matrix, and their weights are larger than other output matrices'.
 TIED_OUTPUT_NORM = "token_embd_norm.weight"
 
-# Tensors that stay F32. llama-quantize does not quantise them, either (tensor_allows_quantization in llama-quant.cpp),
+# Tensors that stay F32. llama-quantize does not quantise them either (tensor_allows_quantization in llama-quant.cpp),
 # with two exceptions: HEADS_INPUT, which is near the identity, and the convolution of the n-gram table's reader.
 STAY_F32_ENDS = (".bias", "_norm.weight", "ssm_a", "ssm_d", HEADS_INPUT)
 STAY_F32_PARTS = (".ffn_gate_inp.", "conv1d", "shortconv.conv.", "indexer.q_proj.", "indexer.k_proj.")
@@ -158,7 +158,7 @@ def _names_and_dims(shape: Shape) -> Named:
 
 
 def is_tied(shape: Shape) -> bool:
-    """Returns True if the token embeddings are also the output matrix."""
+    """Returns True if the token embeddings also serve as the output matrix."""
     return shape.arch in ("lfm2moe", "granitehybrid")
 
 

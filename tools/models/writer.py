@@ -61,13 +61,13 @@ def write_model(
     """Writes a random model. Returns the paths of its files, first shard first.
 
     The weights depend only on shape, quant, seed and locality. `locality` is a key of LOCALITIES, and the routing then
-    reuses experts as published for that model. With None, the routing follows from random weights.
+    reuses experts as published for that model. With None, the routing depends only on random weights.
 
-    `n_split` is a number of shards. Each tensor goes to the shard that is smallest so far, so that gate, up and down of
-    a layer are usually in different files. `split_max_bytes` instead fills one shard after another, as llama-gguf-split
-    does.
+    `n_split` is the number of shards. Each tensor goes to the shard that is smallest so far, so that gate, up and down
+    of a layer are usually in different files. `split_max_bytes` instead fills one shard after another, as
+    llama-gguf-split does.
 
-    `progress` is called after each tensor with two numbers of bytes: tensor data written so far, and all tensor data.
+    `progress` is called after each tensor with two sizes in bytes: the tensor data written so far, and all tensor data.
     The files have temporary names until all are complete. Raises OSError if the disk is too full, OptionError for an
     unknown locality, and ValueError for other wrong options.
     """
@@ -149,7 +149,8 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
 
 
 def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
-    """Writes a model file for tests of plans. The weights are a hole that occupies no disk space. Returns `path`."""
+    """Writes a model file for tests of plans. The weights are a hole in the file, which occupies no disk space. Returns
+    `path`."""
     plan = tensors(shape, quant)
     writer = GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape, quant, "random", None)

@@ -28,7 +28,7 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor with the bytes that it has in the original file. `raw_type` is the number of its ggml type."""
+    """One tensor with its bytes from the original file. `raw_type` is the number of its ggml type."""
 
     name: str
     shape: tuple[int, ...]

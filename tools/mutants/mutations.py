@@ -233,8 +233,8 @@ MUTATIONS: list[tuple[Mutation, int]] = [
 
 
 def mutate(header: Header, seed: int) -> tuple[Header, str]:
-    """Returns the header after one to three mutations, and their description. Both depend only on the header and the
-    seed."""
+    """Returns the header after one to three mutations, and a description of the mutations. Both depend only on the
+    header and the seed."""
     random = Random(seed)
     mutations, weights = zip(*MUTATIONS, strict=True)
     changed = header

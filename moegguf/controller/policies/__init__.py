@@ -32,16 +32,17 @@ that their layer's router did not choose."""
 class Policy(Protocol):
     """The interface of a policy in Python, which scores experts.
 
-    Whatever the scores are, the store never evicts pinned experts. It leaves each layer a minimum of slots as long as
-    another layer has an expert that can be evicted. Among equal scores it evicts the least recently used expert.
+    Whatever the scores are, the store never evicts pinned experts. It leaves each layer a minimum number of slots as
+    long as another layer has an expert that can be evicted. Among equal scores it evicts the least recently used
+    expert.
     """
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. A result of None keeps
         the previous scores.
 
-        Called after each routing event. NaN and infinite scores count as 0. Scores are not used while a prompt is
-        computed.
+        Called after each routing event. NaN and infinite scores are treated as 0. Scores are not used while a prompt is
+        processed.
         """
 
 
@@ -69,13 +70,13 @@ class Static:
         self._scores[list(shape.layers)] = popularity
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Returns the same table (n_layer, n_expert) at every call."""
+        """Returns the same table (n_layer, n_expert) on every call."""
         return self._scores
 
 
 class Sparsity(NativePolicy):
-    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use, which is
-    `predictor` unless another predictor is chosen."""
+    """MoE-Infinity's algorithm 1, which the store computes. It evicts according to the forecast of the predictor in
+    use, which is `predictor` unless another predictor is chosen."""
 
     predictor: EamcPredictor  # forecasts from past requests
 
@@ -154,15 +155,14 @@ def parse_policies(text: str) -> Mapping[str, str]:
 
 
 def device_policy(text: str, tier: str) -> str:
-    """Returns the name of the policy for the slots from which layers compute; `tier` is the tier of these slots ("vram"
-    or "ram"). A `text` without "=" is itself the name. Returns "auto" if `text` names a policy only for the other
-    tier."""
+    """Returns the name of the policy for `tier` ("vram" or "ram"), the tier that layers read experts from. A `text`
+    without "=" is itself the name. Returns "auto" if `text` names a policy only for the other tier."""
     return parse_policies(text).get(tier, AUTO) if "=" in text else text
 
 
 def ram_policy(text: str) -> str:
-    """Returns the name of the policy for slots in RAM when a device also has slots. Returns "lru" if `text` names no
-    policy for "ram", or names "auto".
+    """Returns the name of the policy for slots in RAM if a device has slots, too. Returns "lru" if `text` does not name
+    a policy for "ram", or names "auto".
 
     Raises OptionError for a policy that needs forecasts or scores from Python, because the store does not apply these
     to slots in RAM below a device.

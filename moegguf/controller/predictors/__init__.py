@@ -1,4 +1,4 @@
-"""Makes predictors by name. Most predictors implement a method from a paper. `base.Predictor` is their interface."""
+"""Creates predictors by name. Most predictors implement a method from a paper. `base.Predictor` is their interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """Returns a function that makes the predictor from the first usable NAME.safetensors in search order. If there are
-    files, but none is usable, the function warns and returns NoPrediction. It raises OptionError if there is no
+    """Returns a function that creates the predictor from the first usable NAME.safetensors in search order. If there
+    are files, but none is usable, the function warns and returns NoPrediction. It raises OptionError if there is no
     file."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
@@ -68,8 +68,8 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
     """Returns a new predictor, for a predictor's name or "FILE.py:CLASS".
 
     Returns `NoPrediction`, after a warning, if all trained files for the predictor are damaged or belong to other
-    models. Raises OptionError for an unknown name, for a predictor without any trained file, and for a class that
-    cannot be used.
+    models. Raises OptionError for an unknown name, for a predictor without a trained file, and for a class that cannot
+    be used.
     """
     check_predictor(name)
     if not names_file(name):

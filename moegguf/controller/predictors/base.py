@@ -1,4 +1,4 @@
-"""Base classes of predictors. In a pass with several sequences, the store's forecast for an expert is the probability
+"""Base classes for predictors. In a pass with several sequences, the store's forecast for an expert is the probability
 that at least one sequence uses the expert: 1 - prod(1 - p)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Predictor(ABC):
 
     One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
     before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
-    calls any number of times. There are no calls while there is nothing to predict, for example while all experts have
+    calls any number of times. No method is called while there is nothing to predict, for example while all experts have
     slots. A predictor must not change the arrays of an event.
     """
 
@@ -29,7 +29,7 @@ class Predictor(ABC):
         self.reach = reach  # longest distance at which a layer can be predicted, counted in layers with experts
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
-        """Receives the tokens that are evaluated next. A sequence number that was not seen before is a new request."""
+        """Receives the tokens that are evaluated next. A new sequence number marks a new request."""
 
     def observe(self, event: RoutingEvent) -> None:  # noqa: B027 (optional)
         """Receives the routing event of one layer."""
@@ -40,7 +40,7 @@ class Predictor(ABC):
         the last observed layer.
 
         Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
-        cannot be predicted now. The order of the probabilities matters more than their size.
+        cannot be predicted now. The ranking of the probabilities matters more than their values.
         """
 
     def native(self) -> NativePredictor | None:

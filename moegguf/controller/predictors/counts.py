@@ -1,5 +1,5 @@
-"""Makes predictors that work by counting: popularity, affinity, the last token's experts, and the experts that a token
-id used. The store computes the predictions."""
+"""Creates predictors that work by counting: popularity, affinity, the last token's experts, and the experts that a
+token id used. The store computes the predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_COUNT = np.iinfo(np.uint16).max
 
 
 def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes DuoServe-MoE's popularity predictor (section 4.1): for each layer, how often an average token uses each
+    """Creates DuoServe-MoE's popularity predictor (section 4.1): for each layer, how often an average token uses each
     expert. The store computes it as a `token-id` table without entries, in which every token id gets the average."""
     found = weights.array("popularity", len(shape.layers), shape.n_expert)
     made = _table(shape, np.zeros(0, np.int32), np.zeros((0, *found.shape), np.uint16), found * shape.n_expert_used)
@@ -23,24 +23,24 @@ def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes DuoServe-MoE's affinity predictor (section 4.1). For a sequence with one token in the pass, it predicts the
-    next layer from the mean of the affinity matrix's rows for the experts just chosen."""
+    """Creates DuoServe-MoE's affinity predictor (section 4.1). For a sequence with one token in the pass, it predicts
+    the next layer from the mean of the affinity matrix's rows for the experts just chosen."""
     found = weights.array("affinity", len(shape.layers) - 1, shape.n_expert, shape.n_expert)
     return StorePredictor("affinity", shape, 1, {"affinity": found})
 
 
 def previous_token(shape: MoeShape) -> StorePredictor:
-    """Makes the predictor that uses temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token
+    """Creates the predictor that uses temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token
     used in a layer get probability 1, and all others 0.
 
-    It can predict every layer that was observed at least once, even in an earlier request.
+    It can predict every layer that has been observed at least once, even in an earlier request.
     """
     return StorePredictor("previous-token", shape, len(shape.layers))
 
 
 def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes ProMoE's token-based predictor (section 4.2): for all layers at once, the experts that a token id used most
-    often.
+    """Creates ProMoE's token-based predictor (section 4.2): for all layers at once, the experts that a token id used
+    most often.
 
     The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), how often each token
     id used each expert. Raises ValueError if they are not valid for the model, and KeyError if `tokens` is missing. A
@@ -61,7 +61,7 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def _table(shape: MoeShape, tokens: Array, counts: Array, average: Array) -> StorePredictor:
-    """Makes the `token-id` predictor. `counts` has one entry for each token id in `tokens`. `average` (n_moe_layer,
+    """Creates the `token-id` predictor. `counts` has one entry for each token id in `tokens`. `average` (n_moe_layer,
     n_expert) is how often an average token uses each expert."""
     entry_of = np.full(max(1, shape.n_vocab), -1, np.int32)
     entry_of[tokens] = np.arange(len(tokens))

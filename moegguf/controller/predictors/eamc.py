@@ -19,7 +19,7 @@ class EamcPredictor(StorePredictor):
 
     The predictor needs no training. A request's rEAM is added to the collection when the request ends, or when
     `learned` is called. The store finds the `n_matches` nearest rEAMs and adds them up without weights, as in the
-    paper, so that rEAMs with more tokens count more. The paper also multiplies by a layer proximity 1 - (i - l) / L.
+    paper, so rEAMs with more tokens have more weight. The paper also multiplies by a layer proximity 1 - (i - l) / L.
     Here this factor only changes the order of prefetches, if `PrefetchOptions.by_proximity` is True.
 
     The collection `eamc` may already have entries. Only this object may change the collection from then on.

@@ -1,4 +1,4 @@
-"""Makes predictors that multiply by matrices: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
+"""Creates matrix-based predictors: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
 
 The store computes them with weights in signed bytes (`native/predictor.py`).
 """
@@ -22,7 +22,7 @@ Pair = tuple[int, int]  # (layer whose input is used, layer that is predicted)
 
 
 def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
-    """Makes the predictor that applies a later layer's router to the input of the current layer's router. It can
+    """Creates the predictor that applies a later layer's router to the input of the current layer's router. It can
     predict all later layers that have a router. It is less accurate at longer distances, because inputs of distant
     layers differ more."""
     arrays: dict[str, Array] = {
@@ -46,7 +46,7 @@ def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
 
 
 def mlp(shape: MoeShape, weights: Weights) -> Predictor:
-    """Makes ProMoE's predictor, which has one network for each pair (source layer, target layer) in `window_pairs`.
+    """Creates ProMoE's predictor, which has one network for each pair (source layer, target layer) in `window_pairs`.
     Returns NoPrediction for a model with only one layer with experts.
 
     The arrays are `<source>.<target>.{hidden,out}.{weight,bias}`, with the facts `windows` and `n_hidden`. Raises
@@ -84,7 +84,7 @@ def state_size(shape: MoeShape) -> int:
 
 
 def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes DuoServe-MoE's ExpertMLP (section 4.2).
+    """Creates DuoServe-MoE's ExpertMLP (section 4.2).
 
     For a sequence with one token in the pass, it predicts the next layer, if every earlier layer of the pass was
     observed. The arrays are `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the
@@ -92,10 +92,10 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
 
     The paper leaves some points open, which are decided here as follows. One network serves all layers: its input is
     padded to one length. The network recognizes the target layer by the length of the unpadded part and the layer's
-    popularity. Expert numbers count from 1 and are divided by n_expert, so that 0 occurs only as padding. The vector
-    a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole matrix would
-    be the same for every token. (Section 5: "the inter-layer affinity vector from the previous layer's expert
-    selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
+    popularity. Experts are numbered from 1, and their numbers are divided by n_expert, so 0 occurs only as padding. The
+    vector a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole
+    matrix would be the same for every token. (Section 5: "the inter-layer affinity vector from the previous layer's
+    expert selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

@@ -1,15 +1,15 @@
 """ExpertFlow's routing-path predictor (section 3.1): predicts the experts of all layers from token ids, before the
 first layer.
 
-The store computes a small T5. A bidirectional encoder reads the tokens of a window before a chunk of tokens. A decoder
-reads the chunk token by token with cross-attention to the encoder. One linear head per layer with experts predicts the
-experts of the token. moegguf/learning/routing_path.py trains the network.
+The store computes a small T5. A bidirectional encoder reads a window of tokens that precedes a chunk of tokens. A
+decoder reads the chunk token by token with cross-attention to the encoder. One linear head per layer with experts
+predicts the experts of the token. moegguf/learning/routing_path.py trains the network.
 
 The network differs from T5 to reduce the cost of one token. A chunk's encoder states and the decoder's keys and values
-are cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in the window and the
+are cached, so a token costs one decoder step, and the encoder runs once per chunk. Positions in the window and the
 chunk are learned vectors instead of relative biases, because both have fixed lengths. A window that begins before the
-request is filled with a learned token, so that only the causal mask is needed. The embeddings, (n_vocab + 1) * n_embd,
-are usually most of the network's weights.
+request is filled with a learned token, so only the causal mask is needed. The embeddings, (n_vocab + 1) * n_embd, are
+usually most of the network's weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NORM_EPS = 1e-6
 
 
 def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes the predictor. It predicts all layers of a pass when the pass's tokens are announced, and does not use the
-    expert ids of routing events.
+    """Creates the predictor. It predicts all layers of a pass when the pass's tokens are announced, and does not use
+    the expert ids of routing events.
 
-    The store predicts for tokens of answers, not for prompts. The encoder runs at the last layer of the last token of a
-    chunk, so that the next token usually does not wait for it. Token ids outside the vocabulary (the caller passed
+    The store predicts for answer tokens, not for prompts. The encoder runs at the last layer of the last token of a
+    chunk, so the next token usually does not wait for it. Token ids outside the vocabulary (the caller passed
     embeddings instead of token ids) clear the predictor's state. A pass with such ids has no prediction.
 
     The store reads matrices in signed bytes, with the norms' gains folded in. Raises ValueError when an array is

@@ -8,27 +8,27 @@
 #include <stdexcept>
 #include <utility>
 
-// The next functions replace common/log.cpp, which would start a thread and need a JSON library. Messages of
-// llama.cpp's `common` library are dropped. Messages of libllama still reach its own log.
+// The following functions replace common/log.cpp, which would start a thread and need a JSON library. Messages from
+// llama.cpp's `common` library are dropped. Messages from libllama still go to its own log.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-// A token that the draft context predicts with a lower probability ends the draft, and is left out.
+// Minimum probability of a token from the draft context. A less probable token ends the draft, and is left out.
 constexpr float least_probability = 0.5f;
 // Largest number of tokens in a draft by MTP heads; each guess depends on the previous one.
 constexpr int32_t most_by_heads = 4;
 
 // The drafting state of one sequence. Each sequence has its own n-gram objects, because upstream's objects never forget
-// tokens. When a sequence keeps none of its tokens, its n-gram objects are replaced.
+// tokens. When no token of a sequence is kept, its n-gram objects are replaced.
 struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
     llama_tokens draft;
     size_t n_followed = 0;           // number of leading tokens that the draft context has evaluated
-    int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
+    int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: no draft
     bool by_model = false;           // true: the draft context's last draft was not empty
 };
 
@@ -49,7 +49,9 @@ const char * guarded(F && body) {
 
 struct drafts {
     explicit drafts(const drafts_config & config) : config(config), sequences(config.n_seq) {
-        if (config.n_seq < 1 || config.n_max < 1) { throw std::invalid_argument("drafts need sequences and a length"); }
+        if (config.n_seq < 1 || config.n_max < 1) {
+            throw std::invalid_argument("drafts need at least one sequence and a length of at least one token");
+        }
         if (config.draft) {
             common_params_speculative params;
             params.types = {config.heads ? COMMON_SPECULATIVE_TYPE_DRAFT_MTP : COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
@@ -63,7 +65,7 @@ struct drafts {
 
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
-    // Makes an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
+    // Creates an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
     // that followed the most recent earlier occurrence of these tokens, if at least `key` tokens followed it.
     // Otherwise, for example if a few tokens repeat over and over, the draft comes from an older occurrence that is
     // followed by more tokens.
@@ -82,7 +84,7 @@ struct drafts {
     void set_tokens(int32_t number, int32_t n_kept, const int32_t * tokens, int32_t n) {
         Sequence & sequence = this->sequence(number);
         if (n_kept < 0 || n < 0 || (size_t)n_kept > sequence.tokens.size()) {
-            throw std::out_of_range("a sequence keeps tokens that it has");
+            throw std::out_of_range("a sequence can keep only tokens that it has");
         }
         if (n_kept == 0) { forget(sequence); }
         sequence.tokens.resize(n_kept);
@@ -139,14 +141,14 @@ struct drafts {
     }
 
     // Evaluates all tokens of the sequence except the last with the draft model. If this fails, for example because the
-    // draft context has no room, clears the sequence there and returns false. MTP heads evaluate nothing here, because
-    // they evaluate each pass of the target. For heads, returns true if they have evaluated exactly this number of
-    // tokens.
+    // draft context has no room, clears the sequence in the draft context and returns false. MTP heads evaluate nothing
+    // here, because they evaluate each pass of the target. For heads, returns true if they have evaluated exactly all
+    // tokens except the last.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
         const size_t n = sequence.tokens.size() - 1,
-                     n_batch = llama_n_batch(config.draft); // n leaves out the last token, from which the draft starts
+                     n_batch = llama_n_batch(config.draft); // n excludes the last token, from which the draft starts
         if (config.heads) { return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n; }
         sequence.n_followed = std::min(sequence.n_followed, n);
         bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
@@ -170,8 +172,8 @@ struct drafts {
 
     // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes each sequence's
     // positions from its first token in the pass on, because they are left over from drafts. If positions before the
-    // pass are missing, as in a restored or copied context, removes the whole sequence, which then starts again at the
-    // pass.
+    // pass are missing, as in a restored or copied context, removes the whole sequence, and the heads start over at
+    // this pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -25,7 +25,7 @@ typedef struct drafts drafts;
 enum drafts_source { DRAFTS_LONG_NGRAM, DRAFTS_SHORT_NGRAM, DRAFTS_MODEL, DRAFTS_SOURCES };
 
 struct drafts_config {
-    int32_t key[2]; // length of the long and of the short n-gram, in tokens; 0: not used
+    int32_t key[2]; // lengths of the long and the short n-gram, in tokens; 0: not used
     int32_t n_seq;  // number of sequences in the target context
     int32_t n_max;  // largest number of tokens in a draft
     struct llama_context * target;
@@ -34,8 +34,8 @@ struct drafts_config {
 };
 
 // A request for a draft of one sequence. n_max is the largest number of tokens from each source; 0: the source is not
-// tried. The answer is `n` tokens in `tokens`, and the `source` that made them. Without a draft, `n` is 0 and `source`
-// is DRAFTS_SOURCES. `tokens` must have room for the config's n_max.
+// tried. The answer is `n` tokens in `tokens`, and the `source` that produced them. Without a draft, `n` is 0 and
+// `source` is DRAFTS_SOURCES. `tokens` must have room for the config's n_max.
 struct drafts_request {
     int32_t sequence;
     int32_t n_max[DRAFTS_SOURCES];
@@ -57,7 +57,7 @@ DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * re
 // Must be called right after the target context has evaluated this batch. If the target's heads make drafts, they also
 // evaluate the batch. The tokens of each sequence must be consecutive in the batch.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
-// Must be called after the first n tokens of the sequence's last draft were accepted.
+// Must be called after the first n tokens of the sequence's last draft have been accepted.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
 #ifdef __cplusplus

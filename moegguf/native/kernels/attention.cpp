@@ -260,7 +260,7 @@ struct Tile {
     }
 
     // Adds a block of keys to the sums of the current part. Returns false if no token sees any of its cells. A token is
-    // computed together with the tokens before it if it sees all of the cells that they see, or only cells that they
+    // processed together with the tokens before it if it sees all of the cells that they see, or only cells that they
     // see. `next`: the block that is added next.
     bool add_block(const Block & block, const Block & next) {
         look(block);
@@ -298,8 +298,8 @@ struct Tile {
             common &= seen[t].seen;
             is_biased |= seen[t].biased != 0;
         }
-        // A few rows are computed without rows of other tokens. More rows are computed in whole vectors, which may
-        // include rows of other tokens. The bias hides the keys from the rows of other tokens.
+        // A small number of rows is computed without rows of other tokens. A larger number is computed in whole
+        // vectors, which may include rows of other tokens. The bias hides the keys from the rows of other tokens.
         int row = first * n_heads, n = (last - first) * n_heads;
         const bool few = n <= few_rows && s.k->type == GGML_TYPE_F16;
         if (!few && (row % kernels.lanes != 0 || (n % kernels.lanes != 0 && row + n != n_rows))) {
@@ -325,7 +325,7 @@ struct Tile {
         const float * p = scores + (first * n_heads - row) * row_stride;
         if (common == together || are_finite(of, together & ~common)) {
             mix(of, together, first, last, p, key_stride, row_stride);
-        } else { // a value that some token does not see is not finite, and 0 * value would be NaN
+        } else { // a value that is hidden from some token is not finite, and 0 * value would be NaN
             for (int t = first; t < last; t++) {
                 mix(of, seen[t].seen, t, t + 1, p + (t - first) * n_heads * row_stride, key_stride, row_stride);
             }
@@ -455,7 +455,7 @@ struct Tile {
     }
 };
 
-// Returns the places in `memory` at which the sums of one part of a tile are kept until all parts are computed.
+// Returns the addresses in `memory` that hold the sums of one part of a tile until all parts have been computed.
 AttentionSums sums_at(const Shape & s, float * memory) {
     const int64_t n = s.n_heads * s.n_of_tokens;
     return {memory, memory + n, memory + 2 * n};

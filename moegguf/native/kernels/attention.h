@@ -118,7 +118,7 @@ struct Attention {
         F sums[n_rows][2] = {};
         for (int64_t begin = 0; begin < n; begin += few_halves) {
             // The spacing of rows in a KV cache makes them evict each other from the processor's first-level cache. So
-            // parts of them are copied next to each other here.
+            // parts of the rows are copied next to each other here.
             alignas(64) uint16_t rows[2 * lanes][few_halves];
             const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
             for (int k = 0; k < 2 * lanes; k++) { memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves); }

@@ -1,6 +1,6 @@
 // cell_lists.h: lists of each sequence's cells in a KV cache, in the order of their positions. llama.cpp fills the
-// lists when it fills a mask, and attention reads them. So the bits of a sequence's results depend neither on the
-// places of its cells nor on other cells.
+// lists when it fills a mask, and attention reads them. So the bits of a sequence's results depend neither on where its
+// cells are in the cache nor on other cells.
 #pragma once
 
 #include <algorithm>

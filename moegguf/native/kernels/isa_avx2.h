@@ -68,7 +68,8 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, denormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
     }
 
-    // The next three functions return scales in the form that scaled_sum needs: the same 16 bits twice in each lane.
+    // The following three functions return scales in the form that scaled_sum needs: the same 16 bits twice in each
+    // lane.
     static I twice(I x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
     static I scales(const uint8_t * of_columns) {
         return twice(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns)));

@@ -66,8 +66,8 @@ struct Columns16 {
         return x;
     }
 
-    // The next two functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane, with
-    // zeros above.
+    // The following two functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane,
+    // with zeros above.
     static I scales(const uint8_t * of_columns) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)of_columns));
     }
@@ -180,7 +180,7 @@ struct Columns8 : Avx2 {
     static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
     static I multiply_add(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
     template <bool is_signed>
-    static I fours(I w, I x) { // signed codes use AVX2: memory limits the speed, not computation
+    static I fours(I w, I x) { // signed codes use AVX2: memory, not computation, limits the speed
         return is_signed ? Avx2::fours<true>(w, x) : add_fours(I{}, w, x);
     }
     static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }

@@ -1,10 +1,10 @@
-// kernels.h: kernels that multiply activations with weights, and compute attention. The bits of a row's result depend
+// kernels.h: kernels that multiply activations by weights, and compute attention. The bits of a row's result depend
 // neither on the number of rows that are computed together nor on the instruction set (AVX2 or AVX-512).
 //
-// The files multiply.cpp and attention.cpp divide an operation among threads, and call the kernels of the processor.
+// The files multiply.cpp and attention.cpp divide an operation among threads, and call the kernels for the processor.
 // The files types.h (interleaved weights), plain_types.h and grids.h (weights in a file's layout) unpack weights. The
-// file panels.h defines panels of unpacked weights for many rows, and tile.h multiplies with them. To add a type of
-// weights, see types.h and plain.h.
+// file panels.h defines panels of unpacked weights for many rows, and tile.h multiplies by them. To add a weight type,
+// see types.h and plain.h.
 //
 // To add an instruction set NAME:
 // 1. Write isa_NAME.h with the operations of isa_avx2.h, and NAME.cpp like avx2.cpp.
@@ -26,9 +26,8 @@ namespace moegguf::kernels {
 
 struct Panels;
 
-// A kernel that multiplies activations with weights of one type. Each row of activations is quantised into blocks. A
-// tile holds rows that are multiplied together: the first block of every row, then the second block of every row, and
-// so on.
+// A kernel that multiplies activations by weights of one type. Each activation row is quantised into blocks. A tile
+// holds rows that are multiplied together: the first block of every row, then the second block of every row, and so on.
 struct Kernel {
     int block_values;
     size_t block_bytes;
@@ -40,17 +39,17 @@ struct Kernel {
     // Copies quantised rows, which may be anywhere in memory, into one tile.
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
-    // Multiplies a tile of rows with n_cols columns of weights, and writes out[r][0, n_cols). n_cols is a multiple of 8
-    // if weights are interleaved. row_bytes: size in bytes of the n weights of a column. soon: weights to prefetch
-    // while a panel is multiplied; nullptr: none.
+    // Multiplies a tile of rows by n_cols weight columns, and writes out[r][0, n_cols). n_cols is a multiple of 8 if
+    // weights are interleaved. row_bytes: size in bytes of the n weights of a column. soon: weights to prefetch while a
+    // panel is multiplied; nullptr: none.
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
     const Panels * panels; // used for many rows; nullptr: weights are never unpacked
 };
 
-// The way to multiply many rows: a group of columns is unpacked once into a panel, which is then multiplied with all
-// rows.
+// The method for multiplying many rows: a group of columns is unpacked once into a panel, which is then multiplied by
+// all rows.
 struct Panels {
     const Kernel * kernel; // multiplies panels; its row_bytes is block_bytes times the number of blocks
     size_t block_bytes;    // size in bytes of one column's block (kernel->block_values weights) in a panel
@@ -58,8 +57,8 @@ struct Panels {
     int least_rows; // fewest rows for which columns are unpacked
 };
 
-// A function that multiplies n_rows rows of n floats with n_cols columns of weights, and writes out[r][0, n_cols).
-// Columns begin `stride` bytes apart.
+// A function that multiplies n_rows rows of n floats by n_cols weight columns, and writes out[r][0, n_cols). Columns
+// begin `stride` bytes apart.
 using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_cols, const float * const * rows,
                                 int n_rows, int64_t n, float * const * out);
 
@@ -79,8 +78,8 @@ struct AttentionSums {
     float *max, *sum, *values;
 };
 
-// Two subsets of 32 keys, with one bit per key. `seen` has the keys that a row sees. `biased` has the seen keys whose
-// value in the mask is not 0.
+// Two subsets of 32 keys, with one bit per key. `seen` contains the keys that a row sees. `biased` contains the seen
+// keys whose value in the mask is not 0.
 struct SeenKeys {
     uint32_t seen, biased;
 };
@@ -95,7 +94,7 @@ struct RowsToPrefetch {
 // multiple of 16.
 enum class CacheType { f32, f16 };
 
-// The kernels of attention. There are two variants, which compute the same bits. With many rows, each row has a vector
+// The attention kernels. There are two variants, which produce identical bits. With many rows, each row has a vector
 // lane, and scores are [key][n_lanes]. With few rows (score_few, soften_few), each key has a lane, and scores are
 // [row][most_keys]. `queries` is [n][n_lanes] in both.
 struct AttentionKernels {
@@ -107,10 +106,10 @@ struct AttentionKernels {
 
     bool (*is_finite)(const char * values, int64_t n, CacheType type);
 
-    // Multiplies queries with keys. n_rows: a multiple of `lanes`. keys: [n_keys, rounded up to 16][n].
+    // Multiplies queries by keys. n_rows: a multiple of `lanes`. keys: [n_keys, rounded up to 16][n].
     void (*score)(const float * queries, int n_lanes, int n_rows, const float * keys, int n_keys, int64_t n,
                   float * scores);
-    // Multiplies at most few_rows queries with keys. keys [most_keys]: addresses of keys of half floats. soon: rows to
+    // Multiplies at most few_rows queries by keys. keys [most_keys]: addresses of keys of half floats. soon: rows to
     // prefetch.
     void (*score_few)(const float * queries, int n_lanes, int n_rows, const char * const * keys, int n_keys, int64_t n,
                       const RowsToPrefetch & soon, float * scores);

@@ -28,7 +28,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // number of bytes of weights that are multiplied with all rows at a time
+constexpr int64_t part_bytes = 256 << 10; // size in bytes of the weights that are multiplied by all rows at a time
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
@@ -92,28 +92,28 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
     return GGML_PAD(size.n_cols * size.column_bytes, 64);
 }
 
-// Columns of weights that are multiplied with all rows before the next columns are.
+// Weight columns that are multiplied by all rows before the next columns are.
 struct Columns {
     const Kernel * kernel;
     const char * weights;
-    size_t row_bytes; // size of a row of weights in bytes
+    size_t row_bytes; // size of a weight row in bytes
     int64_t n;        // number of values in a row
     int64_t first, n_cols;
     const char * soon; // weights that are unpacked next; nullptr: none
 
-    // Multiplies a tile of n_rows rows with these columns. out: for each row, the address of the first column's result.
+    // Multiplies a tile of n_rows rows by these columns. out: for each row, the address of the first column's result.
     // is_first: also prefetches `soon`.
     void multiply(const char * tile, int n_rows, float * const * out, bool is_first) const {
         kernel->multiply(weights, row_bytes, n_cols, tile, n_rows, n, out, is_first ? soon : nullptr);
     }
 };
 
-// One matrix of weights, and the kernel that multiplies with it.
+// A weight matrix, and the kernel that multiplies by it.
 struct Product {
     const Panels * panels; // nullptr: weights are multiplied without being unpacked
     const Kernel * kernel;
     const char * weights;
-    size_t row_bytes; // size of a row of weights in bytes
+    size_t row_bytes; // size of a weight row in bytes
     int64_t n;        // number of values in a row
 
     Product(const Kernel * of_weights, const ggml_tensor * w, int64_t n_rows)
@@ -123,7 +123,7 @@ struct Product {
           row_bytes(w->nb[1]),
           n(w->ne[0]) {}
 
-    size_t quantized() const { return quantized_bytes(kernel, n); } // size of a quantised row of activations in bytes
+    size_t quantized() const { return quantized_bytes(kernel, n); } // size of a quantised activation row in bytes
 
     // Calls visit() once with columns [first, last), or once with each of their unpacked panels. panel: memory for the
     // unpacked weights.
@@ -145,7 +145,7 @@ struct Product {
 // part at a time. A thread that has finished its share takes parts of other shares, because another thread may be
 // slower.
 struct Shares {
-    int64_t * taken; // [n_threads] number of parts that were taken from each share
+    int64_t * taken; // [n_threads] number of parts taken from each share
     int64_t n_threads, n_parts, n_cols;
 
     bool next(int64_t thread, int64_t & first, int64_t & last) const {
@@ -174,7 +174,7 @@ float * row_of(const ggml_tensor * t, int64_t i) {
                      plane / t->ne[2] * t->nb[3]);
 }
 
-// The work memory of a MUL_MAT. Each of its n_matrices matrices of weights is multiplied with n_rows successive rows.
+// The work memory of a MUL_MAT. Each of its n_matrices weight matrices is multiplied by n_rows successive rows.
 struct Matrices {
     int64_t n_matrices, n_rows;
     int64_t * taken; // [n_matrices][n_threads] Shares::taken of each matrix
@@ -195,7 +195,7 @@ struct Matrices {
     }
 };
 
-// Quantises n_rows rows of activations, starting at row `first`, into tiles. Each thread quantises some of the rows.
+// Quantises n_rows activation rows, starting at row `first`, into tiles. Each thread quantises some of the rows.
 void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, int64_t first,
                     int64_t n_rows, char * tiles) {
     for (int64_t row = 0, tile = first; row < n_rows;) {
@@ -210,7 +210,7 @@ void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, c
     }
 }
 
-// Multiplies columns of weights with n_rows rows in tiles, and writes the results to rows starting at `first_row`.
+// Multiplies weight columns by n_rows rows in tiles, and writes the results to rows starting at `first_row`.
 void multiply_tiles(ggml_tensor * op, const Columns & columns, const char * tile, int64_t first_row, int64_t n_rows) {
     for (int64_t row = 0; row < n_rows;) {
         const int n_tile = next_tile(n_rows - row, columns.kernel->max_rows);
@@ -247,12 +247,12 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
     }
 }
 
-// ---- MUL_MAT with weights that are floats ----
+// ---- MUL_MAT with float weights ----
 
-constexpr int64_t float_cols = 64; // number of columns of weights that a thread takes at a time
+constexpr int64_t float_cols = 64; // number of weight columns that a thread takes at a time
 
-// Computes columns [first, last) of a plane of the result: the product of a matrix of activations and a matrix of
-// weights. Several planes may share a matrix of weights.
+// Computes columns [first, last) of a plane of the result: the product of an activation matrix and a weight matrix.
+// Several planes may share a weight matrix.
 void multiply_plane(const ggml_tensor * op, MultiplyFloats multiply, int64_t plane, int64_t first, int64_t last) {
     const ggml_tensor *w = op->src[0], *x = op->src[1];
     const int64_t i2 = plane % op->ne[2], i3 = plane / op->ne[2];
@@ -291,7 +291,7 @@ struct Work {
     char * rows;      // quantised activations
     char * tiles;     // [n_threads] memory for a tile
     char * panels;    // [n_threads] memory for a panel
-    int64_t * n_rows; // [n_expert] number of rows that are multiplied with each expert
+    int64_t * n_rows; // [n_expert] number of rows that each expert multiplies
     int64_t * taken;  // [n_expert][n_threads] Shares::taken of each expert
     int64_t * end;    // [n_expert] index just past the expert's last entry in `choices`
     Choice * choices; // the choices of all tokens, ordered by expert
@@ -340,7 +340,7 @@ void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
-// Multiplies columns of an expert's weights with all n_rows rows that use the expert.
+// Multiplies columns of an expert's weights by all n_rows rows that use the expert.
 void multiply_expert(ggml_tensor * op, const Columns & columns, const Work & work, char * tile, const Choice * choices,
                      int64_t n_rows) {
     const ggml_tensor * x = op->src[1];

@@ -1,6 +1,6 @@
-// panels.h: panels, which hold unpacked weights of Isa::n_cols columns, block by block. Weights that are multiplied
-// with many rows of activations are unpacked once, into a panel. plain.h unpacks weights in a file's layout, and this
-// file unpacks interleaved weights.
+// panels.h: panels, which hold unpacked weights of Isa::n_cols columns, block by block. Weights that are multiplied by
+// many activation rows are unpacked once, into a panel. plain.h unpacks weights in a file's layout, and this file
+// unpacks interleaved weights.
 #pragma once
 
 #include "kernels.h"

@@ -1,7 +1,7 @@
 // plain.h: multiplies weights that are stored row by row, as in a file. These rows are called columns here, because
-// they are columns of the result. A single row of activations is multiplied with 8 columns at once. For more rows,
-// columns are unpacked once into a panel, and tile.h multiplies the panel with all rows. A panel has 8-bit codes, with
-// four successive values of each column in a vector, and scales. Both ways add the products of a block exactly, as
+// they are columns of the result. A single activation row is multiplied by 8 columns at once. For more rows, columns
+// are unpacked once into a panel, and tile.h multiplies the panel by all rows. A panel has 8-bit codes, with four
+// successive values of each column in a vector, and scales. Both methods add the products of a block exactly, as
 // integers, and then add the blocks one after another with fma. So their results are bit-identical.
 //
 // To add a type, write only its unpacking:
@@ -143,7 +143,7 @@ void unpack_columns(const char * weights, size_t row_bytes, int64_t n_cols, int6
     }
 }
 
-// ---- one row of activations ----
+// ---- one activation row ----
 
 // Returns the sum of the lanes of each of 8 vectors.
 MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
@@ -158,7 +158,7 @@ MOEGGUF_INLINE __m256i even_then_odd(__m128i x) {
         _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
 }
 
-// Multiplies one row of activations with 8 columns. Isa must have vectors of 8 lanes.
+// Multiplies one activation row by 8 columns. Isa must have vectors of 8 lanes.
 template <class Isa, class T>
 struct OneRow {
     using Row = typename T::Row;
@@ -242,7 +242,7 @@ struct OneRow {
     }
 };
 
-// Plain weights are unpacked for two or more rows of activations, because OneRow multiplies only a single row.
+// Plain weights are unpacked for two or more activation rows, because OneRow multiplies only a single row.
 template <class Isa, class T>
 constexpr Panels panels = {&panel_kernel<Isa, T>, Panel<Isa, T>::bytes / Isa::n_cols, unpack_columns<Isa, T>, 2};
 

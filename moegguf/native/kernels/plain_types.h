@@ -1,5 +1,4 @@
-// plain_types.h: unpacks each type of weights that are stored row by row, as in a file. plain.h explains how to add a
-// type.
+// plain_types.h: unpacks each weight type that is stored row by row, as in a file. plain.h explains how to add a type.
 #pragma once
 
 #include "isa_avx2.h"
@@ -12,15 +11,15 @@
 
 namespace moegguf::kernels {
 
-// ---- rows of activations ----
+// ---- activation rows ----
 
-// A block of activations: 32 values with a scale, for weights with minima.
+// An activation block: 32 values with a scale, for weights with minima.
 struct RowSum {
     int8_t qs[32];
     float sum, d; // sum: sum of the values, times d
 };
 
-// A block of activations: 256 values with a scale, for weights with integer scales for each 16 or 32 values.
+// An activation block: 256 values with a scale, for weights with integer scales for each 16 or 32 values.
 struct RowPlain {
     int8_t qs[256];
     int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
@@ -181,8 +180,8 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-// The base of types with blocks of 256 values. scale_values_: number of values with one scale: 16, or 32 (only for
-// signed codes).
+// The base of types with blocks of 256 values. scale_values_: number of values per scale: 16, or 32 (only for signed
+// codes).
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // empty in this base; types derived from Grid (grids.h) find indices first, and then codes
@@ -233,7 +232,7 @@ struct PlainQ2K : SuperblockWithMins<Unsigned<0, 4>> {
 };
 
 // Q3_K: 2-bit codes, and the third bit of each value in 32 more bytes: bit 0 belongs to the first 32 values, and so on.
-// Scales have 6 bits: 4 in the nibbles of 8 bytes, and 2 in 4 bytes. 32 is subtracted from each scale.
+// Scales have 6 bits: 4 in the nibbles of 8 bytes, and 2 in 4 bytes. Each scale is stored with an offset of 32.
 struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     static constexpr int bytes = 110;
     template <class Isa>

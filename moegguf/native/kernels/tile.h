@@ -1,6 +1,6 @@
-// tile.h: multiplies tiles of rows with interleaved weights or panels. Each result is computed by the same additions
-// for any number of rows and any instruction set. The products of a block are added exactly, as integers. The blocks
-// are then added one after another with fma.
+// tile.h: multiplies tiles of rows by interleaved weights or panels. Each result is computed by the same additions for
+// any number of rows and any instruction set. The products of a block are added exactly, as integers. The blocks are
+// then added one after another with fma.
 #pragma once
 
 #include "kernels.h"
@@ -12,7 +12,7 @@
 namespace moegguf::kernels {
 namespace {
 
-// ---- rows of activations, as blocks of 8-bit values with a scale, with the values of upstream's blocks ----
+// ---- activation rows, as blocks of 8-bit values with a scale, with the values of upstream's blocks ----
 
 // Multiplies 32 values by `inverse`, rounds the products to integers and writes them to `out`. Returns the sums of
 // successive pairs of the integers.
@@ -283,10 +283,10 @@ struct Tile {
     }
 };
 
-// ---- weights that are floats ----
+// ---- float weights ----
 //
 // A result is the sum of 16 lanes. Each lane adds its products in the order of the values. The lanes are then added in
-// a fixed order. So the result depends neither on the numbers of rows and columns nor on the instruction set.
+// a fixed order. So the result depends neither on the number of rows or columns nor on the instruction set.
 
 template <class Isa>
 struct Floats {
@@ -347,7 +347,7 @@ struct Floats {
         return _mm_cvtss_f32(_mm_add_ss(x4, _mm_movehdup_ps(x4)));
     }
 
-    // Multiplies n_rows rows with all columns: four or two columns at once, then the rest one by one.
+    // Multiplies n_rows rows by all columns: four or two columns at once, then the rest one by one.
     template <ggml_type type, int n_rows>
     static void columns(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int64_t n,
                         float * const * out) {

@@ -12,23 +12,23 @@
 
 namespace moegguf::kernels {
 
-// ---- rows of activations, as the kernels read them ----
+// ---- activation rows, as the kernels read them ----
 
-// A block of activations: 32 values (int8) with a scale.
+// An activation block: 32 values (int8) with a scale.
 struct Row32 {
     int8_t qs[32];
     int32_t minus; // sum of the values, times -T::offset
     float d;
 };
 
-// A block of activations: 256 values (int8) with a scale, and the sums that weights with minima need.
+// An activation block: 256 values (int8) with a scale, and the sums that weights with minima need.
 struct RowMins {
     int8_t qs[256];
     int16_t sums[8]; // sum of each 32 values
     float d;
 };
 
-// A block of activations: 256 values with a scale, for weights with integer scales whose codes have an offset.
+// An activation block: 256 values with a scale, for weights with integer scales whose codes have an offset.
 struct RowOffset {
     int8_t qs[256];
     int32_t minus[32]; // sum of each 8 values, times -T::offset, in the form of Isa::minus_8

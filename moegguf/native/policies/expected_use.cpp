@@ -5,8 +5,8 @@
 // use is then expected 1 / p - 1 passes after its layer is next computed. With a forecast of probability q, the use is
 // expected (1 - q) / p passes after the layer is next computed.
 //
-// The wait until the layer is next computed is a fraction of a pass, or a whole pass for the layer that is computed
-// now. The policies multiply this wait by distance_weight, and add the product. They touch only their own tables
+// The wait until the layer is next computed is a fraction of a pass, or a whole pass for the layer that is being
+// computed. The policies multiply this wait by distance_weight, and add the product. They touch only their own tables
 // (policy.h).
 #include "policies/policy.h"
 
@@ -35,8 +35,8 @@ class ExpectedUse : public EvictionPolicy {
           forecast_(layout.n_keys(), 0.0f),
           known_(layout.layers.size(), 0) {
         if (!(distance_weight >= 0.0f) || !std::isfinite(distance_weight)) {
-            throw Error(MOEGGUF_INVALID,
-                        "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
+            throw Error(MOEGGUF_INVALID, "the weight of the distance must be a finite number of 0 or more, not " +
+                                             std::to_string(distance_weight));
         }
         // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
         // difference `ahead` between that layer and the current one. A later layer is computed in this pass, and an
@@ -67,14 +67,14 @@ class ExpectedUse : public EvictionPolicy {
         return was_known || probabilities;
     }
 
-    // Returns minus the expected number of passes from the next computation of layer il until the expert is used.
+    // Returns the negated expected number of passes from the next computation of layer il until the expert is used.
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
         return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
     }
 
     // Returns the wait until layer il is next computed, as a fraction of a pass, times -distance_weight. Layer now.il
-    // is computed now.
+    // is being computed.
     float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }
@@ -96,7 +96,7 @@ class ExpectedUse : public EvictionPolicy {
 //
 // Victims are chosen roughly in this order:
 // - experts that were prefetched, but not chosen by their layer's router;
-// - experts that are not predicted for this pass, or whose layer was already computed;
+// - experts that are not predicted for this pass, or whose layer has already been computed;
 // - predicted experts, the farthest layer first.
 //
 // The paper gives this order, but no order within each of the three groups. It explains "locality" only by an example:
@@ -172,9 +172,9 @@ float logit(float p) {
 }
 
 // Estimates the probability that a token uses an expert, as a mixture of predictions. The predictions are fading
-// averages of use, and recall: the experts that were used after earlier tokens whose routing was like the last token's.
-// Each layer mixes them by logistic regression, because layers differ in how long they keep using the same experts. The
-// weights are learned while the model runs (Duchi et al. 2011: AdaGrad).
+// averages of use, and recall: the experts that were used after earlier tokens whose routing resembled the last
+// token's. Each layer mixes them by logistic regression, because layers differ in how long they keep using the same
+// experts. The weights are learned while the model runs (Duchi et al. 2011: AdaGrad).
 class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
@@ -219,7 +219,7 @@ class LearnedRates {
     std::vector<float> rates_;       // [n_layer * n_expert_max] estimated probability that a token uses the expert
     std::vector<float> used_;        // [n_expert_max] share of this event's tokens that use the expert
     std::vector<History> histories_; // [n_layer]
-    // [i] weight of an earlier token that shares i fewer experts with the last token than the most similar one does.
+    // [i] weight of an earlier token that shares i fewer experts with the last token than the most similar token does.
     std::vector<float> alike_weights_;
     std::array<int, window> n_alike_{}; // sum of History::n_alike over all layers; the latest token comes last
     std::array<float, n_after + window> alike_{};
@@ -240,7 +240,8 @@ LearnedRates::LearnedRates(const Layout & layout)
       sums_(layout.n_expert_max + 1) {
     // The initial weight of recall, and the initial sum of squared gradients.
     constexpr float first_recall = 0.4f, first_gradient = 1e-3f;
-    // A token that shares no expert with the last token has exp(-16) times the weight of one that shares all experts.
+    // A token that shares no expert with the last token has exp(-16) times the weight of a token that shares every
+    // expert.
     constexpr float sharpness = 16.0f;
     Inputs weights, gradients;
     weights.fill((1.0f - first_recall) / n_averages);
@@ -249,7 +250,7 @@ LearnedRates::LearnedRates(const Layout & layout)
     weights_.assign(layout.layers.size(), weights);
     gradients_.assign(layout.layers.size(), gradients);
     for (size_t i = 0; i < n_averages; i++) { kept_[i] = kept_after(half_lives_tokens[i], 1); }
-    int n_used = 0; // number of experts that a token uses in all layers together
+    int n_used = 0; // total number of experts that a token uses in all layers
     for (int il : layout.moe_layers) {
         histories_[il].n_used = layout.layers[il].n_expert_used;
         histories_[il].ids.resize(2 * window * histories_[il].n_used);
@@ -290,8 +291,8 @@ void LearnedRates::learn(int il) {
     }
 }
 
-// Updates the layer's averages, and the inputs that come from them. Each input also counts half an imaginary token that
-// used all experts equally, so that an unused expert keeps a small probability.
+// Updates the layer's averages, and the inputs that come from them. Each input also includes half an imaginary token
+// that used all experts equally, so that an unused expert keeps a small probability.
 void LearnedRates::average(int il, int n_tokens) {
     const Layer & layer = layout_.layers[il];
     const float alike = (float)layer.n_expert_used / layer.n_expert;
@@ -340,8 +341,8 @@ void LearnedRates::count_alike(int il) {
     }
 }
 
-// Computes the input `recalled` of each expert in a layer. Does nothing without earlier tokens. An earlier token has
-// more weight, the more experts it shares with the last token over all layers.
+// Computes the input `recalled` of each expert in a layer. Does nothing without earlier tokens. The more experts an
+// earlier token shares with the last token over all layers, the more weight it has.
 void LearnedRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
@@ -366,7 +367,7 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Makes the policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode.
+// Creates the policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode.
 // For several sequences that decode together, the estimates are only approximate. In all other passes, the policy only
 // updates its estimates. Victims are then chosen by recency or, in a sweep, by layer (Residency::victim).
 //

@@ -1,5 +1,5 @@
 // policies.cpp: the table of policies that can be chosen by name, and the policies that do not estimate the next use.
-// expected_use.cpp has the policies that do. All policies touch only their own tables (policy.h).
+// expected_use.cpp contains the policies that do. All policies touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {
@@ -16,8 +16,8 @@ class Lru final : public EvictionPolicy {
 };
 
 // A policy that evicts the expert with the lowest decayed number of uses. A use counts half as much after each
-// half-life (LRFU, Lee et al. 2001). The policy's only value is this half-life in tokens. Passes of more than one token
-// are counted, too, but recency decides in them, as in Lru.
+// half-life (LRFU, Lee et al. 2001). The policy's only value is this half-life in tokens. Uses in passes of more than
+// one token are also counted, but in such passes recency decides, as in Lru.
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
@@ -33,7 +33,7 @@ class DecayedFrequency final : public EvictionPolicy {
     FadingAverage average_;
 };
 
-// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used at least
+// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that have been used at least
 // twice since they were loaded are protected. All other experts are on probation, and are evicted first. The protected
 // segment holds at most a share of the layer's resident experts; this share is the policy's only value. At the layer's
 // next routing event, the least recently used experts above this share go back on probation.
@@ -47,7 +47,7 @@ class Slru final : public EvictionPolicy {
           n_resident_(layout.layers.size(), 0),
           n_protected_(layout.layers.size(), 0) {
         if (!(share_ >= 0.0f && share_ <= 1.0f)) {
-            throw Error(MOEGGUF_INVALID, "the protected share lies from 0 to 1, but is " + std::to_string(share_));
+            throw Error(MOEGGUF_INVALID, "the protected share must be from 0 to 1, but is " + std::to_string(share_));
         }
     }
 
@@ -95,7 +95,7 @@ class Slru final : public EvictionPolicy {
 
     const Layout & layout_;
     const float share_;
-    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert was loaded but not used yet
+    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert has been loaded but not used yet
     std::vector<uint64_t> used_;   // [n_layer * n_expert_max] clock_ at a protected expert's last use; 0: on probation
     std::vector<int> n_resident_;  // [n_layer] number of experts with a slot
     std::vector<int> n_protected_; // [n_layer] number of protected experts
@@ -162,7 +162,7 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::st
         if (name == type->name) { return type->make(layout, values); }
         known += (known.empty() ? "" : ", ") + std::string(type->name);
     }
-    throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; known are " + known);
+    throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; the known policies are " + known);
 }
 
 const PolicyType * policy_at(int index) {

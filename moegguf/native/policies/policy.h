@@ -14,9 +14,9 @@
 
 namespace moegguf {
 
-// The layer that is computed now, and facts about its pass. Policies use them when a victim is chosen.
+// The layer that is being computed, and facts about its pass. Policies use them when a victim is chosen.
 struct LayerStep {
-    int il = 0; // layer that is computed now
+    int il = 0; // layer that is being computed
     // True: several tokens choose nearly all experts of this layer. Also true, with MOEGGUF_SWEEP, if this pass and the
     // previous one have several tokens, and the previous one used more experts than there are slots.
     bool sweep = false;
@@ -28,7 +28,7 @@ struct LayerStep {
 // The worth of an expert that is about to be loaded. Only an expert that is worth less may be evicted for it.
 struct Worth {
     float score = INFINITY; // score in the tier's policy; INFINITY: the score does not matter
-    // Chance that the expert is used the next time its layer is computed; INFINITY: the chance does not matter.
+    // Chance that the expert will be used the next time its layer is computed; INFINITY: the chance does not matter.
     float chance = INFINITY;
 };
 
@@ -58,17 +58,17 @@ class EvictionPolicy {
     // if scores of this layer have changed.
     virtual bool on_routed(int /*il*/) { return false; }
 
-    // Receives a forecast for layer il: for each expert [n_expert], the probability that it is used the next time this
-    // layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer. Returns
-    // true if scores of this layer have changed.
+    // Receives a forecast for layer il: for each expert [n_expert], the probability that it will be used the next time
+    // this layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer.
+    // Returns true if scores of this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
     // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
-    // The next functions are called when an expert was used, got a slot, or lost its slot. A use is a routing event
-    // that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event needs,
-    // on_load is called right before on_use. The functions may change only this expert's score. When a policy is set,
-    // its on_load is called for every expert that already has a slot.
+    // The following functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing
+    // event that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event
+    // needs, on_load is called right before on_use. The functions may change only this expert's score. When a policy is
+    // set, its on_load is called for every expert that already has a slot.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
@@ -98,7 +98,7 @@ struct PolicyType {
 
 extern const PolicyType next_use_policy, locality_policy; // defined in expected_use.cpp
 
-// Makes the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
+// Creates the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
                                             const Values & values = {});
 const PolicyType * policy_at(int index); // nullptr after the last policy
@@ -111,7 +111,7 @@ inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; 
 inline float kept_after(float half_life_tokens, int n_tokens) {
     if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
         throw Error(MOEGGUF_INVALID,
-                    "a half-life is a number of tokens above 0, not " + std::to_string(half_life_tokens));
+                    "a half-life must be a finite number of tokens above 0, not " + std::to_string(half_life_tokens));
     }
     return std::exp2(-(float)n_tokens / half_life_tokens);
 }

@@ -8,7 +8,7 @@ namespace moegguf {
 namespace {
 
 // Predicts for each layer the experts that the sequence's last token used there: probability 1 for these experts, and 0
-// for all others. After a pass of many tokens, only the last token counts. Needs no training.
+// for all others. After a pass of many tokens, only the last token matters. Needs no training.
 class PreviousToken final : public Predictor {
   public:
     PreviousToken(const Layout & layout, const Arrays &)
@@ -117,8 +117,8 @@ class Affinity final : public Predictor {
     Observation seen_;
 };
 
-// Two squared cosines count as equal if the smaller one is more than this share of the larger one. Rounding alone can
-// cause such a difference.
+// Two squared cosines are treated as equal if the smaller one is more than this share of the larger one. Rounding alone
+// can cause such a difference.
 constexpr float nearly = 1.0f - 2e-6f;
 // The initial value of a squared norm, which avoids 0 / 0. Also the smallest score with which an entry matches.
 constexpr float least_norm2 = 1e-30f;
@@ -158,7 +158,8 @@ class Eamc final : public Predictor {
           scores_(capacity_) {
         if (n_entries_ < 0 || n_entries_ > (int64_t)capacity_ || n_matches_ < 1 || n_matches_ > most_matches) {
             throw Error(MOEGGUF_INVALID,
-                        "a collection has at most as many entries as there is space for, and a match 1 to " +
+                        "a collection must have at most as many entries as there is space for, and its number of "
+                        "matches must be 1 to " +
                             std::to_string(most_matches));
         }
         on_token(-1);
@@ -197,8 +198,8 @@ class Eamc final : public Predictor {
     }
 
   private:
-    // Finds the entries that are most similar to the pass so far, by the cosine between their counts of uses. Among
-    // equally similar entries, it prefers entries with more tokens.
+    // Finds the entries that are most similar to the pass so far, by the cosine between their use counts. Among equally
+    // similar entries, it prefers entries with more tokens.
     void match() {
         const int n = n_matches_;
         float top[most_matches] = {};

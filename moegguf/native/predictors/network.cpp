@@ -1,9 +1,9 @@
-// network.cpp: implements network.h: the multiplication with a matrix, and the other steps of a network.
+// network.cpp: implements network.h: multiplication by a matrix, and the other steps of a network.
 //
-// A predictor's weights do not stay in the processor's cache, because the model's weights fill it. So memory bandwidth
-// determines the time, and a one-byte weight takes a quarter of the time of a float. Each dense layer rounds its input
-// vector to 16 bits once, so that the inner loop adds integers. Compilers vectorise sums of integers, but may not
-// reorder sums of floats.
+// A predictor's weights do not stay in the processor's cache, because the model's weights displace them. So memory
+// bandwidth determines the time, and a one-byte weight takes a quarter of the time of a float. Each dense layer rounds
+// its input vector to 16 bits once, so that the inner loop adds integers. Compilers vectorise sums of integers, but may
+// not reorder sums of floats.
 #include "predictors/network.h"
 
 #include <limits>

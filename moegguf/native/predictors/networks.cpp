@@ -1,6 +1,6 @@
-// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) use the
-// input of a layer's router. DuoServe-MoE's ExpertMLP uses the experts that routers chose. The predictors touch only
-// their own tables (predictor.h).
+// networks.cpp: predictors that multiply by matrices. Skip prediction and ProMoE's learned networks (mlp) use the input
+// of a layer's router. DuoServe-MoE's ExpertMLP uses the experts that routers chose. The predictors touch only their
+// own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -8,8 +8,8 @@
 namespace moegguf {
 namespace {
 
-// The base of predictors that compute with a router's input. Keeps a rounded copy of the last router input, if the
-// sequence has one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
+// The base of predictors that use a router's input. Keeps a rounded copy of the last router input, if the sequence has
+// one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }
@@ -22,7 +22,8 @@ class InputPredictor : public Predictor {
   protected:
     InputPredictor(const Layout & layout, const Arrays & arrays) : layout_(layout), n_embd_(arrays.integer("n_embd")) {
         if (n_embd_ <= 0) {
-            throw Error(MOEGGUF_INVALID, "a router's input has values, not " + std::to_string(n_embd_));
+            throw Error(MOEGGUF_INVALID,
+                        "the number of values in a router's input must be above 0, not " + std::to_string(n_embd_));
         }
     }
 
@@ -41,7 +42,7 @@ class InputPredictor : public Predictor {
 // the same order as their softmax.
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
 
-// Skip prediction: multiplies a later layer's router with an earlier router's input. It computes the scores by which
+// Skip prediction: applies a later layer's router to an earlier router's input. It computes the scores by which
 // llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert whose
 // score is 1/k of the sum of all scores gets the probability 0.5. If the graph has multiplied with the routers already,
 // its products are used (router_scores.h).
@@ -87,7 +88,9 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
       n_group_used_(arrays.integer("n_group_used")) {
     if (gating_ < softmax_gating || gating_ > sqrt_softplus_gating || n_group_ < 1 || n_group_used_ < 1 ||
         n_group_used_ > n_group_) {
-        throw Error(MOEGGUF_INVALID, "a router has a known gating function, and uses some of its groups");
+        throw Error(
+            MOEGGUF_INVALID,
+            "a router must have a known gating function, and must use at least one and at most all of its groups");
     }
     for (int il : layout.moe_layers) {
         const std::string name = std::to_string(il);
@@ -95,7 +98,9 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
             continue; // no router is known for this layer, for example because token ids choose its experts
         }
         const int n_expert = layout.layers[il].n_expert;
-        if (n_expert % n_group_ != 0) { throw Error(MOEGGUF_INVALID, "groups of experts have the same size"); }
+        if (n_expert % n_group_ != 0) {
+            throw Error(MOEGGUF_INVALID, "the groups of a router's experts must have the same size");
+        }
         routers_[il] = {arrays.matrix(name, n_expert, n_embd_),
                         arrays.optional_floats(name + ".choice_bias", n_expert)};
     }
@@ -175,12 +180,13 @@ class Mlp final : public InputPredictor {
         const int32_t * pairs = arrays.integers("pairs", 2 * n_pairs);
         const int n_hidden = arrays.integer("n_hidden");
         if (n_hidden <= 0) {
-            throw Error(MOEGGUF_INVALID, "a network has hidden values, not " + std::to_string(n_hidden));
+            throw Error(MOEGGUF_INVALID,
+                        "a network's number of hidden values must be above 0, not " + std::to_string(n_hidden));
         }
         for (size_t i = 0; i < n_pairs; i++) {
             const int source = pairs[2 * i], target = pairs[2 * i + 1];
             if (!layout.has_experts(source) || !layout.has_experts(target)) {
-                throw Error(MOEGGUF_INVALID, "a network is about two layers with experts");
+                throw Error(MOEGGUF_INVALID, "a network must be for two layers with experts");
             }
             const std::string name = std::to_string(source) + "." + std::to_string(target) + ".";
             networks_[{source, target}]
@@ -204,9 +210,9 @@ class Mlp final : public InputPredictor {
     std::vector<float> logits_; // scratch
 };
 
-// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its inputs are all choices of the pass so far,
+// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its inputs are all choices so far in the pass,
 // the popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts
-// one layer ahead, if the sequence has one token in this pass and every layer so far was observed.
+// one layer ahead, if the sequence has one token in this pass and every layer so far has been observed.
 class ExpertMlp final : public Predictor {
   public:
     ExpertMlp(const Layout & layout, const Arrays & arrays)
@@ -219,7 +225,7 @@ class ExpertMlp final : public Predictor {
         const int32_t * sizes = arrays.integers("sizes", 0);
         state_.assign(size_t(std::max(0, n_used_)) * (layout.n_moe_layers - 1 + n_expert_) + n_expert_, 0.0f);
         if (n_used_ <= 0 || n_sizes < 2 || sizes[0] != (int)state_.size() || sizes[n_sizes - 1] != n_expert_) {
-            throw Error(MOEGGUF_INVALID, "the network's state or its output has another size than the model");
+            throw Error(MOEGGUF_INVALID, "the network's state or its output has another size than the model needs");
         }
         for (size_t i = 0; i + 1 < n_sizes; i++) {
             network_.dense(arrays.matrix("layers." + std::to_string(i), sizes[i + 1], sizes[i]), i + 2 < n_sizes);
@@ -267,7 +273,7 @@ class ExpertMlp final : public Predictor {
     const float * affinity_;
     Network network_;
     std::vector<float> state_;
-    std::vector<int> chosen_;   // experts that the last layer chose
+    std::vector<int> chosen_;   // experts that the router of the last observed layer chose
     std::vector<float> logits_; // scratch
     int n_seen_ = -1;           // number of layers observed in this pass; -1: no prediction is possible in this pass
 };

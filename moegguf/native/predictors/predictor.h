@@ -1,5 +1,5 @@
 // predictor.h: the interface of a predictor. A predictor estimates how probable the experts of later layers are, from
-// the pass's tokens and from the layers that were observed so far. Arithmetic only: no threads, no locks.
+// the pass's tokens and from the layers that have been observed so far. Arithmetic only: no threads, no locks.
 //
 // To add a predictor, write a class in this folder, with a `const PredictorType NAME_predictor`. Declare this constant
 // below and list it in predictors.cpp.
@@ -61,8 +61,8 @@ class Arrays {
   public:
     explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
 
-    // The next functions throw Error(INVALID) if there is no such array, or if the array is empty or has a different
-    // type or size. n: number of elements; 0: any number.
+    // The following functions throw Error(INVALID) if there is no such array, or if the array is empty or has a
+    // different type or size. n: number of elements; 0: any number.
     const float * floats(const std::string & name, size_t n) const {
         return (const float *)find(name, MOEGGUF_FLOAT32, n);
     }
@@ -106,7 +106,7 @@ std::unique_ptr<Predictor> make_predictor(const Layout & layout, const Arrays & 
 
 struct PredictorType {
     const char * name;
-    bool needs_inputs;   // true: the predictor needs the inputs of routers
+    bool needs_inputs;   // true: the predictor needs router inputs
     bool sees_next_pass; // true: after the last layer, the predictor also predicts the next pass
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
     bool takes_scores = false; // true: the predictor can use scores of later layers' routers in place of inputs

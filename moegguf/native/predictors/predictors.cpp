@@ -17,12 +17,12 @@ const PredictorType * const types[] = {
 Arrays::Arrays(const moegguf_predictor & given) {
     constexpr int max_arrays = 1 << 16;
     if (given.n_arrays < 0 || given.n_arrays > max_arrays || (given.n_arrays > 0 && !given.arrays)) {
-        throw Error(MOEGGUF_INVALID, "a predictor has 0 to " + std::to_string(max_arrays) + " arrays");
+        throw Error(MOEGGUF_INVALID, "a predictor must have 0 to " + std::to_string(max_arrays) + " arrays");
     }
     for (int i = 0; i < given.n_arrays; i++) {
         const moegguf_array & array = given.arrays[i];
         if (!array.name || (array.n > 0 && !array.data)) {
-            throw Error(MOEGGUF_INVALID, "a predictor's array has a name and its values");
+            throw Error(MOEGGUF_INVALID, "each array of a predictor must have a name and values");
         }
         arrays_[array.name] = array;
     }
@@ -51,8 +51,8 @@ const PredictorType & predictor_type(const char * name) {
         if (name && std::string(name) == type->name) { return *type; }
         known += (known.empty() ? "" : ", ") + std::string(type->name);
     }
-    throw Error(MOEGGUF_INVALID,
-                "there is no native predictor '" + std::string(name ? name : "") + "'; known are " + known);
+    throw Error(MOEGGUF_INVALID, "there is no native predictor '" + std::string(name ? name : "") +
+                                     "'; the known predictors are " + known);
 }
 
 } // namespace moegguf

@@ -23,7 +23,7 @@ struct Attention {
         : n_head(arrays.integer(name + ".n_head")),
           width((int)(arrays.size(name + ".out.weights") / n_embd)) {
         if (n_head <= 0 || width <= 0 || width % n_head) {
-            throw Error(MOEGGUF_INVALID, "the heads of an attention share its width evenly");
+            throw Error(MOEGGUF_INVALID, "the heads of an attention layer must divide its width evenly");
         }
         projection = arrays.matrix(name + ".projection", is_cross ? width : 3 * width, n_embd);
         if (is_cross) { memory = arrays.matrix(name + ".memory", 2 * width, n_embd); }
@@ -86,7 +86,7 @@ class RoutingPath final : public Predictor {
           n_window_(arrays.integer("n_window")),
           n_chunk_(arrays.integer("n_chunk")) {
         if (n_embd_ <= 0 || n_vocab_ < 0 || n_window_ <= 0 || n_chunk_ <= 0) {
-            throw Error(MOEGGUF_INVALID, "a routing-path network has sizes above 0");
+            throw Error(MOEGGUF_INVALID, "a routing-path network must have sizes above 0");
         }
         embedding_ = arrays.matrix("embedding", n_vocab_ + 1, n_embd_);
         window_positions_ = arrays.floats("window", size_t(n_window_) * n_embd_);
@@ -111,7 +111,7 @@ class RoutingPath final : public Predictor {
     }
 
     // Predicts the experts of a single token. Several tokens (a prompt) are only remembered. Ids outside the vocabulary
-    // stand for embeddings, and reset the predictor.
+    // represent embeddings, and reset the predictor.
     void on_tokens(const int32_t * tokens, int n) override {
         logits_.clear();
         if (std::any_of(tokens, tokens + n, [this](int token) { return token < 0 || token >= n_vocab_; })) {

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: POST /v1/messages returns the next message of a conversation.
 
-/v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as `cache_control` and the fields of
-betas, are ignored. Tools that run on Anthropic's servers (web search, ...) are dropped with a warning in the log, since
+/v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as `cache_control` and beta fields,
+are ignored. Tools that run on Anthropic's servers (web search, ...) are dropped with a warning in the log, since
 clients send them together with their own tools. An answer is a list of blocks: thinking, text and tool calls in the
 order in which the model wrote them. A stream has events for the beginning, the growth and the end of each block.
 Without a stream only the message is sent.

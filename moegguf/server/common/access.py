@@ -33,7 +33,7 @@ ORIGINS = (
     ),
     *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
 )
-OPEN_PATHS = ("/", "/health")  # paths that need no key: the page, Ollama's greeting and the server's health
+OPEN_PATHS = ("/", "/health")  # paths that need no key: the page, Ollama's greeting and the health check
 OPEN_PREFIX = "/page/"
 # Matches names of headers that proxies, load balancers, CDNs and tunnels add to a request. Such a name contains a fact
 # about the client, such as its address, or the name of a product.
@@ -51,8 +51,8 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 class AccessControl:
     """ASGI middleware that refuses requests that may not use this server.
 
-    With `loopback`, the server listens only for this machine, and every request needs a Host header that `is_own_host`
-    accepts.
+    With `loopback`, the server accepts connections only from this machine, and every request needs a Host header that
+    `is_own_host` accepts.
 
     If there are `api_keys` or `trusted` networks, a request must have a key or come directly from a trusted network.
     OPEN_PATHS, files of the page and OPTIONS requests are exempt. This machine is trusted if there are trusted
@@ -87,7 +87,7 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = dict(reversed(scope["headers"]))  # the first one counts if a header is repeated
+        headers = dict(reversed(scope["headers"]))  # if a header is repeated, the first one is used
         origin = headers.get(b"origin", b"").decode("latin-1")
         key = None  # index of the key that was sent; all keys are compared, so that timing reveals no key
         for number, (*forms, _) in enumerate(self._keys):
@@ -97,14 +97,14 @@ class AccessControl:
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
-        # Waiting clients take turns. A client is a key and an address, so two machines with one key have separate
-        # turns. A proxy's headers about its clients are ignored, since anyone can write such headers.
+        # Waiting clients take turns. A client is identified by its key and its address, so two machines with one key
+        # have separate turns. A proxy's headers about its clients are ignored, since anyone can write such headers.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
         current_client.set(BACKGROUND if IN_BACKGROUND.search(headers.get(b"priority", b"")) else client)
         if len(self._keys) > 1:
-            scope["key"] = None if key is None else key + 1  # number of the key, from 1, for the log
+            scope["key"] = None if key is None else key + 1  # number of the key in the log, counted from 1
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:

@@ -3,7 +3,7 @@ they arrive, and are never collected in memory.
 
 The Content-Type header of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
 large numbers are checked before a JSON body is parsed; pydantic's parser limits the nesting. If a key is repeated, the
-last one counts. Half of a surrogate pair, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
+last value is used. A lone surrogate, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unclosed string matches to the end
 LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may not fit into 64 bits
-HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of half of a surrogate pair
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of a lone surrogate
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 # Keys of an ASGI scope: the `Bodies` object, and the bytes of this request that the object counts.
@@ -40,8 +40,8 @@ BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 
 class Bodies:
-    """Middleware that limits the bytes of all request bodies in memory. A body that `read_bytes` reads counts until its
-    request has ended. File uploads are not counted."""
+    """Middleware that limits the bytes of all request bodies in memory. A body that `read_bytes` reads is counted until
+    its request has ended. File uploads are not counted."""
 
     def __init__(self, app: ASGIApp, most_bytes: int = limits.ALL_BODIES_BYTES) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class Bodies:
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             self._free(scope)
-            message = f"server busy: its requests together may have {self.most_bytes >> 20} MiB; try again later"
+            message = f"server busy: its requests together may have up to {self.most_bytes >> 20} MiB; try again later"
             raise BodyRefusedError(503, message, headers={"retry-after": "1"})
         return int(scope[N_BYTES])
 
@@ -79,7 +79,7 @@ def without_nulls(given: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base class of request bodies and their parts. Types are strict, null counts as absent, and unknown fields are
+    """Base class of request bodies and their parts. Types are strict, null is treated as absent, and unknown fields are
     ignored unless a subclass allows them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
@@ -174,14 +174,14 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
 def too_large(limit: int) -> BodyRefusedError:
     """Returns the error for a body of more than `limit` bytes, with status 413."""
     most = f"{limit} bytes" if limit % MIB else f"{limit // MIB} MiB"
-    return BodyRefusedError(413, f"request body too large: at most {most} are taken; send less")
+    return BodyRefusedError(413, f"request body too large: at most {most} are accepted; send less")
 
 
 # JSON
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parses JSON text. Half of a surrogate pair becomes U+FFFD. Raises ValueError."""
+    """Parses JSON text. A lone surrogate becomes U+FFFD. Raises ValueError."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -223,8 +223,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 class _FormFile(UploadFile):
-    """The uploaded file of a form. Passes its bytes to `sink` as they arrive, and raises an error after
-    `most_bytes`."""
+    """The uploaded file of a form. Passes its bytes to `sink` as they arrive, and raises an error if there are more
+    than `most_bytes`."""
 
     def __init__(self, filename: str, sink: Callable[[bytes], object], most_bytes: int) -> None:
         super().__init__(BytesIO(), filename=filename)

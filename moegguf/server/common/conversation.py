@@ -1,8 +1,8 @@
 """Answers requests of every API that generate text: reads a body, lets a model answer its requests, and sends the
 reply, whole or as a stream.
 
-Each API defines bodies that make `Request`s (`RequestBody`) and replies that encode events (`Reply`). This module takes
-leases of models, runs the requests of a body, and counts tokens for `/metrics`.
+Each API defines bodies that create `Request`s (`RequestBody`) and replies that encode events (`Reply`). This module
+takes leases of models, runs the requests of a body, and counts tokens for `/metrics`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EventReply(Reply):
     open = ""  # kind of the block that is still growing, "thinking" or "text"; "" if there is none
 
     # Each API's reply implements these methods. They return the events to send.
-    _begin: Callable[[Event], Iterator[Json]]  # first events of the reply, made from the answer's first event
+    _begin: Callable[[Event], Iterator[Json]]  # first events of the reply, created from the answer's first event
     _begin_block: Callable[[str], Iterator[Json]]  # beginning of a block, "thinking" or "text"
     _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
     _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; the Done if the answer ends here
@@ -136,7 +136,7 @@ class EventReply(Reply):
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Makes the events of a stream and discards them: making them builds the object that `whole` returns."""
+        """Creates the events of a stream and discards them: creating them builds the object that `whole` returns."""
         for event in (delta, done):
             list(self._events(event))
 
@@ -195,11 +195,11 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
 
 
 def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]) -> Route:
-    """Returns an endpoint that replies with a fact about the prompt of a conversation, without an answer.
+    """Returns an endpoint that replies with a fact about a conversation's prompt, without generating an answer.
 
-    `what` is "count" for the number of tokens, or "render" for the text that the chat template makes. `reply` converts
-    this value to the JSON of the response. The endpoint loads the model if needed, but does not wait for running
-    answers.
+    `what` is "count" for the number of tokens, or "render" for the text that the chat template produces. `reply`
+    converts this value to the JSON of the response. The endpoint loads the model if needed, but does not wait for
+    running answers.
     """
 
     async def compute(request: HttpRequest, body: Kind) -> Json:
@@ -218,8 +218,8 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
     """Returns the entry of the body's model and the body's requests. The requests get the client's key, the scale of
-    the LoRA adapter and the server's budget of thinking tokens. Raises MoeggufError, for example if the model cannot do
-    what a request needs."""
+    the LoRA adapter and the server's thinking budget. Raises MoeggufError, for example if the model cannot do what a
+    request needs."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()
@@ -248,8 +248,8 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing budget of thinking tokens, and a missing message for its end, come
-    from the server's settings."""
+    """Returns sampling parameters in which a missing thinking budget, and a missing message for its end, come from the
+    server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)
@@ -260,7 +260,7 @@ async def _answers(
 ) -> AsyncGenerator[Event]:
     """Yields the events of all requests, one request after another; a `Done` ends the events of each.
 
-    Several of these requests may be computed at once, up to the model's `n_parallel`. After each request, waiting
+    Several of these requests may be processed at once, up to the model's `n_parallel`. After each request, waiting
     requests of other clients get their turn. Closing the generator stops the answers.
     """
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
@@ -278,7 +278,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # the other leases then compute all requests
+        with suppress(MoeggufError):  # the other leases then process all requests
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

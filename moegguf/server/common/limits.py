@@ -1,4 +1,4 @@
-"""Limits of requests, which the server checks before a request reaches a model.
+"""Limits on requests, which the server checks before a request reaches a model.
 
 The limits stop attacks that are known from other servers, such as huge headers, bodies and counts.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 BODY_BYTES = 8 << 20
 IMAGES_BODY_BYTES = 32 << 20  # maximum bytes of a body that may contain images in base64
-ALL_BODIES_BYTES = 256 << 20  # maximum bytes of the bodies of all unfinished requests together
+ALL_BODIES_BYTES = 256 << 20  # maximum total bytes of the bodies of all unfinished requests
 HEADER_BYTES = 16 << 10
 JSON_VALUES = 1 << 17
 
 READ_S = 60.0  # maximum seconds for a body to arrive; in an upload, the longest pause
-PING_S = 15.0  # seconds between two lines that keep an event stream open
+PING_S = 15.0  # seconds between the lines that keep an event stream open
 
 MESSAGES = 4096
 TOOLS = 256
@@ -22,6 +22,6 @@ INPUTS = 2048
 CHOICES = 128  # maximum number of answers to one prompt
 NAME_CHARS = 512
 
-FORM_FIELDS = 16  # maximum number of fields of a form, not counting its file
-FORM_PART_BYTES = 4 << 10  # maximum bytes of each field of a form, except its file
+FORM_FIELDS = 16  # maximum number of form fields, not counting the file
+FORM_PART_BYTES = 4 << 10  # maximum bytes of each form field, except the file
 FILE_NAME_CHARS = 255

@@ -1,7 +1,7 @@
 """The conversation in a request of OpenAI's or Anthropic's API: messages with text and images, tools and tool calls.
 
-The common format is OpenAI's chat. Requests of OpenAI's Responses API and of Anthropic's API are converted to it. Then
-one pydantic model checks all of them.
+The common format is OpenAI's chat format. Requests to OpenAI's Responses API and to Anthropic's API are converted to
+this format, and then validated by the same pydantic model.
 """
 
 from __future__ import annotations

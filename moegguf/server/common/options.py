@@ -76,8 +76,8 @@ def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
 
 
 async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]:
-    """Returns the entry of the selected model and the details in its file. Raises the errors of `selected_model` and
-    `find`, and ModelFormatError."""
+    """Returns the entry of the selected model and the details in its file. Raises the errors of `selected_model`,
+    `find` and `details`."""
 
     def both(name: str) -> tuple[ModelEntry, Details]:
         entry = find(state.catalog, name)
@@ -87,8 +87,8 @@ async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]
 
 
 def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
-    """Raises HttpError 400, with Ollama's message, for the first needed operation that the model cannot do. `needs` is
-    {operation: True if it is needed}."""
+    """Raises HttpError 400, with Ollama's message, for the first needed operation that the model does not support.
+    `needs` is {operation: True if it is needed}."""
     for operation, needed in needs.items():
         capability = "completion" if operation in ("chat", "generate") else operation
         if needed and capability not in known.capabilities:
@@ -172,7 +172,7 @@ class Options(SamplingOptions):
     moe_cache_ram: Budget = None  # alias of `expert_cache`
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
     num_predict: Whole | None = in_range("num_predict")  # below 1: until the model or the context ends the answer
-    num_keep: Whole | None = in_range("num_keep")  # first tokens to keep when the context is full; -1: the prompt
+    num_keep: Whole | None = in_range("num_keep")  # leading tokens to keep when the context is full; -1: the prompt
 
     @model_validator(mode="before")
     @classmethod
@@ -198,8 +198,8 @@ class Loading(Body):
         return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
-        """Returns the seconds that the idle model stays loaded. inf means forever, and None means the server's setting.
-        Raises OptionError."""
+        """Returns how long the idle model stays loaded, in seconds. inf means forever, and None means the server's
+        setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
 
 
@@ -226,8 +226,8 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
     """Returns the sampling parameters. `own` values (keyed by Ollama's names) take precedence over `options`, and
-    `options` over the model entry's parameters. A value of None counts as absent. Raises HttpError 400 if a parameter
-    of the entry is invalid."""
+    `options` over the model entry's parameters. A value of None is treated as absent. Raises HttpError 400 if a
+    parameter of the entry is invalid."""
     given = options.model_dump(exclude_none=True) if options else {}
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)
@@ -273,7 +273,7 @@ def _texts_of(given: Any) -> list[Text]:
     is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
     texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:
-        raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are taken; send several requests")
+        raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are accepted; send several requests")
     return [_text_of(text) for text in texts]
 
 

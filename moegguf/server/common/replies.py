@@ -169,8 +169,8 @@ def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False)
 
 
 def moe_object(stats: Stats) -> dict[str, Any]:
-    """Returns the statistics of experts that moegguf adds to replies of other APIs. These are the hit rate, the number
-    of lookups, the bytes read in total and per token, and the stall time in ns."""
+    """Returns the expert statistics that moegguf adds to replies in other APIs' formats. These are the hit rate, the
+    number of lookups, the bytes read in total and per token, and the stall time in ns."""
     return {
         "hit_rate": round(stats.hit_rate, 6),
         "lookups": stats.lookups,
@@ -181,7 +181,7 @@ def moe_object(stats: Stats) -> dict[str, Any]:
 
 
 def cut_object(summary: AnswerSummary) -> dict[str, int]:
-    """Returns the numbers of messages and tokens that were cut from a prompt to fit the context, and the number of
+    """Returns the counts of messages and tokens that were cut from a prompt to fit the context, and the number of
     context shifts. Zeros are left out."""
     counts = {
         "cut_messages": summary.cut_messages,
@@ -219,7 +219,7 @@ def page(
         raise HttpError(400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}")
     after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
     if after and before:
-        raise HttpError(400, f"a page must be after{suffix} or before{suffix} an id, but both are given; leave one out")
+        raise HttpError(400, f"after{suffix} and before{suffix} cannot be given together; leave one out")
     here = after or before
     at = next((i for i, each in enumerate(objects) if each["id"] == here), None)
     if here and at is None:

@@ -122,7 +122,7 @@ class _GenerationBody(ModelBody, RequestBody):
         )
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Answers the question of the body. Without a question, loads the model, or unloads it if `keep_alive` is 0."""
+        """Answers the question in the body. Without a question, loads the model, or unloads it if `keep_alive` is 0."""
         if self.asks:
             return await super().respond(request)
         state, keep_alive_s = request.app.state, self.keep_alive_s()

@@ -1,8 +1,8 @@
 """Ollama's endpoints about models: they list, show, copy, delete, download and create models.
 
-When the client of /api/pull disconnects, the download stops. The received part of a file of up to 50 GB is kept, and
-the next download of the file continues from there. The endpoint /api/create creates a new name for another name's model
-or for uploaded files (/api/blobs). Pushing a model is not supported.
+When the client of /api/pull disconnects, the download stops. The part of a file that has been received (up to 50 GB) is
+kept, and the next download of the file resumes from there. The endpoint /api/create creates a new name for another
+name's model or for uploaded files (/api/blobs). Pushing a model is not supported.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _PullRequest(ModelBody):
 
 
 def _progress_response(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
-    """Returns a response with one line of JSON for each status, or with the last status alone if `stream` is false."""
+    """Returns a response with one line of JSON for each status, or with only the last status if `stream` is false."""
 
     async def lines() -> Lines:
         async with aclosing(statuses):
@@ -266,7 +266,7 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
     def work() -> None:
         try:
             fetch(name, catalog, put, cancelled)
-        except BaseException as error:  # the loop below raises the error again
+        except BaseException as error:  # the loop below re-raises the error
             put(error)
         else:
             put(None)

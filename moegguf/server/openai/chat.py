@@ -2,7 +2,7 @@
 of this module.
 
 The API follows OpenAI's reference and llama-server's extensions. Sizes and numbers in a body are limited. Unknown keys
-are ignored, because OpenAI's clients often get new ones, and `null` counts as absent. Sampling parameters become
+are ignored, because OpenAI's clients often get new ones, and `null` is treated as absent. Sampling parameters become
 Ollama's options, so that a model's defaults are applied in one place. Images come as data URLs or base64; audio is
 refused. Replies have additional keys: `timings` and (if requested) `prompt_progress` as in llama-server, and moegguf's
 own, such as `moe`. Thinking is sent twice, as `reasoning` (Ollama's key) and as `reasoning_content` (llama-server's
@@ -83,8 +83,8 @@ class GenerationBody(RequestBody, SamplingOptions):
     return_progress: bool | None = None
     truncate: bool | None = None  # if True, a prompt longer than the context is cut; otherwise it is an error
     shift: bool | None = None  # if True, when an answer fills the context, older tokens are dropped
-    json_schema: dict[str, Any] | None = None  # schema that the answer follows (as in llama-server)
-    grammar: str | None = None  # grammar in GBNF that the answer follows
+    json_schema: dict[str, Any] | None = None  # schema that the answer satisfies (as in llama-server)
+    grammar: str | None = None  # GBNF grammar that the answer matches
 
     @property
     def thinking_budget(self) -> int | None:
@@ -146,7 +146,7 @@ def _choice_of(choice: Any) -> Any:
         function = (tool.get("function") or tool) if isinstance(tool, dict) else None
         names.append(function.get("name") if isinstance(function, dict) else None)
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{kind} is missing, or has no names of functions")
+        raise ValueError(f"{kind} must name at least one function, and each of its functions by a name")
     return {"type": kind, "mode": found.get("mode") or "auto", "names": names}
 
 
@@ -171,7 +171,7 @@ class Reasoning(Body):
     """The field `reasoning`: how much the model thinks, and how /v1/responses sends the thinking."""
 
     effort: Effort | None = None
-    max_tokens: Whole = in_range("reasoning_budget_tokens")  # OpenRouter's name for the budget of thinking tokens
+    max_tokens: Whole = in_range("reasoning_budget_tokens")  # OpenRouter's name for the thinking budget, in tokens
     summary: str | None = None  # if set, /v1/responses sends the thinking as a summary, otherwise as text
     generate_summary: str | None = None  # deprecated name of `summary`
 
@@ -367,7 +367,7 @@ class ChoicesReply(Reply):
 
     def __post_init__(self) -> None:
         options = self.body.stream_options
-        self.n_answers = self.body.n_answers  # answers to each prompt
+        self.n_answers = self.body.n_answers  # number of answers to each prompt
         self.n_choices = len(self.requests)
         self.logprobs = self.requests[0].n_logprobs is not None
         self._include_usage = bool(options and options.include_usage)
@@ -410,8 +410,8 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI has no word for a cancelled
-        answer, so its reason is one of the last two."""
+        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI has no value for a cancelled
+        answer, so such an answer gets one of the last two."""
         if done.summary.finish == "length":  # even after tool calls, since the last call may be incomplete
             return "length"
         return "tool_calls" if self.n_calls else "stop"

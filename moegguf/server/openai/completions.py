@@ -63,7 +63,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def n_answers(self) -> int:
-        """Returns the number of answers that are computed for each prompt. Only `n` of them are sent."""
+        """Returns the number of answers that are generated for each prompt. Only `n` of them are sent."""
         return self.best_of or super().n_answers
 
     @property
@@ -120,7 +120,7 @@ class _CompletionReply(ChoicesReply):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.logprobs = self.body.logprobs is not None
-        self._n_sent = self.body.n or 1  # answers to each prompt that are sent
+        self._n_sent = self.body.n or 1  # number of answers to each prompt that are sent
         self._prompts = [""] * len(self.body.prompt)  # texts of the prompts if `echo` is true, else ""
         self._scores: list[float] = []  # mean logprob of each complete choice that is not streamed; 0: no logprobs
         self._offset = 0

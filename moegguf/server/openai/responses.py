@@ -54,7 +54,7 @@ SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # 
 ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
 ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-BETWEEN = {"assistant": "\n", "system": "\n\n"}  # {role: separator between joined messages}
+BETWEEN = {"assistant": "\n", "system": "\n\n"}  # {role: separator between merged messages}
 
 NOT_STORED = "responses are not stored here; send the whole conversation as input"
 REFUSED = {
@@ -114,7 +114,9 @@ def _messages_with(item: Any) -> list[Any]:
     if kind == SEARCH_RESULT:
         return [{"role": "user", "content": [item]}]
     if kind == "item_reference":
-        raise ValueError("an item has no type or refers to a stored one; send previous_response_id, or the item itself")
+        raise ValueError(
+            "an item has no type, or refers to a stored item; send previous_response_id, or the item itself"
+        )
     log.warning("the item of type %.60r cannot be read here and is left out", kind)
     return []
 
@@ -126,8 +128,8 @@ def _messages_of(given: Any) -> Any:
 
 
 def _joined(messages: Iterable[Message]) -> list[Message]:
-    """Joins successive messages of the assistant into one. A message with thinking is not joined to the message before
-    it, because it begins another answer. Also joins successive system messages, because many templates accept only
+    """Merges consecutive assistant messages into one. A message with thinking is not merged with the message before it,
+    because it begins another answer. Also merges consecutive system messages, because many templates accept only
     one."""
     groups: list[list[Message]] = []
     for message in messages:
@@ -247,8 +249,8 @@ class _Form(NamedTuple):
 
     prefix: str  # beginning of the item's id
     number: str  # key of the part's index in an event
-    part: str  # name of the part in types of events
-    text: str  # name of the text in types of events
+    part: str  # name of the part in event types
+    text: str  # name of the text in event types
     kind: str  # value of "type" in the part
     key: str  # key of the list of parts in the item
 

@@ -48,7 +48,7 @@ async function readPdf(file) {
 async function readPicture(file, refusal) {
   if (refusal) throw new Error(refusal);
   const picture = await createImageBitmap(file).catch(() => {
-    throw new Error("it is no picture that the browser can read.");
+    throw new Error("the browser cannot read it as a picture.");
   });
   const scale = Math.min(1, MAX_SIDE_PX / Math.max(picture.width, picture.height));
   if (scale === 1 && AS_THEY_ARE.includes(file.type)) return base64(file);

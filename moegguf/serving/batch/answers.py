@@ -1,7 +1,7 @@
 """Reads files of requests in OpenAI's batch format, sends the requests to an endpoint, and stores the answers.
 
 A request is a line {"custom_id", "method": "POST", "url", "body"}. `Requests` checks the lines and keeps facts about
-them, but no bodies: a body is read again when its request is sent. While a batch is unfinished, its answers are in a
+them, but no bodies: a body is reread when its request is sent. While a batch is unfinished, its answers are in a
 database. Each answer is stored with the requests' fingerprint, so that answers to other requests are recognized.
 """
 
@@ -60,9 +60,9 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """A line of a file of requests, without the body of the request."""
+    """A line of a file of requests, without the request's body."""
 
-    number: int  # number of the line, from 1, also counting empty lines
+    number: int  # line number, counted from 1; empty lines count too
     offset: int  # position of the line in the file (in its copy, if the file is in UTF-16), in bytes
     n_bytes: int
     content_hash: int  # Python's hash of the line's bytes, which differs from process to process
@@ -88,7 +88,8 @@ class Requests:
         *,
         max_requests: int | None = None,
     ) -> None:
-        """Reads and checks all lines. An invalid line raises nothing: its `RequestLine` has an `error`.
+        """Reads and checks all lines. An invalid line does not raise an exception; instead, its `RequestLine` has an
+        `error`.
 
         Raises BatchFileError if all lines are blank, or if there are more than `max_requests` other lines (None: no
         limit).
@@ -105,7 +106,7 @@ class Requests:
             if max_requests is not None and len(self.lines) > max_requests:
                 raise BatchFileError(f"the file has more than {max_requests:,} requests; split it.")
         if not self.lines:
-            raise BatchFileError("the file has no requests; each line is one, as JSON.")
+            raise BatchFileError("the file has no requests; write one request, as JSON, into each line.")
         self.fingerprint = digest.hexdigest()[:16]
 
     def _line(self, number: int, offset: int, n_bytes: int, raw: bytes | None, seen: dict[str, int]) -> RequestLine:
@@ -154,7 +155,7 @@ class Requests:
         the line has changed since the check."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
         if hash(raw) != line.content_hash:
-            raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
+            raise BatchFileError(f"line {line.number} of the requests was changed; restore it, or start anew.")
         request = json.loads(raw)
         return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 
@@ -238,7 +239,7 @@ def is_answer(entry: Entry) -> bool:
 
 @dataclass
 class Counts:
-    """The numbers of completed and failed requests, and of the tokens of the completed requests."""
+    """The numbers of completed and failed requests, and the completed requests' token counts."""
 
     completed: int = 0
     failed: int = 0
@@ -277,7 +278,7 @@ class Journal:
 
     database: Database
     batch: str = ""  # id of the batch in the database; "" if the database has only one batch
-    # {number of a line: True if its request succeeded}
+    # {line number: True if the line's request succeeded}
     answered: dict[int, bool] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     # called before an answer is stored, with the size of its line in bytes; may raise StorageError
@@ -286,7 +287,7 @@ class Journal:
 
     def read(self, requests: Requests) -> None:
         """Reads the answers that were stored earlier. Raises BatchFileError if one of them belongs to other requests,
-        and StorageError."""
+        and StorageError if the database cannot be read."""
         self._fingerprint = requests.fingerprint
         rows = self.database.execute("SELECT number, requests FROM answer WHERE batch = ?", self.batch)
         for number, fingerprint in rows:
@@ -298,8 +299,8 @@ class Journal:
             self._note(number, json.loads(self._line(number)))
 
     def append(self, number: int, entry: Entry) -> None:
-        """Stores the answer to a line. After the return, the answer survives if this process is killed, unless a
-        transaction is open.
+        """Stores the answer to a line. Once this method has returned, the answer is kept even if this process is
+        killed, unless a transaction is open.
 
         Raises StorageError; the journal is then unchanged.
         """
@@ -393,7 +394,7 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
     is no such file. An incomplete last line is dropped.
 
     Raises BatchFileError if a complete line is not an answer, BlockingIOError if another process has locked the file,
-    and StorageError.
+    and StorageError for other errors of the disk or database.
     """
     with storing(path), suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -409,7 +410,7 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
 def finished_counts(path: Path, requests: Requests) -> Counts | None:
     """Returns the counts of a finished file of answers at `path`, or None if there is no file.
 
-    Raises BatchFileError if the file does not have exactly the answers to `requests`, in their order.
+    Raises BatchFileError if the file does not have exactly the answers to `requests`, in the same order.
     """
     if not path.exists():
         return None
@@ -452,8 +453,8 @@ async def answer_requests(
     calls `on_answer` with its entry.
 
     Invalid lines get their errors first. Requests start group by group (model and load options), to avoid repeated
-    loads. While the reply has a status in BUSY, the request is sent again. If this call is cancelled, unfinished
-    requests stay unanswered.
+    loads. While the reply has a status in BUSY, the request is retried. If this call is cancelled, unfinished requests
+    stay unanswered.
 
     Raises the first error of `requests.read`, `answer`, `answers.append` or `on_answer`; all other requests are then
     cancelled.

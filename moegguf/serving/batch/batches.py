@@ -2,9 +2,9 @@
 errors.
 
 The requests of a new batch are checked immediately. Only one batch at a time is answered. The batches are in a
-database, so that a restarted server continues unfinished batches. A step that fails because of the disk is repeated
-later. If a batch expires or is cancelled, its files contain the answers that were finished by then, and an error for
-every other request.
+database, so that a restarted server can continue unfinished batches. A step that fails because of a disk error is
+retried later. If a batch expires or is cancelled, its files contain the answers that were finished by then, and an
+error for every other request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOT_EXECUTED_TEXT = {
 
 @dataclass
 class Batch:
-    """A batch. Most fields have the names in OpenAI's batch objects. Fields that end with `_at` are times in seconds
+    """A batch. Most fields are named as in OpenAI's batch objects. Fields that end with `_at` are times in seconds
     since 1970, or None."""
 
     id: str
@@ -75,7 +75,7 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    owner: str = ""  # only requests of this owner can see the batch (`is_visible`); "": all requests can
+    owner: str = ""  # the batch is visible only to this owner's requests (`is_visible`); "": to all requests
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Batches:
     folder: Path
     answer: answers.Answer  # answers one request
     _: KW_ONLY
-    max_bytes: int  # limit for files, descriptions of files and batches, and answers in the database together
+    max_bytes: int  # limit on the total size of files, descriptions of files and batches, and stored answers
     n_parallel: int  # maximum number of requests that are sent at once
     window_s: float  # seconds from a batch's creation until it expires; inf: never
     now: Callable[[], float] = time.time  # returns seconds since 1970
@@ -117,8 +117,8 @@ class Batches:
 
     @property
     def files(self) -> FileStore:
-        """Returns the store of files. Raises BusyError if another server uses the folder or this server is shutting
-        down, and StorageError."""
+        """Returns the store of files. Raises BusyError if another server is using the folder or this server is shutting
+        down. Raises StorageError if the folder or its database cannot be opened."""
         self._open()
         return self._files
 
@@ -137,7 +137,7 @@ class Batches:
                     database.close()
                     raise
         except BlockingIOError:
-            raise BusyError(f"another server has the files and batches in {self.folder}; ask that one.") from None
+            raise BusyError(f"another server has the files and batches in {self.folder}; use that server.") from None
         self._database = database
         for batch in self._batches.values():
             self._start(batch)
@@ -248,14 +248,14 @@ class Batches:
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
-        with suppress(OSError):  # files and answers that remain are removed when the folder is opened again
+        with suppress(OSError):  # files and answers that remain are removed when the folder is next opened
             self._files.remove_unused(batch.input_file_id)
             await _in_thread(Journal(self._files.database, batch.id).remove)
             self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
-        """Carries out the step that belongs to a batch's status, and sets the next status. `Batches.cancel` interrupts
-        this call."""
+        """Carries out the step for a batch's status, and sets the next status. `Batches.cancel` interrupts this
+        call."""
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
@@ -335,7 +335,7 @@ class Batches:
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
         with file:
-            # A thread checks the file, because a large file can take seconds.
+            # The file is checked on a thread, because checking a large file can take seconds.
             yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager

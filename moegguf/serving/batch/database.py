@@ -1,7 +1,7 @@
 """A sqlite3 database that one process has open, and the tables of stored files, batches and their answers.
 
 If the process is killed at any moment, a transaction is either complete or has no effect. Only one process at a time
-can open a database. The lock ends with the process, even if the process is killed.
+can open a database. The lock is released when the process exits, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def storing(path: Path) -> Iterator[None]:
 
 def _not_written(path: Path, why: object) -> StorageError:
     return StorageError(
-        f"cannot write {path} ({why}); make room on the disk, or its folder writable: what was written before is kept."
+        f"cannot write {path} ({why}); make room on the disk, or make its folder writable."
+        " What was written before is kept."
     )
 
 
@@ -65,7 +66,7 @@ class Database:
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
         """Opens the database at `path`. If there is none, creates it with the file mode `mode` and the statements of
-        `schema`. Raises BlockingIOError while another process has it open, and StorageError."""
+        `schema`. Raises BlockingIOError while another process has it open, and StorageError for other errors."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):
@@ -126,8 +127,8 @@ class Database:
         self._connection.close()
 
     def remove(self) -> None:
-        """Deletes the database's files, then closes the database. The log is deleted first, so that a new database of
-        another process never finds the old log."""
+        """Deletes the database's files, then closes the database. The log is deleted first, so that another process's
+        new database never picks up the old log."""
         for suffix in ("-wal", ""):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         self.close()

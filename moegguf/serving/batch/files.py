@@ -37,7 +37,7 @@ class StoredFile:
     purpose: str
     created_at: int  # seconds since 1970
     expires_at: int | None = None  # seconds since 1970; None: the file is kept until it is deleted
-    owner: str = ""  # only requests of this owner can see the file; "": all requests can
+    owner: str = ""  # the file is visible only to this owner's requests; "": to all requests
 
 
 class FileStore:
@@ -101,7 +101,7 @@ class FileStore:
 
     def _remove_expired(self) -> None:
         for (file_id,) in self.database.execute("SELECT id FROM file WHERE expires_at <= ?", self._now()):
-            with suppress(OSError):  # contents that remain are removed when the store is opened again
+            with suppress(OSError):  # contents that remain are removed when the store is next opened
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:

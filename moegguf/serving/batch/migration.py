@@ -1,4 +1,4 @@
-"""Moves files and batches from a folder of an older version into the database.
+"""Moves files and batches into the database from a folder that an older version wrote.
 
 Older versions had a JSON file for each stored file and each batch. For each unfinished batch they had a folder with its
 requests and answers.
@@ -33,9 +33,9 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
     """Moves all files and batches of an older version into the database. If the process is killed, the call can be
     repeated. Does nothing if the folder has no files of such a version.
 
-    `batch_row` checks the JSON of a batch and makes a row of the database. Damaged files are moved to the folder
-    DAMAGED, with a warning in the log. Raises BlockingIOError while a server of an older version uses the folder, and
-    StorageError.
+    `batch_row` checks the JSON of a batch and converts it to a row of the database. Damaged files are moved to the
+    folder DAMAGED, with a warning in the log. Raises BlockingIOError while a server of an older version is using the
+    folder, and StorageError for other errors of the disk or database.
     """
     lock = folder / ".lock"
     if not lock.exists():

@@ -1,7 +1,7 @@
 """The Ray Serve application: one deployment for each model, and one deployment with the HTTP APIs in front of them.
 
 A replica runs one model in a worker process, with the same `ModelManager` as the server. The HTTP APIs use a
-`ReplicaManager`, which calls replicas. The router of requests ranks replicas with `preference.rank`.
+`ReplicaManager`, which calls replicas. The request router ranks replicas with `preference.rank`.
 
 Errors are sent as values (`Failure`), because Ray would wrap exceptions in its own classes.
 """
@@ -94,7 +94,7 @@ def _model(config: ModelConfig) -> serve.Application:
         return found.bind(config)
     except (ValueError, TypeError) as error:
         text = " ".join(str(error).split())
-        raise OptionError(f"models.{config.name}: Ray Serve does not take its options: {text}") from None
+        raise OptionError(f"models.{config.name}: Ray Serve does not accept this model's options: {text}") from None
 
 
 def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
@@ -110,7 +110,7 @@ def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of moegguf, sent instead of a value or as the last item of an answer."""
+    """A moegguf error, sent instead of a value or as the last item of an answer."""
 
     error: Message
 
@@ -121,7 +121,8 @@ class Replica:
     async def __init__(self, config: ModelConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         catalog = ConfiguredCatalog((config,))
         settings = read_settings()
-        # Ray Serve decides how long a replica lives and how many requests may wait, so these settings do not limit it.
+        # Ray Serve decides how long a replica lives and how many requests may wait. So keep_alive_s and max_queue have
+        # values that impose no further limit.
         settings = replace(
             settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=MAX_REQUESTS,
             loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
@@ -140,17 +141,17 @@ class Replica:
         self._pid = loaded.pid
 
     async def __del__(self) -> None:
-        """Ends the worker process. Ray Serve calls this method when it stops the replica."""
+        """Stops the worker process. Ray Serve calls this method when it stops the replica."""
         await self._manager.__aexit__()
 
     async def call(
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
         """Yields the events of an answer if `kind` is "generate", otherwise one item: the value that `Calls.value`
-        returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
+        returns. A moegguf error is yielded as a `Failure`. Closing the generator stops an answer after the current
         pass.
 
-        Only the router uses `conversation`. `client` determines the turn of the request in the queue.
+        Only the router uses `conversation`. `client` determines the request's position in the queue.
         """
         current_client.set(client)
         try:
@@ -299,7 +300,7 @@ def ray_errors() -> Iterator[None]:
         yield
     except BackPressureError:
         raise QueueFullError from None
-    except RayTaskError:  # an exception in the replica that is not an error of moegguf
+    except RayTaskError:  # an exception in the replica that is not a moegguf error
         raise
     except (RayError, RayServeException) as error:
         raise WorkerError(
@@ -323,7 +324,8 @@ class ConversationRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas in ranks, preferred replicas first. Ray Serve calls this method for each request."""
+        """Returns the replicas grouped into ranks, preferred replicas first. Ray Serve calls this method for each
+        request."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Ray retries later if all replicas are full
         # Ray chooses the first of equally loaded replicas. So the replica whose last conversation is oldest comes

@@ -7,9 +7,9 @@ models:
     expert_cache: 50%
     context_length: 8192
     threads: 8
-    parallel: 4                  # requests that a replica computes together; default: MOEGGUF_NUM_PARALLEL, or 1
+    parallel: 4                  # requests that a replica processes together; default: MOEGGUF_NUM_PARALLEL, or 1
     max_ongoing_requests: 16     # requests that one replica accepts at once; others wait until a replica has room;
-                                 # default: twice the requests that it computes together, but at least 8
+                                 # default: twice the requests that it processes together, but at least 8
     max_queued_requests: 512     # requests that wait; further requests are refused
     autoscaling_config: {...}    # passed to Ray Serve unchanged; default: one replica
     ray_actor_options: {...}     # passed to Ray; may replace num_cpus and memory, which this program sets
@@ -69,10 +69,10 @@ class ModelConfig(BaseModel):
 
     def ongoing_requests(self, n_parallel: int) -> int:
         """Returns the maximum number of requests that one replica accepts at once. The default is twice the number of
-        requests that a replica computes together, but at least MIN_ONGOING. So the next requests already wait in the
+        requests that a replica processes together, but at least MIN_ONGOING. So the next requests already wait in the
         replica.
 
-        n_parallel: requests that a replica computes together if the config does not set this.
+        n_parallel: requests that a replica processes together if the config does not set this.
         """
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
@@ -129,7 +129,7 @@ class ConfiguredCatalog(Catalog):
         self._files = Catalog()  # allows paths, since the author of the config may use any file
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Returns the models whose names start with `prefix`, in any case."""
+        """Returns the models whose names start with `prefix`, ignoring case."""
         return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:

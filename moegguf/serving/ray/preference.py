@@ -14,7 +14,7 @@ from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
 MAX_CONVERSATIONS = 4096  # maximum number of conversations whose replica is remembered
-BEGINNING = 256  # number of first characters of a prompt, or first tokens of a context, that identify a conversation
+BEGINNING = 256  # number of leading characters of a prompt, or tokens of a context, that identify a conversation
 MAX_IMBALANCE = 4  # a replica with this many requests more than the least loaded replica is not preferred
 
 
@@ -42,13 +42,13 @@ def conversation_of(request: Request) -> str:
 
 
 def rank(holder: int | None, queues: Sequence[int]) -> list[list[int]]:
-    """Returns the indices of replicas in ranks, preferred replicas first. `queues` has each replica's number of
-    requests.
+    """Returns the indices of replicas, grouped into ranks, preferred replicas first. `queues` has each replica's number
+    of requests.
 
     Ray chooses the least loaded replica of the first rank in which not all are full, and the first of equally loaded
     replicas. `holder` is the index of the replica that has the conversation, or None. This replica is the first rank,
     unless it has at least MAX_IMBALANCE more requests than the least loaded replica: then waiting would cost more than
-    computing anew. All other replicas are one rank.
+    recomputing. All other replicas are one rank.
     """
     preferred = [] if holder is None or queues[holder] - min(queues) >= MAX_IMBALANCE else [holder]
     rest = [i for i in range(len(queues)) if i not in preferred]

@@ -16,12 +16,12 @@ DOCUMENTED = re.compile(r'run demo "([^"]+)"|demo", .{0,40}"role": "user", "cont
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file that has one object on each line."""
+    """Returns the objects in a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
-    """Returns the conversations of a file. A line with `messages` is one conversation.
+    """Returns the conversations in a file. A line with `messages` is one conversation.
 
     Any other line has an `answer` and a list `ask`, and stands for one conversation per question in `ask`.
     """
@@ -45,8 +45,7 @@ def answers() -> dict[str, str]:
 
 
 def starters() -> list[str]:
-    """Returns the questions that the web page offers, and the questions that README.md and docs/*.md put to the
-    demo."""
+    """Returns the questions that the web page offers, and the questions that README.md and docs/*.md ask the demo."""
     page = PAGE.read_text(encoding="utf-8")
     offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
@@ -56,7 +55,7 @@ def starters() -> list[str]:
 
 @dataclass(frozen=True)
 class Heldout:
-    """A question in a wording that the model is not trained on, and its right answers."""
+    """A question in a wording that is not in the training data, and its right answers."""
 
     question: str
     right: frozenset[str]

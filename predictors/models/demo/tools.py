@@ -86,8 +86,8 @@ def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tupl
     """Returns a conversation and the one to three tools defined in its prompt.
 
     Most conversations come from `plain`, and their question needs no tool. In the rest, the question needs a tool, and
-    the answer is TOO_SMALL. Some of these have a tool call and its result before the answer, because a server can force
-    a call.
+    the answer is TOO_SMALL. Some of these contain a tool call and its result before the answer, because a server can
+    force a call.
     """
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)))
     defined = [kind.tool(rng) for kind in kinds]

@@ -50,7 +50,7 @@ PATTERNS = (
 
 
 def wordings(question: str) -> list[str]:
-    """Returns the forms of a question that `reword` may choose, before changes of case and punctuation.
+    """Returns the rephrasings of a question from which `reword` may choose one.
 
     Returns [] if no pattern matches the question.
     """
