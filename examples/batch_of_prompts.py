@@ -1,7 +1,7 @@
-"""Eight prompts, computed one after another and then together.
+"""Eight prompts, processed one at a time and then together.
 
-Prints each answer and, for both runs, the number of experts that were read from the file. A pass reads an expert only
-once for all prompts that use it. Computing prompts together therefore reads fewer experts.
+Prints each answer and, for both runs, the number of experts read from the file. A pass reads an expert only once for
+all prompts that use it. Processing prompts together therefore reads fewer experts.
 """
 
 from moegguf import Engine

@@ -1,7 +1,7 @@
 """A conversation with two questions.
 
 Prints each question and its answer, then the number of reused tokens in the second prompt. The second prompt repeats
-the first question and its answer, so the model does not compute these tokens again.
+the first question and its answer, so the model does not process these tokens again.
 """
 
 from moegguf import Engine

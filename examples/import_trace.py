@@ -1,7 +1,7 @@
 """Imports routing recorded by another program as a trace, then summarizes and replays the trace.
 
-Prints the trace's numbers of requests and tokens, and the hit rates of two policies when a quarter of the experts have
-slots. The routing in this example is made up. The example saves one file of arrays per request, as the hooks for
+Prints the number of requests and tokens in the trace, and the hit rates of two policies when a quarter of the experts
+have slots. The routing in this example is made up. The example saves one file of arrays per request, as the hooks for
 transformers and vLLM in docs/testbed.md do.
 """
 
@@ -18,7 +18,7 @@ N_TOKENS, N_LAYERS, N_EXPERTS = 80, 4, 16
 
 
 def save_routing(path: Path, seed: int) -> None:
-    """Saves the router's logits for a request of 80 tokens, the first 16 of them from the prompt."""
+    """Saves the router's logits for a request of 80 tokens. The first 16 tokens are the prompt."""
     rng = np.random.default_rng(seed)
     # Neighbouring tokens use similar experts
     drift = np.cumsum(rng.standard_normal((N_TOKENS, N_LAYERS, N_EXPERTS)), axis=0)

@@ -1,8 +1,8 @@
 """A custom eviction policy, compared with LRU, which evicts the least recently used expert.
 
 Prints each policy's name, hit rate and number of evictions, then whether the two answers are equal. A policy that is
-late or wrong, or that raises an exception, changes the speed but never a token. The command line accepts this policy,
-too: `moegguf run demo --policy examples/policy.py:MostUsed`.
+late or wrong, or that raises an exception, affects only the speed, never the tokens. The command line accepts this
+policy, too: `moegguf run demo --policy examples/policy.py:MostUsed`.
 """
 
 from moegguf import Llama
@@ -14,7 +14,7 @@ QUESTION = [{"role": "user", "content": "What does moegguf do?"}]
 
 
 class MostUsed:
-    """Keeps the experts that this request used most. The store evicts the expert with the lowest score first."""
+    """Keeps the experts that this request has used most. The store evicts the expert with the lowest score first."""
 
     def scores(self, history: History, forecast: Forecast) -> Float32s:
         """Returns a score for each expert (n_layer, n_expert): how often the answer used it, plus a tenth of how often

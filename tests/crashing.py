@@ -2,7 +2,7 @@
 
 Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, performs
 the action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program
-ends when a child completes the action, and prints the number of points at which children were killed.
+exits when a child completes the action, and prints the number of points at which children were killed.
 
 Python's audit hooks report changes before they happen: calls such as renaming, and opening a file for writing.
 """
@@ -76,8 +76,9 @@ def pull_again() -> None:
 
 
 def old_or_new() -> None:
-    """Asserts that all files of the model have one version, that each complete blob's name is the digest of its bytes,
-    and that huggingface_hub finds no damage."""
+    """Asserts that all files of the model belong to one version, that each complete blob's name is the digest of its
+    bytes, and that huggingface_hub finds no damage.
+    """
     from huggingface_hub import scan_cache_dir
 
     from moegguf.models.catalog import Catalog

@@ -68,7 +68,7 @@ class Tensor:
 
 @dataclass
 class Gguf:
-    """A GGUF file under construction. `kv` holds encoded key-values, `tensors` the tensors in order.
+    """A GGUF file under construction. `kv` holds encoded key-values, and `tensors` the tensors in order.
 
     If `n_kv` or `n_tensors` is None, the header contains the real number.
     """

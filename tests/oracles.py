@@ -104,7 +104,7 @@ def counted(name: str, trace: Trace) -> Predictor:
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
     """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers earlier.
 
-    Counts only layers with a prediction. Returns 0 if no layer has one.
+    Counts only layers with a prediction. Returns 0 if there are no predictions.
     """
     right = total = 0
     predicted: dict[int, set[int]] = {}

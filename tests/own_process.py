@@ -33,7 +33,7 @@ IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", 
 def fork_context() -> ForkServerContext:
     """Starts the fork server, from which a process is forked for each call.
 
-    OpenBLAS has one thread there, because a forked process has only one thread.
+    OpenBLAS uses one thread there, because a forked process has only one thread.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -52,7 +52,7 @@ def suppose_speeds() -> None:
 
 
 def measure_small_pools() -> None:
-    """Makes this process measure speeds with 4 MiB of weights from now on, although processor caches hold them.
+    """Makes this process measure speeds with 4 MiB of weights from now on, although they fit into CPU caches.
 
     Tests do not depend on the measured speeds. A pool larger than the caches of a server takes seconds to fill.
     """

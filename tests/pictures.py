@@ -1,6 +1,6 @@
-"""Makes small image files.
+"""Creates small image files.
 
-PNGs and the beginning of a JPEG are made without a library. Whole JPEGs and GIFs are made with Pillow.
+PNGs and the beginning of a JPEG are created without a library. Complete JPEGs and GIFs are created with Pillow.
 """
 
 import base64
@@ -63,7 +63,7 @@ def gif(n_frames: int = 1) -> bytes:
 
 
 def with_thumbnail(data: bytes) -> bytes:
-    """Returns a JPEG with additions that cameras make: an Exif segment with a second JPEG, and zeros after the end."""
+    """Returns a JPEG with data that cameras add: an Exif segment with a second JPEG, and zeros after the end."""
     within = b"Exif\0\0" + jpeg(quality=10)
     return data[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(within)) + within + data[2:] + bytes(100)
 

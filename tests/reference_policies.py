@@ -65,7 +65,9 @@ class LearnedRates:
         self.table[il] = np.maximum(1 / (1 + np.exp(-self.weights[il] @ inputs)), LEAST)
 
     def _recalled(self, il: int, n_earlier: int) -> Float32s:
-        """Returns (n_expert,): the use of each expert by the tokens that followed tokens routed like the newest."""
+        """Returns (n_expert,): the use of each expert by the tokens that followed tokens routed like the newest
+        token.
+        """
         alike = self._alike.sum(0)[:n_earlier]
         weights = np.exp(self.SHARPNESS * (alike - alike.max()) / self._n_used)
         # `expected` holds the weight of each earlier token, by age. `found` holds the weighted uses of each expert.

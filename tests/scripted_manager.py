@@ -102,7 +102,7 @@ def n_files() -> int:
 
 
 async def answer_text(lease: Lease, prompt: str) -> str:
-    """Computes the answer to a prompt. Returns the texts of its deltas, joined by spaces."""
+    """Requests the answer to a prompt. Returns the texts of its deltas, joined by spaces."""
     events = [event async for event in lease.answer(Request(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
@@ -110,7 +110,7 @@ async def answer_text(lease: Lease, prompt: str) -> str:
 async def generate(
     manager: ModelManager, name: str, prompt: str, overrides: LoadOverrides = LoadOverrides(), **options: Any
 ) -> str:
-    """Acquires a model, computes an answer, and releases the model. Returns the text."""
+    """Acquires a model, requests an answer, and releases the model. Returns the text."""
     async with manager.lease(name, overrides, **options) as lease:
         return await answer_text(lease, prompt)
 

@@ -1,4 +1,4 @@
-"""Chat templates for tests. Each uses the marks that a well-known family of models writes.
+"""Chat templates for tests. Each uses the delimiters of a well-known family of models.
 
 The files are in `chat_templates/`:
 

@@ -29,7 +29,7 @@ def control(letter: str) -> str:
 
 
 class Terminal:
-    """Runs `command` on a pseudo-terminal. Ends the command at the end of the `with` block."""
+    """Runs `command` on a pseudo-terminal. Stops the command at the end of the `with` block."""
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
@@ -119,12 +119,12 @@ class Terminal:
         self.wait(lambda: joined in self.text.replace("\n", ""), repr(text))
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Reads output until `condition` is true. Fails after TIMEOUT_S, or when the command has ended."""
+        """Reads output until `condition` is true. Fails after TIMEOUT_S, or when the command has exited."""
         end = time.monotonic() + TIMEOUT_S
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The last output, which arrived as the command ended, may have made the condition true.
+                # The last output, which arrived as the command exited, may have made the condition true.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:
@@ -137,9 +137,9 @@ class Terminal:
         return True
 
     def exit_code(self) -> int:
-        """Waits until the command has ended.
+        """Waits until the command has exited.
 
-        Returns its exit code, or the negative number of the signal that ended it.
+        Returns its exit code, or the negative number of the signal that killed it.
         """
         while self._read(TIMEOUT_S):
             pass

@@ -2,8 +2,8 @@
 
 Equal arguments give equal traces. The state has a part for the topic (label and sequence), a part for the token, and a
 part that drifts slowly from token to token. It changes a little from layer to layer. Therefore popularity is uneven,
-labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids decide some
-experts.
+labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids determine
+some experts.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from predictors.study.arrange import grouped
 SMALL = MoeShape(
     n_layer=6, n_expert=16, n_expert_used=2, layers=(1, 2, 3, 4, 5), n_embd=32, n_vocab=64, expert_bytes=1000
 )
-LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25  # weights of the parts of the state
+LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25  # weights of the state's parts
 
 
 def hidden_routers(shape: MoeShape, seed: int) -> Float32s:

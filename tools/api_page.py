@@ -25,8 +25,8 @@ def page() -> Iterator[str]:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """Yields the code block of a name: signature and docstring. Adds the docstring of `__init__` for a class that
-    defines `__init__` and is not a dataclass."""
+    """Yields the code block of a name: its docstring and, except for an exception, its signature. Adds the docstring
+    of `__init__` for a class that defines `__init__` and is not a dataclass."""
     signature = "" if inspect.isclass(value) and issubclass(value, Exception) else _signature(value)
     texts = [inspect.getdoc(value)]
     if inspect.isclass(value) and "__init__" in vars(value) and not hasattr(value, "__dataclass_fields__"):

@@ -114,7 +114,7 @@ def failing(tests: Sequence[str], is_native: bool) -> str:
 
 
 def check(fault: Fault) -> str:
-    """Runs the tests with the fault in place. Returns the test that catches the fault, or "" if none does."""
+    """Runs the tests with the fault in place. Returns the test that catches the fault, or "" if no test does."""
     with put_in(fault):
         if fault.is_native and (why := build()):
             raise RuntimeError(f"{fault.name}: {why}")

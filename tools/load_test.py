@@ -149,7 +149,7 @@ class Outcome:
     busy: int = 0
     busy_without_retry_after: int = 0
     cancelled: int = 0  # answers that the client cancelled
-    lost: int = 0  # requests that failed because their worker's process ended
+    lost: int = 0  # requests that failed because their worker's process exited
     kills: int = 0  # number of workers that the caller of this module killed during the run
     resets: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -262,7 +262,7 @@ class Run:
     async def record_expected(self) -> None:
         """Sends each question twice from a single client, and records the answer as expected.
 
-        Raises RuntimeError if the two answers differ, and the errors of `request_answer`.
+        Raises RuntimeError if the two answers differ. Propagates errors from `request_answer`.
         """
         for question in self.questions:
             first, second = [(await request_answer(self.client, self.model, question)).content for _ in range(2)]

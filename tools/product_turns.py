@@ -1,9 +1,9 @@
-"""Compares the processor time of one product of experts between moegguf's kernels and llama.cpp's.
+"""Compares the CPU time of one product of experts between moegguf's kernels and llama.cpp's.
 
-Three processes with one thread each stay loaded and take turns computing. The first uses llama.cpp's kernels from the
-same build (MOEGGUF_KERNELS=upstream), the second moegguf's fastest kernels for this processor, and the third moegguf's
-kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
-512 tokens. Each decoded token uses different random experts, so that most weights come from memory, not from a cache.
+Three processes with one thread each stay loaded and run in turn. The first uses llama.cpp's kernels from the same build
+(MOEGGUF_KERNELS=upstream), the second moegguf's fastest kernels for this CPU, and the third moegguf's kernels for CPUs
+without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has 512 tokens. Each
+decoded token uses different random experts, so that most weights come from memory, not from a cache.
 
 Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
 Prints each type's speed relative to llama.cpp for prompts and decoding: the median over rounds, with the minimum and
@@ -35,7 +35,7 @@ TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K",
 
 
 def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
-    """Runs turns of `n_passes` passes endlessly. Yields the mean processor seconds per pass of each turn.
+    """Runs turns of `n_passes` passes endlessly. Yields each turn's mean CPU time per pass, in seconds.
 
     Weights are plain if the kernels cannot multiply interleaved weights of this type.
     """
@@ -62,8 +62,9 @@ def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_pas
 
 
 def work(name: str, is_interleaved: bool) -> None:
-    """Reads keys of PASSES from stdin, one per line. Runs a turn for each key, and prints the turn's mean processor
-    seconds per pass."""
+    """Reads keys of PASSES from stdin, one per line. Runs a turn for each key, and prints the turn's mean CPU time per
+    pass, in seconds.
+    """
     silence()
     ggml = Ggml(1)
     started = {
@@ -85,7 +86,7 @@ class Worker:
         )  # fmt: skip
 
     def turn(self, kind: str) -> float:
-        """Runs one turn of this kind in the process. Returns the mean processor seconds per pass."""
+        """Runs one turn of this kind in the process. Returns the mean CPU time per pass, in seconds."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{kind}\n")

@@ -130,7 +130,7 @@ def _python_comments(path: str, source: str) -> Iterator[Text]:
 def native_texts(path: str, source: str) -> Iterator[Text]:
     """Yields the comments of a C++ or JavaScript file.
 
-    Comments on successive lines form one text if no code precedes them.
+    `//` comments on successive lines form one text if no code precedes them.
     """
     code = _NATIVE_STRING.sub(lambda match: '"' + "_" * (len(match[0]) - 2) + '"', source)
     for match in _NATIVE_COMMENT.finditer(code):

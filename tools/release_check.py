@@ -1,11 +1,11 @@
-"""Checks the files of a release before they are published. Installs and runs them as a user would.
+"""Checks the files of a release before they are published.
 
 python -m tools.release_check dist/*                 # wheels, plug-in wheels and source distributions
 python -m tools.release_check --from-source dist/*   # builds the source distribution, too, which takes minutes
-python -m tools.release_check --sums dist/*          # writes their SHA256SUMS beside them
+python -m tools.release_check --sums dist/*          # only writes their SHA256SUMS next to them
 
-A wheel for this machine is installed into an empty environment, and must then print its first token within
-FIRST_TOKEN_S.
+moegguf's own wheel for this machine is also installed into an empty environment, as a user would install it. It must
+then print its first token within FIRST_TOKEN_S.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def check_source(path: Path) -> None:
 
 
 def is_for_this_machine(path: Path) -> bool:
-    """Returns True if a file is moegguf's own wheel, not a plug-in's, for this machine's processor architecture."""
+    """Returns True if a file is moegguf's own wheel, not a plug-in's, for this machine's CPU architecture."""
     return path.name.startswith("moegguf-") and path.name.endswith(f"_{platform.machine()}.whl")
 
 

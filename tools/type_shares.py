@@ -29,7 +29,7 @@ FTYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model, from its model card. Latent attention counts as plain attention with these heads."""
+    """The shape of a model, from its model card. Latent attention is treated as plain attention with these heads."""
 
     arch: str
     n_embd: int
@@ -40,7 +40,7 @@ class Shape:
     d_head: int
     n_expert: int
     n_ff: int  # width of an expert
-    n_ff_shared: int  # width of the shared expert in each layer with experts; 0: none
+    n_ff_shared: int  # width of the shared expert in each layer with experts; 0: no shared expert
     n_ff_dense: int
     n_vocab: int
     matrices: tuple[str, ...] = ("gate", "up", "down")

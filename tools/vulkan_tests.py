@@ -3,12 +3,12 @@
 
 It needs Mesa's software driver and the tools that build the backend. If something is missing, the program names it and
 runs nothing. The first build is slow, because it compiles hundreds of shaders. The first run is slow, too, because the
-driver compiles each kernel at its first use. This takes 15 to 35 processor seconds for each new number of tokens in a
+driver compiles each kernel at its first use. This takes 15 to 35 seconds of CPU time for each new number of tokens in a
 pass and each quantisation. Kernels are kept in build/vulkan/shaders, so later runs take half a second.
 
 python tools/vulkan_tests.py
 python tools/vulkan_tests.py --devices 0,0 -- -k second     # the software device twice, as two GPUs
-python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some tests, which take minutes even in the first run
+python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some tests, which take minutes even on the first run
 """
 
 from __future__ import annotations

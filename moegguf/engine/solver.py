@@ -571,9 +571,9 @@ def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
 
 
 def plan_layers(task: Task) -> Plan:
-    """Returns the plan in which everything except the experts of the first layers runs on a device. These experts run
-    on the CPU, from slots in RAM. The experts of as many of the last layers as fit are on the device, as are all other
-    weights.
+    """Returns the plan in which every layer runs on a device, except that the experts of the first layers run on the
+    CPU, from slots in RAM. The device holds the experts of as many of the last layers as fit. It also holds all other
+    weights except token embeddings, which stay in RAM, and row tables, which stay in the file.
 
     Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """

@@ -415,7 +415,8 @@ class BatchLoop:
         """Records the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
         accepted if it equals the token that was just sampled; the rest of the draft is dropped from the KV cache.
         Returns the number of new tokens in the KV cache. The second value is False if the pass evaluated the rest of
-        the prompt, or all of it except the last token; otherwise True."""
+        the prompt, or all of it except the last token; otherwise True. The second value has no meaning if the
+        sequence has ended."""
         kv = sequence.place
         is_prompt = not sequence.generated
         n_done = len(kv.tokens)

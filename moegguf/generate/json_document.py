@@ -292,8 +292,9 @@ class Document:
             self.ignored.add("unevaluatedItems")
 
     def _exactly_one(self, options: Sequence[Any]) -> Made:
-        """Returns an `anyOf` that replaces a `oneOf`: each alternative excludes the values that another alternative
-        also allows, unless this needs more than MAX_COMPLEMENTS combinations."""
+        """Returns an `anyOf` that replaces a `oneOf`. Each alternative excludes the values of the alternatives that
+        `_overlapping` lists for it, as far as these have a complement. It excludes none of them if this would need more
+        than MAX_COMPLEMENTS combinations."""
         overlapping = self._overlapping(options)
         alternatives = []
         for option, others in zip(options, overlapping, strict=True):

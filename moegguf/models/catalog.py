@@ -178,8 +178,8 @@ class Catalog:
         """Removes the name, and returns the removed model. Also deletes uploaded files that are no longer used by any
         name, and files in the Hugging Face cache that only removed names use.
 
-        Raises ModelNotFoundError if there is no such model, OptionError if the model's source is read-only, and
-        PullError when a file cannot be deleted.
+        Raises ModelNotFoundError if there is no such model, OptionError if the model is from a source that moegguf
+        never changes, and PullError when a file cannot be deleted.
         """
         entry = self.find(name, even_missing=True)
         key = entry.name.lower()

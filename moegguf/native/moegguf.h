@@ -588,8 +588,8 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, con
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
 // memory until then. router: the layer's router; NULL: the router is not one matrix. The graphs of earlier layers
 // multiply with the router if the predictor uses such scores. Returns NULL if the graph selects matrices by expert_ids.
-// This is the case if no store holds `w`, or if every expert of the layer's tier is complete in its own slot and
-// nothing observes its events.
+// This is the case if no store holds `w`. While Remedy::shared_ids is on, it is also the case if every expert of the
+// layer's tier is complete in its own slot and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, struct ggml_tensor * router, int il);

@@ -2,7 +2,7 @@
 
 A token used the experts R (|R| = n_expert_used) in MoE layer i. The prediction was made k MoE layers earlier, or in the
 first MoE layer if i < k (ProMoE, section 4, footnote 1). The distance is therefore min(k, i). Definitions:
-- ACCURACY_i(k) (ProMoE, section 4): the share of the n_expert_used most probable experts that is in R.
+- ACCURACY_i(k) (ProMoE, section 4): the share of the n_expert_used most probable experts that are in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all experts in R were predicted; at least one was.
 - precision and recall of a prefetcher that requests the n most probable experts.
 - FETCHRATE_i(k), which predictors/study/fetching.py computes, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k). An
@@ -145,7 +145,7 @@ class Tally:
         """Returns the figures at one distance, computed over all MoE layers except the first. `column` is the position
         in `distances`.
 
-        The first layer is counted at distance 0, or if the model has no other MoE layer.
+        The first layer is included only at distance 0, or if the model has no other MoE layer.
         """
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)))

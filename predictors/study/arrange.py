@@ -95,7 +95,8 @@ def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """Returns a control for predictors: a trace in which the order of a request's decoded tokens has no meaning.
+    """Returns a control for predictors: a trace in which the order of a request's decoded tokens carries no
+    information.
 
     In each layer, the expert choices of a request's decoded tokens are permuted among these tokens, together with their
     weights. The tokens, the inputs, and each request's number of uses of an expert are unchanged. Choices no longer

@@ -36,7 +36,7 @@ class Claim:
     judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
     figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
-    only_on: str | None = None  # model on which to judge the claim, because it resembles the paper's; None: every model
+    only_on: str | None = None  # the model to judge the claim on, if only one resembles the paper's; None: every model
 
     def verdict(self, model: str) -> str:
         """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""

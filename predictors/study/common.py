@@ -33,7 +33,7 @@ class Study(TraceAnalysis):
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
         """Calls `open` with the file of the model named `model`, or without a model if `model` is None or "".
 
-        Raises the errors of `open` and `find_model`.
+        Propagates errors from `open` and `find_model`.
         """
         return cls.open(file, find_model(model) if model else None, folder)
 

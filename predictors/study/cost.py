@@ -120,7 +120,7 @@ def _eamc(n_entries: int) -> Callable[[MoeShape, Random], Predictor]:
     return make
 
 
-# {title: (function that makes the predictor, name of the strategy that uses it)}
+# {title: (function that creates the predictor, name of the strategy that uses it)}
 PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = {
     "skip, 2 layers": (_skip, "moegguf"),
     "ProMoE's networks": (_mlp, "promoe"),

@@ -5,10 +5,10 @@
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
 `batches` answers the demo's questions, `--batch` at a time, with a new process for each measurement. `bound` computes,
-for requests that decode together, the fewest bytes that any eviction can read, and the bytes that the store's own
-eviction reads. Its routing is drawn at random, or reuses experts as often as published for a model. `passes` computes
-tokens of several sequences together with every expert in memory. It uses one thread, because other work on the machine
-disturbs the processor time of a single thread least.
+for requests that decode together, the fewest bytes that any eviction policy must read, and the bytes that the store
+reads with its own policy. Its routing is drawn at random, or reuses experts as often as published for a model. `passes`
+evaluates tokens of several sequences together, with every expert in memory. It uses one thread, because other work on
+the machine disturbs the CPU time of a single thread least.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Batch:
         return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
 
     def measure(self) -> dict[str, float]:
-        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading. The
-        exception is peak memory, which covers the whole process.
+        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading. Only the
+        peak memory is for the whole process.
         """
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
         with Engine(
@@ -114,8 +114,8 @@ def batches(measurements: Sequence[Batch], rounds: int) -> str:
 def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table with a row for each batch and schedule.
 
-    Its columns are the experts of a layer that a pass needs, the hits, bytes, memory and speed. The last column is the
-    speed divided by the speed in the first row, round by round, as a median (minimum to maximum).
+    The columns show the number of experts per layer that a pass needs, the hits, bytes, memory and speed. The last
+    column is the speed divided by the speed in the first row, round by round, as a median (minimum to maximum).
     """
     lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
     lines.append("|---" * 8 + "|")
@@ -135,7 +135,7 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """`batch` requests of `n_tokens` each that decode together, with `n_slots` slots for experts."""
+    """`batch` requests of `n_tokens` tokens each, decoded together, with `n_slots` slots for experts."""
 
     routing: str
     batch: int
@@ -146,8 +146,8 @@ class Bound:
         """Returns the figures by name.
 
         experts: mean number of distinct experts of a layer in a pass. hit_rate and mb_per_token: the highest hit rate
-        and the fewest MB per token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the
-        store's eviction by next use. No expert is prefetched.
+        and the fewest MB per token that any eviction policy can reach (Belady's). own_mb_per_token: MB per token with
+        the store's eviction by next use. No expert is prefetched.
         """
         trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
         lookups = Lookups.of(trace)
@@ -179,7 +179,9 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Returns a trace in which each pass has one token of every request. All requests must have the same length."""
+    """Returns a trace in which each pass contains one token from every request. All requests must have the same
+    length.
+    """
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
@@ -204,10 +206,10 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 
 
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
-    """Measures one thread's processor time per token in passes with one token of each of several sequences.
+    """Measures one thread's CPU time per token in passes that contain one token from each of several sequences.
 
-    `batches` lists the numbers of sequences. Each round measures every number of sequences once. Returns a Markdown
-    table with the shortest time of all rounds in ms.
+    `batches` lists the numbers of sequences to measure. Each round measures every number once. Returns a Markdown table
+    with the shortest time of all rounds in ms.
     """
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
     found: dict[int, list[float]] = {batch: [] for batch in batches}

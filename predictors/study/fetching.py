@@ -3,8 +3,8 @@
 A predicted expert counts only if an LRU cache lacks it when the prediction is made, because predicting a cached expert
 gains nothing. The rate counts bytes, not whole experts. If half of an expert has arrived when its layer is routed, this
 expert counts as half in time, because only the other half must still be fetched. A layer waits while its missing
-experts are fetched. Prefetches therefore use the link only while layers compute. The nearest layer is fetched first.
-The first MoE layer is left out, because no layer precedes it.
+experts are fetched. Prefetches therefore use the link only while layers are being computed. The nearest layer's experts
+are fetched first. The first MoE layer is left out, because no layer precedes it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class NotThereError(NotCountedError):
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """Returns a recorded result by its name MODEL/STEP; None if there is none."""
+    """Returns the recorded result with the name MODEL/STEP, or None if it does not exist."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -237,7 +237,7 @@ def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
 
 
 def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """Returns a function that makes a `Paired` of the base and the system, with one measure for each request."""
+    """Returns a function that creates a `Paired` of the base and the system, with one measure for each request."""
     return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
 
 

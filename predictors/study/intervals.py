@@ -17,7 +17,7 @@ Statistic = Callable[[Columns], Columns]  # computes (...) from columns (n_colum
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and the two ends of its interval. If it has no interval, both ends equal the figure."""
+    """A figure, and the two ends of its interval. For a figure without an interval, both ends equal the figure."""
 
     value: float
     low: float

@@ -2,9 +2,9 @@
 
     python -m predictors.study.live --paper promoe
 
-Layers are computed on one processor. The link, the readers, the predictors and the controller use the other processors.
-A layer's compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an
-expert's transfer time to a layer's compute time matches the named paper.
+Layers are computed on one CPU. The link, the readers, the predictors and the controller use the other CPUs. A layer's
+compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
+transfer time to a layer's compute time matches the named paper.
 
 The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
 reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its
@@ -93,8 +93,8 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Binds the process's main thread, which computes, to the first processor. Binds all other threads to the other
-    processors, if there are any.
+    """Binds the process's main thread, which runs the model, to the first CPU. Binds all other threads to the other
+    CPUs, if there are any.
     """
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
@@ -108,7 +108,7 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. At the end of the `with` block, closes its input and waits for it to end."""
+    """Starts the worker's process. At the end of the `with` block, closes its input and waits for it to exit."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -117,7 +117,7 @@ def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Sends a request, and returns the figures of its answer. Raises ValueError or OSError if the process has ended."""
+    """Sends a request and returns the figures of its answer. Raises ValueError or OSError if the process has exited."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()

@@ -210,10 +210,10 @@ class Workload:
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
         """Returns a workload with groups of `n_together` requests that decode together.
 
-        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Each later
-        pass has one token of each request, until the shortest answer ends. Requests are assigned to groups in order of
-        arrival. When all requests have been used, they are reused in a random order. A reused request counts as a new
-        request.
+        The first `n_warm` groups are not counted. The prompts of a group are processed one after another. Each later
+        pass contains one token from each request, until the shortest answer ends. Requests are assigned to groups in
+        order of arrival. When all requests have been used, they are reused in a random order. A reused request counts
+        as a new request.
         """
         trace = study.trace
         random = np.random.default_rng(0)
@@ -249,7 +249,7 @@ class Workload:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        # The reach is limited to the window, because the store would prefetch for every layer that is predicted.
+        # Limits the reach to the window; otherwise, the store would prefetch for every predicted layer.
         if system.prefetch is not None:
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
@@ -346,8 +346,8 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
     """Writes MoE-Infinity's collection to the file in `folder` that `Artifacts` reads.
 
-    The collection has `n_entries` entries from each trace, or one entry per request if n_entries is None. If n_entries
-    is 0, the function only removes the file.
+    The collection contains `n_entries` entries from each trace, or one entry per request if n_entries is None. If
+    n_entries is 0, the function only removes the file.
     """
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ Take = Callable[[Bench], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """A step of the study. For each subject, a step computes one recorded result."""
+    """A step of the study, which computes one recorded result per subject."""
 
     take: Take
     settings: Callable[[str], Any]  # given a subject's name, returns the settings that its figures depend on
@@ -461,8 +461,9 @@ def _machine() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Makes the subject's model, recordings and predictors if they are missing, and computes the steps. Returns the
-    exit status."""
+    """Creates the subject's model, recordings and predictors if they are missing, and computes the steps. Returns the
+    exit status.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about")
     parser.add_argument("--work", type=Path, help=f"folder for the model and its traces (default: {WORK}/MODEL)")

@@ -59,8 +59,8 @@ def rendered(text: str) -> str:
 def table(name: str) -> str:
     """Returns the Markdown of the table with this name.
 
-    A table of one model begins with a note if an earlier version recorded one of its results. If a figure of the table
-    is not recorded, the function returns a message instead.
+    A table of one model begins with a note if an earlier version recorded one of its results. If a figure of such
+    a table is not recorded, the function returns a message instead.
     """
     if name in WHOLE:
         return WHOLE[name]()

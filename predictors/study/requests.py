@@ -1,4 +1,4 @@
-"""300 requests of real text of six kinds, in a fixed order of arrival, and their routing.
+"""300 requests made from six kinds of real text, in a fixed order of arrival, and their routing.
 
     python -m predictors.study.requests write -o requests.jsonl
     python -m predictors.study.requests record lab.gguf -o build/evidence
@@ -7,9 +7,9 @@ The texts come from `predictors/texts.py`. The first 180 requests are for learni
 next 40 for choosing, and the last 80 for reporting. The manifest in this repository lists the hashes of all requests.
 If a request differs from the manifest, `write` and `record` fail and name the request.
 
-`record` writes learning.trace, choosing.trace and reporting.trace. Each request is computed in a single pass. Except
-for rounding, its tokens are routed as if they had been decoded one by one. In the traces, the tokens after the opening
-therefore count as decoded, with one pass per token.
+`record` writes learning.trace, choosing.trace and reporting.trace. Each request is processed in a single pass. Except
+for rounding, its tokens are routed as if they had been decoded one by one. The traces therefore record the tokens after
+the opening as decoded, with one pass per token.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ N_CTX = 512
 
 @dataclass(frozen=True)
 class Request:
-    """A text. Its opening is the prompt, and the rest counts as the answer. Traces show the answer as decoded token by
-    token."""
+    """A text. Its opening is the prompt, and the rest is treated as the answer. Traces show the answer as decoded token
+    by token.
+    """
 
     kind: str
     role: str
@@ -82,8 +83,9 @@ def checked(folder: Path) -> list[Request]:
 
 
 def write_prompts(path: Path, requests: Sequence[Request]) -> None:
-    """Writes a .jsonl file of the requests for `moegguf trace record` and `moegguf bench`. Beside it, writes a .txt
-    file with the whole texts."""
+    """Writes a .jsonl file of the requests for `moegguf trace record` and `moegguf bench`. Also writes a .txt file with
+    the complete texts next to it.
+    """
     rows = [{"prompt": r.opening, "completion": r.text[OPENING_CHARS:], "label": r.kind} for r in requests]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path.with_suffix(".txt").write_text("\n\n".join(r.text for r in requests), encoding="utf-8")

@@ -27,7 +27,7 @@ Used = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Skew:
-    """The unevenness with which experts are used, averaged over MoE layers."""
+    """The unevenness of expert use, averaged over MoE layers."""
 
     # Size of the smallest set of experts that together account for at least the share COVERED of a layer's uses. The
     # size is a share of the layer's experts.
@@ -89,8 +89,9 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """Returns counts as in `Reuse.counts`, for made-up requests. Each has the length of a real request, but its tokens
-    are drawn from all requests."""
+    """Returns counts as in `Reuse.counts`, for made-up requests. Each is as long as a real request, but its tokens are
+    drawn from all requests.
+    """
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)

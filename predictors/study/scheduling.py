@@ -22,8 +22,8 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped, separated, used_experts
 from predictors.study.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 
-# Number of random starts of the oracle's clustering. Four starts save a third more than one, and further starts add
-# little.
+# Number of random starts of the oracle's clustering. Four starts save a third more experts than one start, and further
+# starts add little.
 STARTS = 4
 
 Round = list[Indices]  # the passes of a round, in order
@@ -32,7 +32,7 @@ Split = Callable[[Indices], Round]  # divides the tokens of a round into passes
 
 @dataclass(frozen=True)
 class OrderEffect:
-    """The effect of one order of requests: the number of experts in a pass, and replays."""
+    """The effect of one order of requests: the number of experts in a pass, and the results of replays."""
 
     order: str
     experts: float  # number of distinct (layer, expert) pairs in a pass, averaged over passes
@@ -92,8 +92,8 @@ def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
     """Divides tokens by balanced K-means on their paths. Returns the ascending indices of each group's tokens. Group
     sizes differ by at most one.
 
-    The function makes STARTS clusterings from random centroids (the paper makes one), and returns the clustering whose
-    groups use the fewest experts (formula 5). The result depends only on the arguments. Raises OptionError when
+    The function computes STARTS clusterings from random centroids (the paper computes one), and returns the clustering
+    whose groups use the fewest experts (formula 5). The result depends only on the arguments. Raises OptionError when
     n_groups is not between 1 and the number of tokens.
     """
     if not 1 <= n_groups <= len(paths):
@@ -134,7 +134,7 @@ class _Predicted:
 
     @property
     def us_per_step(self) -> float:
-        """Returns the scheduler's mean processor time per pass in microseconds, including predictions."""
+        """Returns the scheduler's mean CPU time per pass in microseconds, including predictions."""
         return self._spent_s / max(1, self._n_steps) * 1e6
 
     def __call__(self, tokens: Indices) -> Round:
@@ -155,8 +155,9 @@ class _Predicted:
         return passes
 
     def _begin(self, requests: list[int], tokens: Indices) -> None:
-        """Makes a new scheduler for a new set of requests. The scheduler first observes the routing of the token before
-        each request's first decoded token."""
+        """Creates a new scheduler for a new set of requests. The scheduler first observes the routing of the token
+        before each request's first decoded token.
+        """
         self._requests = requests
         self._scheduler = self._make()
         before = tokens - 1

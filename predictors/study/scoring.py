@@ -44,7 +44,7 @@ BATCH_SEQUENCES = 8  # smallest batch size in ExpertFlow's table 1
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Figures of several predictors over one trace, each with a control.
+    """Figures for several predictors over one trace, each with a control.
 
     A control is a copy of the predictor, measured on a copy of the trace in which each request's decode routing was
     shuffled. A predictor that has learned only which experts a request uses often is no better than its control.
@@ -59,7 +59,7 @@ class ScoreTable:
     controls: tuple[PredictorScore, ...]
 
     def control_of(self, name: str) -> PredictorScore | None:
-        """Returns the control of the predictor with this name; None if there is none."""
+        """Returns the control for the predictor with this name, or None if it has no control."""
         return next((control for control in self.controls if control.name == name), None)
 
 
@@ -77,8 +77,8 @@ def score(
 
     For the batch-level accuracy (ExpertFlow, section 5.2), requests are put into batches of batch_sequences in order of
     appearance. At each decode step, the used experts of the batch's tokens are joined, and so are the predicted
-    experts. `batch_accuracy` compares the two sets if all tokens have predictions. A pass of several requests is
-    measured as one pass of each request. Errors of a predictor are not caught.
+    experts. `batch_accuracy` compares the two sets if all tokens have predictions. A pass with several requests is
+    measured as one pass per request. Exceptions raised by a predictor are not caught.
     """
     trace = separated(trace)
     controls = copy.deepcopy(list(predictors))

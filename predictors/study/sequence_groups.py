@@ -1,5 +1,6 @@
-"""Runs ExpertFlow's token scheduler on a live model: while one group of sequences computes, fetches the experts of the
-next group."""
+"""Runs ExpertFlow's token scheduler on a live model: while one group of sequences is evaluated, fetches the experts for
+the next group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths, statuses
 
-N_GROUPS = 2  # the paper's dual batch: while one group computes, the experts of the other group are fetched
+N_GROUPS = 2  # the paper's dual batch: while one group is evaluated, the experts of the other group are fetched
 
 
 class NextToken(NamedTuple):
@@ -32,16 +33,16 @@ class NextToken(NamedTuple):
 
 
 class SequenceGroups(RoutingListener):
-    """Divides the sequences into two groups with similar predicted paths, which take turns computing.
+    """Divides the sequences into two groups with similar predicted paths, and evaluates the groups in turn.
 
     No sequence waits for more than 2 * N_GROUPS - 2 steps.
 
-    prefetch: True: while a group computes, the store fetches the experts that the following group will probably use.
-    The experts of a layer are requested only at this layer's routing event. An earlier request could evict experts of
-    the group that is computing, and would be dropped at the layer's routing event.
+    prefetch: True: while a group is evaluated, the store fetches the experts that the following group will probably
+    use. The experts of a layer are requested only at this layer's routing event. An earlier request could evict experts
+    of the group being evaluated, and would be dropped at the layer's routing event.
 
-    The object listens to the store from the first `next_group` until `close`. A later `next_group` makes it listen
-    again.
+    The object listens to the store from the first `next_group` until `close`. Calling `next_group` after that makes it
+    listen again.
     """
 
     listen_options = ListenOptions()
@@ -59,7 +60,7 @@ class SequenceGroups(RoutingListener):
         self._listening = False
 
     def next_group(self, sequences: Mapping[int, NextToken]) -> list[int]:
-        """Returns the numbers of the sequences that compute in the next step; [] if `sequences` is empty."""
+        """Returns the numbers of the sequences to evaluate in the next step; [] if `sequences` is empty."""
         if not self._listening:
             self._listening = True
             self._session.listeners.add(self)
@@ -113,8 +114,9 @@ class SequenceGroups(RoutingListener):
 
 
 class ExpertFlow:
-    """A schedule for `Engine`. Each step computes all prompts, and the decoding sequences of one group of
-    `SequenceGroups`."""
+    """A schedule for `Engine`. Each step evaluates all prompts, and the decoding sequences of one group of
+    `SequenceGroups`.
+    """
 
     @classmethod
     def of(cls, llm: Llama) -> Schedule | None:
@@ -126,8 +128,9 @@ class ExpertFlow:
         self._groups = groups
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
-        """Returns the sequences that the next step computes: the next group of decoding sequences, and all sequences
-        that are not decoding yet."""
+        """Returns the sequences that the next step evaluates: the next group of decoding sequences, and all sequences
+        that are not decoding yet.
+        """
         decoding = [answer for answer in running if answer.decodes]
         tokens = {answer.number: NextToken(answer.context[-1], len(answer.context)) for answer in decoding}
         group = set(self._groups.next_group(tokens))

@@ -31,7 +31,7 @@ TRACE = RESULTS / "shipped.trace"
 FIGURES = TRACE.with_suffix(".json")
 N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and maximum number of tokens per request
 SHARE = 0.25
-# Systems that use only counts and no matrices, so their figures do not depend on how a processor rounds.
+# Systems that use only counts and no matrices, so their figures do not depend on how a CPU rounds.
 SYSTEMS = {
     "none": System("lru", store=BARE),
     "algorithm 1": System("sparsity", store=BARE),

@@ -1,4 +1,4 @@
-"""The models whose figures are reported, and for each model a folder with its traces and predictors."""
+"""The models whose figures are reported, each with a folder for its traces and predictors."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ class Bench:
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Makes the model, the recordings and the predictors if they are missing. Stores the digest of the reporting
-        recording. Raises CalledProcessError."""
+        """Creates the model, the recordings and the predictors if they are missing. Stores the digest of the reporting
+        recording. Raises CalledProcessError.
+        """
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))

@@ -1,5 +1,5 @@
-"""Draws random traces of any shape, for simulations without a model. The traces reuse experts about as much as a real
-model does.
+"""Generates random traces of any shape, for simulations without a model. The traces reuse experts about as much as a
+real model does.
 
     python -m predictors.study.synthesize --locality qwen3-30b --layers 48 -o routing.npz
 
@@ -43,12 +43,12 @@ def shape_of(
 
 
 def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_requests: int = 1) -> Trace:
-    """Draws a trace of requests with `n_tokens` decoded tokens each.
+    """Generates a trace of requests with `n_tokens` decoded tokens each.
 
     Experts are reused about as much as in the model `name` (`LOCALITIES`). A layer's popular experts are the same in
     all requests, but each request has its own topic. Layers are independent of each other. The shape may have a
-    different number of experts than the model. Hit rates at a given share of experts still stay about the same, as long
-    as a token uses the same share of experts as in the model. Raises OptionError.
+    different number of experts than the model. Hit rates at a given share of experts stay about the same, as long as a
+    token uses the same share of experts as in the model. Raises OptionError.
     """
     locality = find_locality(name)
     rng = np.random.default_rng(seed)

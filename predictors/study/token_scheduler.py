@@ -4,12 +4,12 @@ A path is the set of experts that a token uses in each layer. The paper's networ
 predictions come from the token-id table or from the sequence's most recent tokens.
 
 Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
-computes one group. When all groups have computed, the sequences are split again. The paper merges and re-indexes the KV
-cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
+evaluates one group. When all groups have been evaluated, the sequences are split again. The paper merges and re-indexes
+the KV cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
 
 With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
-steps. This longest wait occurs if a sequence computes first in one round and last in the next. A sequence that arrives
-during a round joins the next round.
+steps. This longest wait occurs if a sequence's group is the first in one round and the last in the next. A sequence
+that arrives during a round joins the next round.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class RoutingPaths:
 
 
 class RecentPaths(RoutingPaths):
-    """Predicts that a sequence uses the experts of its most recent tokens again.
+    """Predicts that a sequence will reuse the experts of its most recent tokens.
 
     The probability of an expert is a running mean of its uses. The weight of a token in this mean halves after
-    `half_life_tokens` further tokens. If a pass has several tokens of a sequence, only the last one counts.
+    `half_life_tokens` further tokens. If a pass contains several tokens of a sequence, only the last one is used.
     """
 
     name: ClassVar[str] = "recent"
@@ -139,11 +139,11 @@ class TokenScheduler:
         self.shape = shape
         self.paths = paths
         self.group_size = max(1, group_size)
-        self._round: list[list[int]] = []  # groups that have not yet computed in this round
+        self._round: list[list[int]] = []  # groups that have not yet been evaluated in this round
         self._medoids: list[int] = []  # the most central sequence of each group of the last split
 
     def next_group(self, running: Sequence[int]) -> list[int]:
-        """Returns the sequences of `running` that the next step computes. `running` must not be empty."""
+        """Returns the sequences of `running` that the next step evaluates. `running` must not be empty."""
         present = set(running)
         self._round = [left for group in self._round if (left := [s for s in group if s in present])]
         if not self._round:
@@ -152,8 +152,7 @@ class TokenScheduler:
 
     @property
     def following(self) -> list[int]:
-        """The group that computes after the group last returned by `next_group`. Empty if that group depends on a new
-        split."""
+        """The group to evaluate after the group last returned by `next_group`; empty if it depends on a new split."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
@@ -206,7 +205,7 @@ def similarities(paths: Paths) -> Float32s:
     """Returns 1 - Hamming distance / size of a path, for each pair of tokens: (n_tokens, n_tokens).
 
     This is the usual form of formula 6, which is missing from the available text. The function compares bits in the
-    calling thread. A matrix product would start threads, which compete with the threads that compute the model.
+    calling thread. A matrix product would start threads that compete with the threads that run the model.
     """
     flat = np.packbits(paths.reshape(len(paths), -1), axis=1)
     words = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2))).view(np.uint16)

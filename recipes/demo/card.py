@@ -1,4 +1,4 @@
-"""Makes the text of the model card: `card_template.md`, filled with the figures of the run."""
+"""Builds the text of the model card: `card_template.md`, filled with the figures of the run."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,6 @@
-"""Makes training rows from the conversations in `demo_questions.jsonl` and `tools.py`. Their wording and length vary,
-and most rows contain several of them."""
+"""Builds training rows from the conversations in `demo_questions.jsonl` and `tools.py`. Their wording and length vary,
+and most rows contain several conversations.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,9 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Chat:
-    """Makes training batches of conversations. Rows of the corpus are mixed in, so that the model does not forget the
-    corpus."""
+    """Builds training batches of conversations. Rows of the corpus are mixed in, so that the model does not forget the
+    corpus.
+    """
 
     tokenizer: Tokenizer
     conversations: Sequence[list[Message]]
@@ -144,10 +146,10 @@ class Chat:
             messages, encoded = longer, candidate
 
     def encode(self, conversation: Conversation, rng: random.Random | None = None) -> Encoded:
-        """Returns the tokens of a conversation, as the chat template writes it.
+        """Returns the tokens of a conversation, as rendered by the chat template.
 
-        With `rng`, leaves random gaps, less than N_CTX in total, between the positions of its turns. From these gaps,
-        the model learns larger distances between turns than fit in a short row.
+        With `rng`, leaves random gaps, less than N_CTX in total, between the positions of its turns. The gaps teach the
+        model larger distances between turns than fit in a short row.
         """
         messages, done, encoded = conversation.messages, "", Encoded()
         gap = 0
@@ -169,7 +171,7 @@ class Chat:
         return encoded
 
     def render(self, conversation: Conversation, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Returns the text that the chat template makes from `messages`, the first messages of a conversation."""
+        """Returns the text that the chat template renders from `messages`, the first messages of a conversation."""
         variables = {"messages": messages, "tools": conversation.tools or None}
         return str(self.template.render(**variables, add_generation_prompt=add_generation_prompt))
 

@@ -42,8 +42,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of text: its description and its licences. max_chars: selection stops when the selected texts have this
-    number of characters."""
+    """A kind of text: its description and its licences. max_chars: selection stops when the selected texts contain this
+    number of characters.
+    """
 
     about: str
     licence: str

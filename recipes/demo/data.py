@@ -1,5 +1,6 @@
-"""Stores the tokens of the corpus on disk, and makes training batches. The batch for a given step number is the same in
-every run."""
+"""Stores the tokens of the corpus on disk, and builds training batches. The batch for a given step number is the same
+in every run.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens to train on and the held-out tokens. The keys of the dictionaries are kinds of text."""
+    """The tokens to train on, in one array for all kinds of text, and the held-out tokens of each kind. The keys of the
+    dictionaries are kinds of text."""
 
     train: Tokens
     train_tokens: dict[str, int]  # number of tokens
@@ -101,7 +103,7 @@ class Windows:
 
 
 class Lengths:
-    """Makes batches of windows. The length and number of the windows change from step to step."""
+    """Builds batches of windows. The length and number of the windows change from step to step."""
 
     def __init__(self, tokens: Tokens, steps: Sequence[tuple[int, int]]) -> None:
         self.steps = steps

@@ -16,8 +16,8 @@ from recipes.demo.model import DemoModel
 from recipes.demo.train import loss_of
 
 LOSS_CTX = 512  # tokens per window
-# Minimum number of windows to compute for each kind of text, if the text has that many. If a text has at least twice
-# that many, only every n-th window is computed.
+# Minimum number of windows to evaluate for each kind of text, if the text has that many. If a text has at least twice
+# that many, only every n-th window is evaluated.
 LEAST_WINDOWS = 10
 
 

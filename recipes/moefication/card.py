@@ -1,5 +1,5 @@
-"""The model's card, as JSON and as text: the model's source, how it was made, and its loss compared with the dense
-model."""
+"""The model's card, as JSON and as text: how the model was made, and its loss compared with the dense model. The JSON
+also names the model's source."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def mixture(
 ) -> Mixture:
     """Returns a Mixture of the neurons of `ffn`, with its router.
 
-    inputs: (n_tokens, n_embd) arrays, first the inputs of this layer, then of the layers before it. Every n_ctx tokens
-    are one row of text. sizes: (n_tokens, 1), the root mean square of each token's residual stream.
+    inputs: (n_tokens, n_embd) arrays, first the inputs of this layer, then the inputs of the layers before it. Each
+    n_ctx tokens form one row of text. sizes: (n_tokens, 1), the root mean square of each token's residual stream.
     """
     x = inputs[0]
     contributions = in_parts(ffn.neurons, x).abs() * ffn.down.norm(dim=0) / sizes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE_MS = 60_000
-OUTLIVED = "ERR_CONNECTION_REFUSED"  # Chromium's error when a page sends a request to a server that has already ended
+OUTLIVED = "ERR_CONNECTION_REFUSED"  # Chromium's error when a page sends a request to a server that has already exited
 DESKTOP = {"width": 1280, "height": 800}
 Look = Callable[..., Any]
 
@@ -17,7 +17,7 @@ def looking(chromium: Any) -> Iterator[Look]:
     """Yields `look(url, viewport=..., expected=...)`, which opens the page at `url` and returns it.
 
     Fails at the end if a page's console showed an error or a warning, or if a page requested anything from another
-    server. Texts that match `expected` are allowed, and so are errors of a page after its server has ended.
+    server. Texts that match `expected` are allowed, and so are errors of a page after its server has exited.
     """
     faults: list[str] = []
     contexts = []

@@ -1,4 +1,4 @@
-"""Checks that replies have the fields and types that the client packages declare; `client_of` makes an OpenAI client.
+"""Checks that replies have the fields and types that the client packages declare; `client_of` creates an OpenAI client.
 
 The clients do not check this themselves. Types that pydantic can convert are accepted.
 """

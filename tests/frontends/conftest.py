@@ -93,7 +93,7 @@ def here() -> Command:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
-        # Ends the command's workers. Outside tests, a worker ends with the command's process.
+        # Stops the command's workers. Outside tests, a worker exits with the command's process.
         for left in set(psutil.Process().children()) - before:
             left.kill()
             left.wait()

@@ -242,8 +242,9 @@ class FedManager(FakeManager):
 
 
 class BusyManager(FakeManager):
-    """A manager with one model that never stops computing. Each snapshot has one more token than the previous one, and
-    a hit rate of 0.9."""
+    """A manager with one model that never stops generating. Each snapshot has one more token than the previous one, and
+    a hit rate of 0.9.
+    """
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))
@@ -270,7 +271,8 @@ def running(app: ASGIApp) -> Iterator[str]:
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    # When the server ends, streams send their last event even if a page is still reading them, as in the real server.
+    # When the server shuts down, streams send their last event even if a page is still reading them, as in the real
+    # server.
     def on_end() -> None:
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()

@@ -35,7 +35,7 @@ class RayApplication:
 def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # the process has ended in the meantime
+    except psutil.Error:  # the process has exited in the meantime
         return []
 
 

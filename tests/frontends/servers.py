@@ -105,7 +105,8 @@ class Server:
 
     def log(self) -> str:
         """Returns the lines that the server wrote to stderr after its address. They are complete once the server has
-        ended."""
+        exited.
+        """
         return "".join(self.stderr_lines)
 
     def call(
@@ -134,7 +135,7 @@ def call(url: str, body: Any = None, *, method: str | None = None, timeout: floa
 def serving(
     folder: Path, *arguments: str, models: Mapping[str, Path] | None = None, n_files: int = 1024, **extra: str
 ) -> Iterator[Server]:
-    """Yields a running server, and ends it afterwards.
+    """Yields a running server, and stops it afterwards.
 
     The server's files are in `folder`. models: {name: GGUF file}. Each of these files is linked into the server's
     folder of models. `n_files` limits the server's open files.

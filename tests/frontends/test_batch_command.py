@@ -37,8 +37,9 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
-    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process ends before
-    that."""
+    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process exits before
+    that.
+    """
     log = Path(f"{database}-wal")
 
     def has_more() -> bool:

@@ -24,7 +24,7 @@ N_REQUESTS = int(os.environ.get("MOEGGUF_REQUESTS", "48"))
 def busy_server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
     """Yields a server whose queue holds QUEUE requests, with `demo` and `tiny` loaded.
 
-    Each model has one compute thread: more threads would spin on shared cores.
+    Each model uses one compute thread: more threads would spin on shared cores.
     """
     models = {"tiny": tiny()}
     with serving(tmp_path_factory.mktemp("many"), models=models, MOEGGUF_MAX_QUEUE=str(QUEUE)) as found:
@@ -71,7 +71,7 @@ def test_requests_beyond_the_queue_limit_are_refused_as_busy(busy_server: Server
 
 
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
-    """Tests a server that computes one request of a model at a time.
+    """Tests a server that processes one request of a model at a time.
 
     tests/live/test_batching.py tests the memory of passes with many sequences.
     """

@@ -44,7 +44,7 @@ def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
 
 
 def test_exposition_equals_the_recorded_metrics() -> None:
-    """Compares the text with `recorded/metrics.txt`. Each field of a Stats has a different number."""
+    """Compares the text with `recorded/metrics.txt`. Each field of a Stats object has a different value."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}
@@ -62,7 +62,7 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     text = exposition(totals, loaded)
     assert samples(text)
     check_recorded("metrics", text)
-    found = samples(exposition(Totals(), []))  # no model was named: only metrics with llama-server's names
+    found = samples(exposition(Totals(), []))  # no models: only metrics with llama-server's names
     assert found["llamacpp:prompt_tokens_total", ""] == found["llamacpp:predicted_tokens_seconds", ""] == 0
     assert not [name for name, _ in found if name.startswith("moegguf_")]
 

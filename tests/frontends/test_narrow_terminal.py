@@ -12,7 +12,7 @@ from moegguf.terminal.tables import print_columns
 
 
 def shown(home: Path, *arguments: object, columns: int = 80) -> list[str]:
-    """Runs a command on a terminal. Returns the lines that the terminal shows when the command has ended."""
+    """Runs a command on a terminal. Returns the lines that the terminal shows when the command has finished."""
     command = moegguf_command(*arguments)
     with Terminal(command, environment(MOEGGUF_HOME=str(home)), columns=columns, rows=60) as terminal:
         assert terminal.exit_code() == 0

@@ -45,7 +45,7 @@ def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: s
     gone = server.call(path, {"model": "tiny", "keep_alive": 0}).json
     assert (gone["done"], gone["done_reason"]) == (True, "unload")
     assert "tiny:latest" not in server.loaded()
-    assert not worker.is_running()  # the process has ended, so its memory is free
+    assert not worker.is_running()  # the process has exited, so its memory is free
 
 
 def test_show_hides_long_arrays_unless_verbose(server: Server) -> None:

@@ -82,7 +82,7 @@ def test_paths_outside_the_page_get_a_404(http: httpx.Client, path: str) -> None
 def test_page_files_have_no_foreign_addresses_and_parse_no_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of the SVG namespace, not an address
     assert path not in OWN or not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
-    # This library has `eval` in its lists of words to highlight. It sets `innerHTML` in a function that the page's
+    # This library contains `eval` in its lists of words to highlight. It sets `innerHTML` in a function that the page's
     # security policy blocks.
     if path.name != "highlight.min.js":
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)

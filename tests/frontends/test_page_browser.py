@@ -41,7 +41,7 @@ COUNT_PIXELS = """() => {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yields a real server with slots for a quarter of the demo model's experts.
 
-    The model has one compute thread: several threads would wait for each other while the browser uses the processor.
+    The model uses one compute thread: several threads would wait for each other while the browser uses the CPU.
     """
     with serving(tmp_path_factory.mktemp("page"), "--expert-cache", "25%") as server:
         load = {"model": "demo", "messages": [], "options": {"num_thread": 1}, "keep_alive": -1}
@@ -220,7 +220,7 @@ SHOW = """async ([text, n]) => {
 
 @pytest.fixture(scope="module")
 def page(chromium: Any) -> Iterator[Any]:
-    """Yields a page that all Markdown tests of this file share. They replace only the contents of `#log`."""
+    """Yields a page that all Markdown tests of this file share. The tests replace only the contents of `#log`."""
     with server_of(FakeManager(FakeCatalog(entry_of(demo_path())))) as url, looking(chromium) as look:
         yield look(url)
 

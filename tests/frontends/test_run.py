@@ -180,7 +180,7 @@ def test_a_low_budget_prints_a_warning_of_one_line(here: Command, tiny: TinyMode
 
 
 def test_run_uses_less_than_two_seconds_of_processor_time() -> None:
-    """Measures processor time instead of elapsed time, because other processes may use the same cores."""
+    """Measures CPU time instead of elapsed time, because other processes may use the same cores."""
     command = moegguf_command("run", "demo", "hi", "-t", 1, "-n", 1)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     _, status, used = os.wait4(process.pid, 0)

@@ -1,4 +1,4 @@
-"""Tests a server with faulty requests, clients that disconnect, killed workers, and signals that end the server."""
+"""Tests a server with faulty requests, clients that disconnect, killed workers, and signals that stop the server."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
-"""Computes answers in the test's own process.
+"""Generates answers in the test's own process.
 
-`Answer` and `reply` compute one answer in its own `BatchLoop`. `answers_of` and `answers_together` compute many answers
-in one loop. With a `Scripted` schedule, a test acts at numbered steps, so that results do not depend on time.
+`Answer` and `reply` generate one answer in its own `BatchLoop`. `answers_of` and `answers_together` generate many
+answers in one loop. With a `Scripted` schedule, a test acts at numbered steps, so that results do not depend on time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 class Answer:
-    """An answer that `deltas` computes in its own loop, on the caller's thread.
+    """An answer that `deltas` generates in its own loop, on the caller's thread.
 
-    The constructor renders the prompt, and raises the error of an invalid request.
+    The constructor renders the prompt, and raises an error if the request is invalid.
     """
 
     def __init__(self, llm: Llama, request: Request) -> None:
@@ -66,7 +66,7 @@ class Answer:
         return self._sequence.summary
 
     def deltas(self, then: Callable[[], object] = lambda: None) -> list[Delta]:
-        """Computes the answer and returns its deltas, or raises the error that ended it.
+        """Generates the answer and returns its deltas, or raises the error that ended it.
 
         Calls `then` after each delta and after each report of progress.
         """
@@ -93,7 +93,7 @@ class Answer:
 
 
 def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, AnswerSummary]:
-    """Computes the answer to `messages`. Returns its text and its summary."""
+    """Generates the answer to `messages`. Returns its text and its summary."""
     answer = Answer(llm, ask(*messages, **options))
     return text_of(answer.deltas()), answer.summary
 
@@ -107,7 +107,7 @@ TIMEOUT_S = 60.0
 
 
 class Received:
-    """Collects the events of one answer. A loop uses it as `AnswerEvents`."""
+    """Collects the events of one answer. A loop uses the object as its `AnswerEvents`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -190,7 +190,7 @@ def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
 def answers_together(
     llm: Llama, requests: list[Request], schedule: Schedule | None = None, step_tokens: int | None = None
 ) -> list[Received]:
-    """Computes the answers to `requests` in a new loop. Returns the events of each answer.
+    """Generates the answers to `requests` in a new loop. Returns the events of each answer.
 
     All requests arrive before the first step, so thread timing does not affect the steps.
     """

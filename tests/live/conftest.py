@@ -22,7 +22,7 @@ Own = Callable[..., Path]
 def reference() -> Reference:
     """Returns `reference(path, **options)`, which returns the logits of a random prompt and of greedy tokens.
 
-    By default, plain llama.cpp of the tested build computes them, without moegguf's hooks. If `resident` is True, the
+    By default, the tested build computes them as plain llama.cpp, without moegguf's hooks. If `resident` is True, the
     expert store is used, with a slot for every expert. Results are computed only once per session for each set of
     arguments.
     """
@@ -70,7 +70,7 @@ def path(tiny: TinyModel, request: pytest.FixtureRequest) -> Path:
 def own(tiny: TinyModel, tmp_path: Path) -> Own:
     """Returns `own(preset)`, which links a tiny model into the test's own folder and returns the link's path.
 
-    The folder has no files that other tests learned for the model.
+    The folder contains no files that other tests have learned for the model.
     """
 
     def link(preset: str = "tiny-qwen2moe") -> Path:

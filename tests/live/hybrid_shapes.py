@@ -1,7 +1,7 @@
 """Writes random F32 models of hybrid architectures for which tools/make_model.py has no preset.
 
-Tensor names and dimensions are the ones that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in numpy's
-order.
+Tensor names and dimensions match the tensors that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in
+numpy's order.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tools.models.writer import add_tokenizer
 N_EMBD, N_HEAD, HEAD_DIM, N_FF, N_EXPERT, N_VOCAB, D_CONV = 128, 4, 32, 64, 8, 1024, 4
 WIDTH = N_HEAD * HEAD_DIM
 KV_RANK, Q_RANK, MLA_HEAD, N_ROT = 64, 48, 48, 16
-LAYERS = "rara"  # kinds of the four layers: r is recurrent, a has attention
+LAYERS = "rara"  # kinds of the four layers: r is recurrent, a uses attention
 SIGMOID = int(ExpertGatingFuncType.SIGMOID)
 SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 
@@ -32,13 +32,13 @@ Keys = dict[str, Any]
 class Shape:
     """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors that all SHAPES have.
 
-    The names of layers' tensors lack the prefix `blk.N.`. `outer` contains the tensors outside layers.
+    Names of tensors in layers omit the prefix `blk.N.`. `outer` contains the tensors outside layers.
     """
 
     keys: Keys
     recurrent: Dims
     attention: Dims
-    rest: Dims  # tensors that every layer has, whatever its kind
+    rest: Dims  # tensors that every layer has, regardless of its kind
     outer: Dims
 
 
@@ -91,7 +91,7 @@ def delta_attention(gates: Dims) -> Dims:
 
 
 def delta_keys(n_rot: int, **keys: Any) -> Keys:
-    """Returns the keys that all SHAPES with delta attention and latent attention have, extended by `keys`."""
+    """Returns the keys that all SHAPES with delta attention and latent attention have, extended with `keys`."""
     return {
         "attention.head_count_kv": [int(kind == "a") for kind in LAYERS],
         "attention.key_length": KV_RANK + n_rot,

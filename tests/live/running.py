@@ -1,6 +1,7 @@
-"""Helpers for tests that compute a tiny model in two ways and compare the logits.
+"""Helpers for tests that run a tiny model in two ways and compare the logits.
 
-They make prompts, greedy logits, budgets and adapters. A `Meddler` disturbs the store while the model computes.
+They create prompts, budgets and adapters, and compute the logits of greedy answers. A `Meddler` disturbs the store
+while the model runs.
 """
 
 from __future__ import annotations
@@ -76,8 +77,7 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes the file of `writer`, to which all keys and tensors have been added, and closes the file. Returns
-    `path`."""
+    """Writes and closes the file of `writer`, to which all keys and tensors have been added. Returns `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -141,7 +141,7 @@ class Meddler:
         random = random or self._random
         n_layer, n_expert = self._store.shape
         self._store.set_scores(random.random((n_layer, n_expert)) if random.random() < 0.9 else None)
-        # Some of these experts may not exist: layer n_layer is beyond the last, and a layer may have no experts.
+        # Some of these experts may not exist: there is no layer n_layer, and a layer may have no experts.
         self._store.prefetch(random.integers(0, n_layer + 1, 8), random.integers(0, n_expert, 8))
 
     def _run(self) -> None:

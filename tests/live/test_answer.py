@@ -130,7 +130,7 @@ def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
 def test_a_model_without_a_template_gets_chatml(
     tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
 ) -> None:
-    """Also tests that ChatML's end-of-message mark ends the answer, even if several tokens form the mark."""
+    """Also tests that ChatML's end-of-message delimiter ends the answer, even if it consists of several tokens."""
     llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
     turns = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("user", "one"), ("assistant", "two"))]
     answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))

@@ -43,8 +43,8 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 
-# Limit of how much a logprob may differ without batch-invariant kernels. Differences in the last bits are amplified
-# most by the random routers of tiny models.
+# Limit on the difference of a logprob without batch-invariant kernels. Differences in the last bits are amplified most
+# by the random routers of tiny models.
 BOUND = 1.0
 PER_BLOCK = 25
 N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
@@ -86,10 +86,10 @@ def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
 
 
 def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:
-    """Asserts that `received` equals the beginning of `alone`, on a processor with batch-invariant kernels.
+    """Asserts that `received` equals the beginning of `alone`, on a CPU with batch-invariant kernels.
 
-    On other processors, logprobs may differ by less than BOUND. Different tokens are allowed where the two best
-    logprobs differ by less than BOUND. Later tokens are then not compared.
+    On other CPUs, logprobs may differ by less than BOUND. Different tokens are allowed where the two best logprobs
+    differ by less than BOUND. Later tokens are then not compared.
     """
     if BATCH_INVARIANT:
         assert received == alone[: len(received)]
@@ -104,7 +104,7 @@ def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None
 
 
 class RandomSubset:
-    """A schedule that computes a random subset of the running sequences in each step. An empty subset means all."""
+    """A schedule that selects a random subset of the running sequences in each step. An empty subset means all."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -182,7 +182,7 @@ def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llam
         many.context.clear()
         received = answers_together(
             many, requests, step_tokens=16
-        )  # the fixed order of the requests decides which KV cells each gets
+        )  # the fixed order of the requests determines which KV cells each one gets
         assert [events.error for events in received] == [None] * len(requests)
         return received[target].logprobs
 

@@ -155,7 +155,7 @@ def assert_hits_as_published(trace: Trace, locality: str) -> None:
         assert result.hit_rate == pytest.approx(published, abs=0.03), share
 
 
-# All pairs of locality and temperature; the shapes of SHAPES are used in turn.
+# All pairs of locality and temperature, cycling through the shapes of SHAPES.
 CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 
 
@@ -173,7 +173,9 @@ def test_a_random_model_in_blocks_of_256_hits_at_the_published_rates(tmp_path: P
 
 
 def test_a_random_model_hits_at_published_rates_in_a_long_context(tmp_path: Path, load: Load) -> None:
-    """Far positions are hard to distinguish, because keys have 16 bits and the rotation per position is small."""
+    """Far positions are hard to distinguish, because keys are stored in 16 bits and the rotation per position is
+    small.
+    """
     shape = replace(SHAPES["qwen3moe"], n_ctx_train=32768, n_layer=2)
     path = model(tmp_path, "qwen3-30b", shape=shape)
     llm = load(path, trace=TraceOptions(tmp_path / "t"), n_ctx=5000, logits_all=False, expert_cache="100%")

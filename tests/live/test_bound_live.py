@@ -1,7 +1,7 @@
 """Tests `moegguf bench --bound` and `--parallel`.
 
-Bounds of the demo are printed beside its speeds. A replay of the recorded routing reads as many bytes as the store
-counted. Sequences that are computed together get the same tokens as sequences computed alone.
+The demo's bounds are printed beside its speeds. A replay of the recorded routing reads as many bytes as the store
+counted. Sequences that are evaluated together get the same tokens as sequences evaluated alone.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.trace.simulate import SimOptions, Simulation
 
 Test.__test__ = False  # type: ignore[attr-defined]
-MOST_PCT = 105  # a speed may exceed its bound a little, because the bound is also based on measured times
+MOST_PCT = 105  # a speed may exceed its bound slightly, because the bound is also based on measured times
 
 
 @pytest.fixture(scope="module")

@@ -114,8 +114,9 @@ def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> None:
-    """A buffer of the device holds at most 20 slots. The model gets 19, 36 or 64 slots; 64 are enough for every
-    expert."""
+    """A buffer of the device holds at most 20 slots. The model has 19, 36 or 64 slots; 64 are enough for every
+    expert.
+    """
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
     stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
     small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
@@ -268,7 +269,7 @@ def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) ->
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
-    """Prefetching with default options is paused from the load until the link has been measured, and then begins."""
+    """Prefetching with default options stays paused until the link has been measured, and then begins."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []

@@ -1,6 +1,6 @@
 """Tests that drafts do not change any token of an answer.
 
-Many tests compare answers computed without drafts and with partly wrong drafts. These drafts come from a known answer,
+Many tests compare answers generated without drafts and with partly wrong drafts. These drafts come from a known answer,
 with random lengths and with tokens replaced at random. Other drafts come from n-grams, a draft model or MTP heads.
 """
 
@@ -96,8 +96,9 @@ def request(number: int = 0, **options: Any) -> Request:
 
 
 def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> list[Received]:
-    """Computes answers in a new loop with an empty context. Drafts come from `drafts`; if it is None, nothing is
-    drafted."""
+    """Generates answers in a new loop with an empty context. Drafts come from `drafts`; if it is None, nothing is
+    drafted.
+    """
     llm.context.clear()
     llm.drafts, before = drafts, llm.drafts
     try:

@@ -1,4 +1,4 @@
-"""Tests `Engine`, which computes many requests to one model in the caller's process, and the demo's answers.
+"""Tests `Engine`, which processes many requests to one model in the caller's process, and the demo's answers.
 
 `python -m predictors.models.quiz_demo --times 20` sends the demo many more questions.
 """
@@ -91,7 +91,7 @@ def test_an_error_of_one_prompt_is_in_its_own_answer(engine: Engine) -> None:
 
 
 def test_repeat_limit_ends_an_answer_that_repeats_a_token(engine: Engine) -> None:
-    """A bias forces one token repeatedly. Tokens that differ only in white space count as equal."""
+    """A bias forces one token repeatedly. Tokens that differ only in white space are considered equal."""
     always = Sampling(temperature=0.0, max_tokens=80, logit_bias={engine.llm.vocabulary.tokens("a")[0]: 1000.0})
     free, limited = (engine.generate("some text", always, repeat_limit=limit)[0] for limit in (0, REPEAT_LIMIT))
     assert free.summary.answer_tokens == 80

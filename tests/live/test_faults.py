@@ -87,7 +87,7 @@ def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
     assert n > 3, "no fault was ever met"
     stats = llm.stats()
     assert (stats.read_errors > 0) == (n_failed > 0)
-    # A read that fails once is retried. A failed stat() is not repeated, because the file may have changed.
+    # A read that fails once is retried. A failed stat() is not retried, because the file may have changed.
     expected = {"read": sticky, "stat": True, "short_read": False, "eintr": False}[kind]
     assert (n_failed > 0) == expected
     if kind == "read":

@@ -104,7 +104,7 @@ def check_identity(
 ) -> None:
     """Asserts that slots in VRAM and RAM yield the logits of `plain`, and that both tiers evict experts.
 
-    While the model computes, another thread requests prefetches and changes scores.
+    While the model runs, another thread requests prefetches and changes scores.
     """
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
@@ -117,9 +117,9 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots of the VRAM budget that the staging tensors occupy.
+        # Number of slots' worth of the VRAM budget that the staging tensors occupy.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
-    # A model with a pool smaller than a layer may compute a prompt in smaller passes, in which kernels sum in another
+    # A model with a pool smaller than a layer may process a prompt in smaller passes, in which kernels sum in another
     # order. The reference therefore uses the same n_ubatch.
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, plain(path, prompt, n_tokens, n_ubatch, device))

@@ -37,7 +37,7 @@ GRAMMARS = {name: (FOLDER / f"{name}.gbnf").read_text() for name in NAMES} | OWN
 
 
 class Upstream:
-    """llama.cpp's own grammar sampler for one grammar. `mask` returns which tokens it allows next."""
+    """llama.cpp's own grammar sampler for one grammar. `mask` returns the tokens that it allows next."""
 
     def __init__(self, llm: Llama, grammar: str) -> None:
         self._bindings = library.llama_cpp()

@@ -1,7 +1,7 @@
 """Tests passes with several requests.
 
 Tests cover the sequences in recorded events, a replay with equal counters, predictions that do not change any logit,
-and ExpertFlow's schedule, which computes the sequences in groups.
+and ExpertFlow's schedule, which evaluates the sequences in groups.
 """
 
 import time
@@ -72,7 +72,7 @@ def test_replay_of_a_recorded_batch_has_its_counters(
     assert lengths == [N_PROMPT + N_DECODE] * N_SEQUENCES
     prompts = trace.phase_of == Phase.PREFILL
     assert np.count_nonzero(prompts) == N_SEQUENCES * N_PROMPT
-    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer computes only the last token of each prompt
+    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer is computed only for the last token of each prompt
     assert last.tolist() == [*[False] * (N_PROMPT - 1), True] * N_SEQUENCES
     chosen = make_policy(policy, shape, None)  # type: ignore[arg-type]
     replay = Simulation(trace, chosen, ahead, n_slots).run()
@@ -123,7 +123,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 class Counted:
     """A schedule that selects the sequences that `inner` selects.
 
-    `counts` holds two numbers for each selection: the selected and the running decoding sequences.
+    `counts` holds two numbers for each selection: how many decoding sequences were selected, and how many were running.
     """
 
     def __init__(self, inner: ExpertFlow) -> None:

@@ -1,7 +1,7 @@
 """Tests models with a recurrent state: with batching and drafts, answers have the same logprobs as solo answers.
 
 Each sequence has its own state. The model has slots for some experts. Tests use passes of several widths, prefixes that
-other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with one
+other sequences have evaluated, failed passes, and partly wrong drafts. The reference is a load of the model with one
 sequence and without drafts.
 """
 
@@ -65,7 +65,7 @@ def pair(
     request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Llama, Llama]]:
     """Loads one model twice and yields both. The first has eight sequences and slots for 40 % of the experts. The
-    second has one sequence and, by default, slots for all experts.
+    second has one sequence and the default expert cache, which holds all experts.
     """
     if request.param in SHAPES:
         path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)
@@ -124,7 +124,7 @@ def test_batched_answers_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama]
 
 
 def test_a_shared_beginning_of_prompts_is_computed_once(pair: tuple[Llama, Llama]) -> None:
-    """A state can be copied only when its sequence has computed exactly the shared tokens."""
+    """A state can be copied only when its sequence has evaluated exactly the shared tokens."""
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=70)[:5]]
     expected = [solo(one, request) for request in requests]
@@ -341,7 +341,7 @@ def test_states_and_snapshots_have_the_planned_bytes(
 def test_mtp_heads_draft_and_change_no_token(tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
-        # Hides warnings about drafts, which depend on the processor and the model.
+        # Hides warnings about drafts, which depend on the CPU and the model.
         warnings.simplefilter("ignore")
         llm = Llama(tiny(preset), n_seq_max=3, expert_cache="40%", draft="mtp", context_store=0, **OPTIONS)
     with llm:

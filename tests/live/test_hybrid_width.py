@@ -96,7 +96,7 @@ class Sequences:
         return bytes(np.ctypeslib.as_array(logits, shape=(N_VOCAB,)))
 
     def passes(self, tokens: Sequence[int], widths: Sequence[int]) -> list[bytes]:
-        """Clears the context and computes `tokens` as sequence 0, in passes of these widths.
+        """Clears the context and evaluates `tokens` as sequence 0, in passes of these widths.
 
         Returns the logits of each token.
         """
@@ -154,9 +154,9 @@ def test_hybrid_models_have_equal_bits_at_any_width_and_beside_others(
 
 
 def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
-    """Computes N_TOGETHER tokens as sequence 0: each pass has seven of them and seven tokens of sequence 1.
+    """Evaluates N_TOGETHER tokens as sequence 0: each pass contains seven of them and seven tokens of sequence 1.
 
-    Every second pass also has seven tokens of sequence 2. Returns the logits of sequence 0.
+    Every second pass also contains seven tokens of sequence 2. Returns the logits of sequence 0.
     """
     found: list[bytes] = []
     for begin in range(0, N_TOGETHER, 7):

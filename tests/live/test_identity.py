@@ -1,5 +1,4 @@
-"""Tests that these do not change any logit: pool size, reader threads, split files, repacking, switches, scores,
-prefetches.
+"""Tests that logits do not depend on pool size, reader threads, split files, repacking, switches, scores or prefetches.
 
 Also tests adapters, concurrent models, and the order in which shared and routed experts are computed.
 """
@@ -69,7 +68,7 @@ def run_and_compare(
     with Meddler(llm.session.store) as meddler:
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
-    # A model with a pool smaller than a layer computes a prompt in smaller passes, in which kernels sum in another
+    # A model with a pool smaller than a layer processes a prompt in smaller passes, in which kernels sum in another
     # order. The reference therefore uses the same n_ubatch.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()

@@ -67,7 +67,7 @@ def computed(found: EngineAnswer) -> tuple[int, int]:
 
 @pytest.fixture
 def unkept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineAnswer]:
-    """Returns a function that computes the answer of an engine without a context store, in an empty context."""
+    """Returns a function that generates the answer of an engine without a context store, in an empty context."""
 
     def ask(model: Path | str, prompt: Sequence[int], **options: Any) -> EngineAnswer:
         with engine(model, context_store=0, **options) as alone:
@@ -313,7 +313,7 @@ def test_images_are_restored_by_the_hash_of_their_content(
     with engine(model, n_ctx=4096, mmproj=mmproj, context_store=0, parallel=1) as unkept:
         expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
     with engine(model, n_ctx=4096, mmproj=mmproj) as first:
-        answer(first, prompt_of(90))  # this prompt occupies one sequence, so the images are computed in another one
+        answer(first, prompt_of(90))  # this prompt occupies one sequence, so the images are evaluated in another one
         found = turn(first, 1)
         assert found.logprobs == expected[1]
         n_all, n_disk = computed(found)

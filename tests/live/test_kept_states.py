@@ -26,7 +26,7 @@ WINDOWED = ["tiny-gpt-oss"]
 WHOLE = ["tiny-deepseek4"]
 ALL = RECURRENT + WINDOWED + WHOLE
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
-N_LONG = 1100  # more tokens than two passes have, and more than a sliding window and a pass together
+N_LONG = 1100  # more tokens than two passes hold, and more than a sliding window and a pass together
 
 
 @pytest.fixture(autouse=True)

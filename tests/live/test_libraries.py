@@ -44,7 +44,9 @@ def test_guidance_generates_through_the_expert_store(llm: Llama, ours: None) -> 
 
 
 def community(module: str, name: str, **options: Any) -> Any:
-    """Returns an instance of a class of langchain_community with the demo model. Skips the test without the package."""
+    """Returns an instance of a class of langchain_community with the demo model. Skips the test if the package is
+    missing.
+    """
     pytest.importorskip("langchain_community")
     return getattr(importlib.import_module(f"langchain_community.{module}"), name)(
         model_path=str(DEMO), **OPTIONS, **options

@@ -1,5 +1,6 @@
 """Tests policies, predictors and strategies on running models: the chosen ones are used, and none of them changes a
-single bit."""
+single bit of the logits.
+"""
 
 import itertools
 import time

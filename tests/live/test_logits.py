@@ -142,7 +142,7 @@ def test_prompt_logprobs_equal_the_logits_of_a_plain_eval(
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     llm = load(DEMO, n_seq_max=n_seq_max, logits_all=False)
     scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
-    # Computes a prefix, which the scored requests must not reuse.
+    # Evaluates a prefix, which the scored requests must not reuse.
     reply(llm, prompt="", context=tuple(tokens), max_tokens=2)
     for n_logits in (llm.context.n_logits, 5 + n_seq_max):
         monkeypatch.setattr(llm.context, "n_logits", n_logits)

@@ -231,7 +231,7 @@ async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -
 
 
 # The program of a worker process. It registers the device of the RPC server whose port is in its arguments. If the
-# server has ended, the worker has no device.
+# server has exited, the worker has no device.
 WORKER = """
 import socket, sys
 sys.path[:0] = sys.argv[1:3]

@@ -1,7 +1,8 @@
 """Compares answers with drafts to answers without drafts, half of them greedy and half sampled.
 
 The test is slow: only `make slow` runs it. By default it compares 2,000 answers of the demo with drafts from n-grams.
-MOEGGUF_SLOW_MODEL, MOEGGUF_SLOW_DRAFT and MOEGGUF_SLOW_ANSWERS set another model, other drafts and another number.
+MOEGGUF_SLOW_MODEL, MOEGGUF_SLOW_DRAFT and MOEGGUF_SLOW_ANSWERS set another model, other drafts and another number of
+answers.
 """
 
 import json

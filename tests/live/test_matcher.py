@@ -95,7 +95,7 @@ def llm(tiny: Callable[..., Path]) -> Iterator[Llama]:
 
 
 class Walk:
-    """Feeds tokens of a model's vocabulary to a matcher. The model computes nothing."""
+    """Feeds tokens of a model's vocabulary to a matcher. The model is not run."""
 
     def __init__(self, llm: Llama, constraint: Constraint | None) -> None:
         self._llm = llm

@@ -1,4 +1,4 @@
-"""Tests the presets of `moegguf bench`: their figures, and the errors for wrong settings, which list the known ones."""
+"""Tests the presets of `moegguf bench`: their figures, and the errors for wrong settings, which list the valid ones."""
 
 import json
 import re

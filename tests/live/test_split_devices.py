@@ -1,4 +1,4 @@
-"""Tests layers that are divided among two devices, or a device and the CPU, and tests placements.
+"""Tests layers that are divided between two devices, or between a device and the CPU, and tests placements.
 
 The logits equal the logits of the same division with every expert resident.
 """
@@ -95,7 +95,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
-        store.drain(30)  # no prefetch may end between two reads of the figures below
+        store.drain(30)  # no prefetch may finish between two reads of the figures below
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
         figures, n_ubatch = (devices_of(llm), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
@@ -202,7 +202,7 @@ def test_slots_behind_links_and_on_the_cpu_give_the_logits_of_llama_cpp(
 @pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
 @on_servers()
 def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> None:
-    """A prompt is computed in one pass, although the CPU has fewer slots than a layer has experts."""
+    """A prompt is processed in one pass, although the CPU has fewer slots than a layer has experts."""
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
@@ -219,8 +219,8 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int,
     assert shown["expert cache CPU"].startswith(f"{of_cpu.n_slots} of ")
     on_cpu = np.isin(np.arange(len(places)), list(of_cpu.layers))
     assert Place.VRAM in places[~on_cpu] and Place.RAM in places[on_cpu] and Place.VRAM not in places[on_cpu]
-    # The CPU computes its layers from weights that are not repacked, because they are in host memory that the device
-    # has pinned.
+    # The CPU runs its layers with weights that are not repacked, because they are in host memory that the device has
+    # pinned.
     with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
         assert np.array_equal(greedy_logits(llm), logits)
     assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)
@@ -385,9 +385,9 @@ def decisions(path: Path) -> dict[str, Any]:
 
 
 def of_another_disk(path: Path) -> list[bool]:
-    """Returns whether the model's speeds are known at four moments.
+    """Returns four times whether the model's speeds are known.
 
-    The moments are before and after a measurement, then before and after a measurement on another file system.
+    The checks are before and after a measurement, then before and after a measurement on another file system.
     """
     name = link_device(Link(1e9, 20e-6))
     device = next(device for device in gpus() if device.name == name)
@@ -424,7 +424,7 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
 )
 @on_servers(1)
 def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
-    """A prompt is computed in one pass, even with fewer slots than a layer has experts.
+    """A prompt is processed in one pass, even with fewer slots than a layer has experts.
 
     Layers 2 and 3 are entirely on the device.
     """

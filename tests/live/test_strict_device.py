@@ -54,7 +54,7 @@ class Budgets:
 
 
 def add_devices(n: int) -> list[str]:
-    """Adds `n` strict devices, each with its own seed of delays. Returns their names."""
+    """Adds `n` strict devices, each with its own seed for delays. Returns their names."""
     return [add_link_device(LINK, strict_seed=seed) for seed in range(1, n + 1)]
 
 
@@ -106,7 +106,7 @@ def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0
 
 
 class Joining:
-    """A schedule that admits one more request in every second step. Sequences leave when they have ended."""
+    """A schedule that admits one more request in every second step. Sequences leave when they are finished."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
@@ -184,7 +184,7 @@ def recalled(llm: Llama) -> Outcome:
 
 
 def heads(llm: Llama) -> Outcome:
-    """Returns two batched answers, drafted by the MTP heads of the file."""
+    """Returns two batched answers, drafted by the file's MTP heads."""
     drafting.DraftGate = Eager  # type: ignore[misc]
     options: dict[str, Any] = {"max_tokens": 24, "n_logprobs": 5, "return_context": True}
     found = texts_of(answers_together(llm, [ask(prompt=f"{i} {CODE}", **options) for i in range(2)]))

@@ -1,4 +1,4 @@
-"""Tests the thinking budget: which tokens count, the forced end of thinking, and the answer after the end."""
+"""Tests the thinking budget: which tokens are counted, the forced end of thinking, and the answer after the end."""
 
 from __future__ import annotations
 

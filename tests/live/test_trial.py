@@ -295,7 +295,7 @@ def test_files_that_abort_llama_cpp_raise_model_format_error(
 def test_a_trial_uses_few_threads_on_many_processors(
     tiny: TinyModel, projector: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor time of a trial is limited, and waiting threads would use it up."""
+    """A trial's CPU time is limited, and waiting threads would use it up."""
     monkeypatch.setattr(trial, "count_cpus", lambda: 128)
     options = trial._request(read_layout(tiny()), {}, read_projector(projector("mlp"))).options
     assert (options["n_threads"], options["n_threads_batch"]) == (1, trial.MAX_IMAGE_THREADS)

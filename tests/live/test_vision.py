@@ -87,7 +87,7 @@ def test_image_tokens_are_counted_and_share_positions(tiny: TinyModel, projector
     texts = answer(llm, [message("look ", "what is it?")])[1].prompt_tokens
     _, summary = answer(llm, [message("look ", png(128, 128), "what is it?")])
     n_image = summary.prompt_tokens + summary.cached_tokens - texts
-    assert n_image > 64  # 8 x 8 tokens and the marks around them
+    assert n_image > 64  # 8 x 8 tokens and the delimiters around them
     assert llm.n_tokens - llm.context.images.position(llm.n_tokens) == 64 - 8
     with pytest.raises(ContextError, match="num_ctx"):
         answer(llm, [message(png(256, 256), "what is it?")])
@@ -218,8 +218,9 @@ def test_cutting_a_conversation_counts_its_images(tiny: TinyModel, projector: Pr
 def test_threads_share_one_projector(
     tiny: TinyModel, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that counts the tokens of a prompt with images may open the projector while another thread computes an
-    answer."""
+    """A thread that counts the tokens of a prompt with images may open the projector while another thread generates an
+    answer.
+    """
     begun, n_made = threading.Barrier(2), list[int]()
 
     class Slow(engine.Projector):

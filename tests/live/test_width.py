@@ -46,7 +46,7 @@ def computed(llm: Llama, tokens: list[int], n_past: int, sequence: int = 0) -> b
 
 
 def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, bytes]:
-    """Returns the logits after each pass, keyed by the number of tokens computed so far."""
+    """Returns the logits after each pass, keyed by the number of tokens evaluated so far."""
     found, n_past = {}, 0
     for width in widths:
         found[n_past + width] = computed(llm, tokens[n_past : n_past + width], n_past)
@@ -56,7 +56,7 @@ def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, byt
 
 @pytest.fixture
 def alone(llm: Llama) -> dict[int, bytes]:
-    """Returns the logits after each token, computed one by one in an empty context."""
+    """Returns the logits after each token. The tokens are evaluated one by one in an empty context."""
     llm.context.clear()
     return in_passes(llm, tokens_of(llm, 1, N_TOKENS), [1] * N_TOKENS)
 
@@ -170,7 +170,7 @@ def test_given_thread_counts_are_kept(options: dict[str, int], monkeypatch: pyte
 
 def test_load_during_idle_time_leaves_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
-    monkeypatch.setattr(threadpool, "IDLE_S", 0.0)  # any time between two passes counts as idle
+    monkeypatch.setattr(threadpool, "IDLE_S", 0.0)  # any time between two passes is treated as idle
     monkeypatch.setattr(ProcessorUse, "others", lambda _self: 64.0)
     monkeypatch.setattr("moegguf.engine.load.count_cpus", lambda: 2)
     with Llama(DEMO, n_ctx=64, verbose=False) as llm:

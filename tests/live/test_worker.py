@@ -1,4 +1,4 @@
-"""Tests a real worker process with a tiny model: answers, cancelling, snapshots, and the end of the process."""
+"""Tests a real worker process with a tiny model: answers, cancelling, snapshots, and the exit of the process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan_of(path: Path, options: dict[str, Any]) -> Plan:
 
 @asynccontextmanager
 async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
-    """Yields a worker that has loaded `path`, and ends it afterwards."""
+    """Yields a worker that has loaded `path`, and stops it afterwards."""
     process = await WorkerProcess.start()
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}

@@ -52,7 +52,7 @@ def open_store() -> Iterator[Open]:
 
 @pytest.fixture
 def products(open_store: Open) -> Iterator[list[Product]]:
-    """Yields a list to which a test adds its products, which are closed after the test, before its stores."""
+    """Yields a list to which a test adds its products. They are closed after the test, before its stores."""
     made: list[Product] = []
     yield made
     for product in made:

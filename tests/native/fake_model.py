@@ -1,4 +1,4 @@
-"""A model for tests of the store: files of random bytes, and the layout with the places of its experts."""
+"""A model for tests of the store: files of random bytes, and a layout with the locations of the experts."""
 
 import ctypes as c
 import functools

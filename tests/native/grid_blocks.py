@@ -1,4 +1,4 @@
-"""Makes weights of the ggml types whose quantiser takes seconds to start.
+"""Generates weights of the ggml types whose quantiser takes seconds to start.
 
 The weights are random codes. All blocks have the same scale d.
 """

@@ -41,7 +41,7 @@ class Sequence:
         self.last: dict[int, Int32s] = {}
         # The router's choice in each routed row of this pass; empty unless the pass has one token.
         self.ids: dict[int, Int32s] = {}
-        # The last input of a router and its row, if this pass has one token; else None.
+        # The last router input and the router's row, if this pass has one token; else None.
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:
@@ -245,7 +245,7 @@ The routing path is not among them, because its definition also needs its arrays
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
-    """Returns a function that makes sequences with the definition of this predictor.
+    """Returns a function that creates sequences with this predictor's definition.
 
     arrays: a routing path's network in float32; other predictors do not use it.
     """
@@ -258,6 +258,8 @@ def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], 
 
 
 def any_of(found: list[Float32s | None]) -> Float32s | None:
-    """Returns the probability that any of several sequences uses each expert, or None if none has a prediction."""
+    """Returns, for each expert, the probability that any of several sequences uses it. Returns None without
+    predictions.
+    """
     known = [each for each in found if each is not None]
     return 1 - np.prod([1 - each for each in known], axis=0) if known else None

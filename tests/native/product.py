@@ -110,7 +110,7 @@ class Product:
 
 
 def aborts(context: StoreContext) -> bool:
-    """Returns True if the store's abort callback would end the pass after the node that was computed last."""
+    """Returns True if the store's abort callback would stop the pass after the node that was computed last."""
     return bool(library.load().moegguf_abort(context.handle))
 
 

@@ -1,4 +1,4 @@
-"""Tests wrong arguments to the library: each raises a typed error, and the library stays usable."""
+"""Tests wrong arguments to library functions: each raises a typed error, and the library stays usable."""
 
 import ctypes as c
 import subprocess
@@ -75,7 +75,7 @@ def test_library_calls_reject_null_pointers(fake: FakeModel, open_store: Open) -
 def test_store_open_rejects_a_config_with_one_invalid_field(fake: FakeModel, change: dict[str, Any]) -> None:
     matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
     paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
-    # The one layer is on the first device. A config with both devices is invalid, because the second has no layer.
+    # The only layer is on the first device. A config with both devices is invalid, because the second has no layer.
     devices = (abi.Device * 2)(abi.Device(None, 4), abi.Device(None, 4))
     fields: dict[str, Any] = {
         "abi": abi.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_devices": 1, "n_readers": 1,

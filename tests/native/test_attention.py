@@ -157,7 +157,7 @@ def test_attention_ignores_infinite_values_in_masked_cells(ggml: Ggml) -> None:
 
 
 def all_bits() -> bytes:
-    """Returns the bytes of the attention of all KINDS, one kind after another."""
+    """Returns the attention outputs of all KINDS as bytes, one kind after another."""
     ggml = Ggml()
     return b"".join(kind.compute(ggml, range(N_ROWS)).tobytes() for kind in KINDS.values())
 

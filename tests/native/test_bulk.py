@@ -110,9 +110,10 @@ def test_replay_rejects_inconsistent_arrays(fake: FakeModel, open_store: Open) -
 
 
 def expected_stride(layout: ExpertLayout, kind: str) -> int:
-    """Returns the bytes of the largest expert matrix of a kind, rounded up to a multiple of 64 and of every block size.
+    """Returns the size in bytes of the largest expert matrix of a kind, rounded up to a multiple of 64 and of every
+    block size.
 
-    The block sizes are the bytes in a block of each type that the kind has.
+    A block size is the number of bytes in a block of one of the kind's types.
     """
     matrices = [m for m in layout.matrices if m.kind == kind]
     unit = math.lcm(64, *(GGML_TYPES[m.ggml_type][2] for m in matrices))

@@ -141,9 +141,9 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """Copies bytes to a device. Returns the host buffer's type, and whether the bytes have arrived at three moments.
+    """Copies bytes to a device. Returns the host buffer's type, and three times whether the bytes have arrived.
 
-    The first moment is when the call returns. The second is after waiting for an event that was recorded on another
+    The first check is when the call returns. The second is after waiting for an event that was recorded on another
     stream before the copy. The third is after another stream has waited for an event that follows the copy.
     """
     n_bytes = 1 << 20

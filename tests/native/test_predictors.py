@@ -191,7 +191,7 @@ def native(predictor: Predictor) -> NativePredictor:
 class Comparison:
     """Compares a predictor's forecasts with its definition in Python, for the sequences of a pass.
 
-    If a layer is predicted several times, the latest prediction counts.
+    If a layer is predicted several times, the latest prediction is compared.
     """
 
     def __init__(self, name: str) -> None:
@@ -309,7 +309,7 @@ def batch(
 def test_forecast_of_several_sequences_equals_the_forecast_of_each_alone(name: str) -> None:
     """Compares the forecast for several sequences with the combined predictions for each sequence alone.
 
-    The sequences change between passes, and only those in the current pass count.
+    The sequences change between passes, and only the current pass's sequences are combined.
     """
     random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
@@ -489,7 +489,7 @@ def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
 def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
     """Runs twice; reading an expert takes 3 us.
 
-    With 5 us of computing per layer, an expert arrives in time. With 1 us, most experts arrive late.
+    With 5 us of compute time per layer, an expert arrives in time. With 1 us, most experts arrive late.
     """
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
@@ -558,7 +558,9 @@ def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> 
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_pauses_and_prompts_do_not_count_as_time_to_prefetch(pause: str) -> None:
-    """A link moves a tenth of an expert while a layer computes. The tokens' experts change after every three tokens."""
+    """A link moves a tenth of an expert while a layer is computed. The tokens' experts change after every three
+    tokens.
+    """
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)

@@ -22,8 +22,8 @@ def more_threads(fake: FakeModel, sizes: list[int], simulate: bool, expected: li
     """Returns the number of threads that the process has gained after each of several steps, not counting the stores'
     readers.
 
-    The steps open a store of each size, resize the last store to 8 slots, and close all stores. Threads begin and end a
-    little later, so each count waits up to 20 s for its number in `expected`. Returns None in a build without GNU
+    The steps open a store of each size, resize the last store to 8 slots, and close all stores. Threads start and exit
+    a little later, so each count waits up to 20 s for its number in `expected`. Returns None in a build without GNU
     OpenMP.
     """
     library.load()

@@ -92,7 +92,7 @@ def test_failing_policy_ends_the_simulation_with_its_name() -> None:
 def test_simulated_time_is_compute_plus_stall() -> None:
     result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, store=StoreOptions(sweep=False))
     decode = result.decode
-    assert decode.stall_ns == decode.bytes_missed  # the link moves 1 byte per ns, and no transfer overlaps computing
+    assert decode.stall_ns == decode.bytes_missed  # the link moves 1 byte per ns, and no transfer overlaps computation
     assert decode.tokens == 6 * 40
     assert decode.clock_ns == decode.stall_ns + decode.tokens * 5 * 5000
     assert result.t_per_s == pytest.approx(decode.tokens / decode.clock_ns * 1e9)

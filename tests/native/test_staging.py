@@ -1,6 +1,6 @@
-"""Tests staging tensors, which a device uses to compute prompts.
+"""Tests staging tensors, which a device uses to process prompts.
 
-A staging tensor has a place for every expert of a layer.
+A staging tensor has room for every expert of a layer.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
-    """Returns random expert ids (n_tokens, n_used). The lower an expert's id, the more likely it is."""
+    """Returns random expert ids (n_tokens, n_used). Experts with lower ids are more likely."""
     share = 1.0 / np.arange(1, n_expert + 1)
     return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
 
@@ -88,8 +88,8 @@ def test_staged_prompt_fills_slots_only_in_its_last_pass(fake: FakeModel, open_s
 def test_staging_copies_the_next_layer_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
     """Uses the modelled clock, on which copying a layer's experts takes 1 us less than computing the layer.
 
-    A layer's experts are copied while earlier layers compute. The last of five layers is not computed, as in a pass
-    without logits.
+    A layer's experts are copied while earlier layers are computed. The last of five layers is not computed, as in a
+    pass without logits.
     """
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}

@@ -206,7 +206,8 @@ def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) ->
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # the store compares only samples of the file's bytes, and no sample contains this byte
+        # The store compares only samples of the file. None of them covers this position, so none shows the write.
+        file.write(b"x")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

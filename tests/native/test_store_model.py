@@ -1,7 +1,7 @@
 """Compares the store with a model of it, under random calls, on small files and on the modelled link.
 
-In an exact run, one device has fewer slots than experts, `sweep` and `fill` are off, and all reads end before the next
-call. The store must then hold the same experts as `reference_store.py`, slot for slot. In every run:
+In an exact run, one device has fewer slots than experts, `sweep` and `fill` are off, and all reads finish before the
+next call. The store must then hold the same experts as `reference_store.py`, slot for slot. In every run:
 
 - slots of the last event keep its experts until the next event or the pass's end, unless streaming reuses slots;
 - no tier uses more slots than it has;
@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
     # Routing events.
 
     def end_pass(self) -> None:
-        """Ends the pass and takes its failure, as an engine does.
+        """Ends the pass and clears its failure, as an engine does.
 
         Asserts that the store has a failure if and only if a call of the pass has raised an error.
         """
@@ -392,7 +392,8 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            # A tier that was shrunk may use more slots than are usable while experts are pinned or still being read.
+            # Slots beyond the limit of a shrunken tier stay occupied while their experts are pinned or still being
+            # read.
             over = of["slots_pinned"] + n_coming
             assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
         counters = self.store.counters()

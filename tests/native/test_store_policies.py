@@ -297,7 +297,7 @@ def test_locality_without_forecasts_evicts_by_decayed_frequency(pool: Pool) -> N
 
 
 def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
-    """An expert's predicted share of its layer decides until the layer is predicted again.
+    """An expert's predicted share of its layer determines eviction until the layer is predicted again.
 
     In prompts, and before the first prediction, the least recently used expert is evicted.
     """

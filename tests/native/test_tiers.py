@@ -1,7 +1,6 @@
 """Tests stores with two tiers, and stores with several devices.
 
-A layer computes with slots of its device. The slots of all devices are filled from the same slots in RAM, if there are
-any.
+A layer uses slots on its device. The slots of all devices are filled from the same slots in RAM, if there are any.
 """
 
 from collections.abc import Callable, Sequence

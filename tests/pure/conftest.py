@@ -41,8 +41,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def repo(hub: FakeHub) -> FakeHub:
-    """The hub of the fixture `hub`, extended by the repository User/Repo-GGUF with the files of
-    `pull_helpers.FILES`."""
+    """The hub of the fixture `hub`, plus the repository User/Repo-GGUF with the files of `pull_helpers.FILES`."""
     from pull_helpers import FILES
 
     hub.add("User/Repo-GGUF", dict(FILES))

@@ -79,8 +79,7 @@ def test_score_named_reports_and_scores_each_predictor_in_order(analysis: Study)
 
 
 def kinds(sizes: dict[str, list[int]]) -> Trace:
-    """Returns a random trace. `sizes` maps each kind of text to the number of decoded tokens of each of its
-    requests."""
+    """Returns a random trace. `sizes` maps each kind of text to the numbers of decoded tokens in its requests."""
     labels = [kind for kind, lengths in sizes.items() for _ in lengths]
     wanted = [length for lengths in sizes.values() for length in lengths]
     whole = random_trace(n_sequences=len(wanted), n_prefill=2, n_decode=max(wanted))

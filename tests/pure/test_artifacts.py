@@ -72,7 +72,7 @@ def test_find_searches_the_given_folder_the_models_folder_and_the_users_folder(
     first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
     assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
-    (artifacts.user_folder / "y").mkdir()  # a folder with this name does not count as a file
+    (artifacts.user_folder / "y").mkdir()  # a folder with this name is not treated as a file
     assert list(artifacts.find("y")) == []
 
 
@@ -134,7 +134,7 @@ def test_writable_folder_falls_back_to_the_users_folder(
     # The model's artifact folder now exists, but is not writable.
     assert artifacts.writable_folder() == artifacts.user_folder
     monkeypatch.setattr(os, "access", access)
-    # The models folder now counts as part of the package, where moegguf writes nothing.
+    # The models folder is now treated as part of the package, where moegguf writes nothing.
     monkeypatch.setattr(moegguf, "__path__", [str(models)])
     assert artifacts.writable_folder() == artifacts.user_folder
 

@@ -139,7 +139,7 @@ async def test_batch_expires_after_its_window_and_keeps_its_answers(tmp_path: Pa
 async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path) -> None:
     """Restarts the server while "bob" is the current owner.
 
-    The batches continue, and still belong to "ann", who made them.
+    The batches continue, and still belong to "ann", who created them.
     """
     lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
     before, endpoint = Endpoint(), Endpoint()
@@ -302,7 +302,7 @@ async def test_deleted_file_counts_as_storage_while_used_by_a_batch(tmp_path: Pa
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
         batches_of_it = [found.create(CHAT, input_id) for _ in range(2)]
-        stored(found, [b"y" * 2000])  # two batches share the file, so its bytes count once
+        stored(found, [b"y" * 2000])  # two batches share the file, so its bytes are counted once
         await until(lambda: endpoint.running == 1)
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
@@ -335,7 +335,7 @@ async def test_event_loop_is_not_blocked_while_a_journal_is_read(
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await reading.wait()
-        found.cancel(batch)  # Cancelling ends the step that reads the journal. The next step opens the journal again.
+        found.cancel(batch)  # Cancelling ends the step that reads the journal. The next step reopens the journal.
         await asyncio.sleep(0)
         assert batch.status == "cancelling"
         read_on.set()

@@ -1,4 +1,4 @@
-"""Tests `moegguf bench` without computing: the order of runs, the contents of rows, and the output formats.
+"""Tests `moegguf bench` without running a model: the order of runs, the contents of rows, and the output formats.
 
 Memory limits are tested in folders that imitate cgroups. One test drops a file from the page cache.
 """

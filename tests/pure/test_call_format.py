@@ -124,7 +124,7 @@ def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
         begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
         return prompt[:begin], whole[begin : whole.rindex("</TOOLCALL>") + len("</TOOLCALL>")]
     n_end = len(os.path.commonprefix([whole[begin:][::-1], other[::-1]]))
-    # True if the answer continues thinking that the end of the prompt does not close.
+    # True if the prompt ends with an unclosed thinking section, which the answer continues.
     goes_on = THOUGHT in whole and "</" not in prompt[begin:]
     prompt_end = prompt if goes_on else prompt[:begin]
     answer = whole[begin : mark_end(whole, len(whole) - n_end)]
@@ -270,9 +270,9 @@ MARKS = [
 
 
 def random_answers(name: str, n: int) -> list[str]:
-    """Returns n answers made of random marks. If the template renders calls, adds n damaged calls.
+    """Returns n answers made of random delimiters. If the template renders calls, adds n damaged calls.
 
-    Each damaged call is cut short, or has a mark inserted.
+    Each damaged call is cut short, or has a delimiter inserted.
     """
     form, rng = answer_format(TEMPLATES[name]), random.Random(name)
     marks = [form.text_open, form.text_close, *form.endings, *MARKS]
@@ -302,8 +302,8 @@ def test_parser_reads_random_marks_without_an_error_for_every_cut(name: str) -> 
 def test_text_with_a_call_mark_but_no_call_is_parsed_as_text(name: str) -> None:
     format_of = answer_format(TEMPLATES[name])
     form = format_of.tools[0]
-    # The closing mark is not tested in templates whose messages have headers, because there it is a control token that
-    # ends a message.
+    # The closing delimiter is not tested in templates whose messages have headers, because there it is a control token
+    # that ends a message.
     for mark in filter(None, (form.open, "" if format_of.channels else form.close)):
         answer = f"It writes {mark} before a call, and this is none."
         assert parsed(name, list(answer)) == (answer, "", [])
@@ -348,7 +348,7 @@ def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
     begun = accepted(matcher, f"{text}{mark} is a mark")
     assert text + mark == begun.rstrip() and not matcher.finished
     answer = written(name, message_of(CALLS["one"]))[1]
-    # The rendered answer lacks the mark if the prompt already ends with the mark.
+    # The rendered answer lacks the delimiter if the prompt already ends with it.
     answer = answer[answer.index(mark) :] if mark in answer else mark + answer
     whole = text + answer.replace("call00000", "call00001").rstrip()
     begun = accepted(Matcher(found, BYTES), whole)

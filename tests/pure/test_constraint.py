@@ -1,4 +1,4 @@
-"""Tests that constraints are made only if needed, and that following or refusing a schema takes limited time."""
+"""Tests that constraints are created only if needed, and that following or refusing a schema takes a limited time."""
 
 import contextlib
 import functools
@@ -42,8 +42,8 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 def longest_step_s(form: Any, text: bytes) -> float:
     """Returns the duration of the longest step, in seconds. A step computes a mask and accepts the next byte of `text`.
 
-    Stops at the first byte that the grammar does not allow, or when the schema is refused. The unfinished step counts,
-    too.
+    Stops at the first byte that the grammar does not allow, or when the schema is refused. The unfinished step is
+    included.
     """
     begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
@@ -217,7 +217,7 @@ COSTLY = (
 
 @pytest.mark.parametrize("pattern", COSTLY)
 def test_costly_pattern_takes_less_than_a_second_per_token(pattern: str) -> None:
-    """A costly pattern may also be refused. Neither a step nor a refusal takes a second."""
+    """An expensive pattern may also be refused. Neither a step nor a refusal takes a second."""
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 

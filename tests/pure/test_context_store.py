@@ -1,4 +1,4 @@
-"""Tests the folder of kept contexts. A written block is read back unchanged or counts as missing.
+"""Tests the folder of kept contexts. A written block is read back unchanged or treated as missing.
 
 Several stores that use one folder share its limit.
 """

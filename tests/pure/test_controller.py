@@ -70,7 +70,7 @@ def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
     run_pass(controller, Phase.PREFILL, pass_=2, sequence=1)
     assert store.named("scores")[3:] == [None]
     run_pass(controller, Phase.DECODE, pass_=3, sequence=1)
-    assert policy.calls == 12  # prompts call the policy, too
+    assert policy.calls == 12  # the policy is called for prompts, too
 
 
 FOUR_PERIODS = WatchdogOptions(

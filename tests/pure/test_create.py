@@ -231,7 +231,7 @@ def test_equal_recipes_have_equal_digests(catalog: Catalog) -> None:
 def test_digest_of_a_name_follows_a_changed_file(catalog: Catalog, file: Path) -> None:
     before = catalog.create("mine", Recipe(from_=str(file), system="x"))
     assert (catalog.find("mine").digest, catalog.find("mine").weights) == (before.digest, before.weights)
-    file.write_bytes(file.read_bytes() + b"more")  # the file's new contents count as a different model
+    file.write_bytes(file.read_bytes() + b"more")  # the file's new contents are treated as a different model
     after = catalog.find("mine")
     assert after.weights == catalog.find(str(file)).digest != before.weights
     assert after.digest != before.digest

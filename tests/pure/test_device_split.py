@@ -265,7 +265,7 @@ def test_divide_ram_slots_gives_both_parts_their_minimum(n_on_cpu: int, n_below:
 
 
 def test_auto_budget_subtracts_other_bytes_in_ram(layout: ExpertLayout) -> None:
-    """RAM also holds the weights, context and buffers of layers that the CPU computes."""
+    """RAM also holds the weights, context and buffers of layers that run on the CPU."""
     how = budgets("25%", "auto", 4096, placement="slots", n_gpu_layers=9)
     most = make_plan(layout, machine(8 * GIB, 8 * GIB), how)
     beside = most.needs.compute_bytes + margin_bytes(GIB)

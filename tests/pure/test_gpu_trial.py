@@ -77,7 +77,7 @@ def test_unpack_runs_once_and_pack_overwrites_no_foreign_folder(
 
 
 class Clock:
-    """A simulated clock. Each step made by `step` advances it by the step's seconds."""
+    """A simulated clock. Each step created by `step` advances it by the step's seconds."""
 
     def __init__(self) -> None:
         self.now, self.ran, self.said = 0.0, list[str](), list[str]()

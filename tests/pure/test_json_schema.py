@@ -206,7 +206,7 @@ VALUES = st.recursive(
 
 
 def some_of(keywords: dict[str, st.SearchStrategy[Any]], **always: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Returns a strategy for schemas with all keywords of `always` and any choice of `keywords`."""
+    """Returns a strategy for schemas with all keywords of `always` and any subset of `keywords`."""
     return st.fixed_dictionaries(always, optional=keywords)
 
 

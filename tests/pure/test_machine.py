@@ -1,7 +1,7 @@
 """Tests free memory and CPUs as read from folders that imitate machines.
 
-In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that was compiled for another
-processor is refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
+In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that was compiled for another CPU is
+refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
 """
 
 import os
@@ -182,7 +182,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
     def read(buffer: np.ndarray[Any, Any]) -> None:
         nonlocal now_s
-        now_s += next(turns_s)  # a turn is slow if other processes occupy the processor
+        now_s += next(turns_s)  # a turn is slow if other processes occupy the CPU
         read_bytes.append(buffer.nbytes)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now_s)
@@ -193,7 +193,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries that need AVX2 and AVX-512. The imitated processor has only AVX2 and FMA."""
+    """A folder of libraries that need AVX2 and AVX-512. The imitated CPU has only AVX2 and FMA."""
     monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
     (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
     return tmp_path
@@ -215,7 +215,7 @@ def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
         (folder / "CPU_FEATURES").write_text(features)
         library.check_processor(folder)
     (folder / "CPU_FEATURES").write_text("avx512f\n")
-    # `folder` has no proc/cpuinfo, so the processor's instructions are unknown.
+    # `folder` has no proc/cpuinfo, so the CPU's instructions are unknown.
     monkeypatch.setattr(library, "read_processor", lambda: read_processor(folder))
     library.check_processor(folder)
     (folder / "CPU_FEATURES").unlink()

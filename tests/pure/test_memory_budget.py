@@ -174,7 +174,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of(n_bytes: int) -> Memory:
-    """Returns memory of n_bytes, all of it free and usable."""
+    """Returns a Memory of n_bytes in total, all of it free."""
     return Memory(n_bytes, n_bytes, "a test", 0)
 
 

@@ -1,4 +1,4 @@
-"""Tests reading and writing of Modelfiles, and the fields that a recipe may have."""
+"""Tests reading and writing of Modelfiles, and the fields that a recipe may contain."""
 
 import warnings
 from contextlib import suppress

@@ -60,7 +60,7 @@ DATA = (  # names of objects whose keys the client chooses, so the keys are not 
 )  # fmt: skip
 
 
-# A body of these paths may have a JSON schema in `format`.
+# A request body for these paths may contain a JSON schema in `format`.
 SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")
 
 

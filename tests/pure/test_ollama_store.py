@@ -21,7 +21,7 @@ GO = "{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"
 
 
 class Store:
-    """Writes blobs and manifests like Ollama."""
+    """Writes blobs and manifests as Ollama does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -46,7 +46,7 @@ from moegguf.serving.worker import open_model
 from moegguf.serving.worker_process import WorkerProcess
 from tools.models import write_projector
 
-TIGHT = 700 << 20  # bytes of free memory, too few for the whole model "large"
+TIGHT = 700 << 20  # free memory in bytes, too little for the whole "large" model
 TRAINED = 32768  # tokens of context
 CONTEXT = 2048
 

@@ -1,7 +1,7 @@
 """Tests the parsing of answers.
 
-The parts of an answer do not depend on its chunks, and text outside of calls and marks is kept. An answer ends before
-the first stop string.
+The parts of an answer do not depend on its chunks, and text outside of calls and delimiters is kept. An answer ends
+before the first stop string.
 """
 
 import time
@@ -141,7 +141,7 @@ def test_parser_result_does_not_depend_on_chunks(template: str, answer: str, siz
 @given(st.sampled_from(ALL[:-1]), anything)
 def test_parser_loses_no_text(template: str, answer: str) -> None:
     text, thinking, calls = split(template, [answer])
-    if not calls:  # only the thinking marks may be missing; blanks are not compared
+    if not calls:  # only the thinking delimiters may be missing; whitespace is not compared
         assert "".join((thinking + text).split()) in ("".join(answer.split()), unmarked(answer))
 
 
@@ -205,7 +205,7 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """Feeds a filter with `text`, cut at places that `cuts` selects. Returns the filter's output, and the filter."""
+    """Feeds `text` to a filter, split at places selected by `cuts`. Returns the filter's output, and the filter."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])
@@ -220,8 +220,8 @@ def test_stop_strings_end_the_text_before_the_first_match(stops: list[str], text
     whole, _ = fed(stops, text, [])
     assert whole == text[: min(places, default=len(text))]
     assert bool(filtered.found) == bool(places)
-    # Cuts may change the end of the text. A short stop string ends the text at once, even if a longer stop string began
-    # before it.
+    # The cuts may affect where the text ends. A short stop string ends the text at once, even if a longer stop string
+    # began before it.
     assert whole.startswith(out) or out.startswith(whole)
     assert not any(stop in out for stop in stops if stop)
 

@@ -87,7 +87,7 @@ def planned(
 ) -> Plan:
     """Plans for a device with room for a share of the experts and everything else.
 
-    If the share is None, the device has only half of the room that everything else needs.
+    If the share is None, the device has only half the room that everything else needs.
     """
     needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)

@@ -48,7 +48,7 @@ def test_recorder_writes_the_observed_trace(
 ) -> None:
     """A trace is written in blocks of passes.
 
-    The first block may have no pass of several sequences, although a later block has one.
+    The first block may contain no pass with several sequences, although a later block does.
     """
     monkeypatch.setattr(recorder, "BLOCK_PASSES", block_passes)
     session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), inputs=True)

@@ -1,6 +1,6 @@
 """Tests files that moegguf opens without being given their paths.
 
-A pipe, folder or device in place of such a file is an error or counts as missing.
+A pipe, folder or device in place of such a file causes an error or is treated as missing.
 """
 
 from __future__ import annotations

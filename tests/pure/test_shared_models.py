@@ -1,6 +1,6 @@
 """Tests names that refer to the same files and share one worker process.
 
-The tests check when the model is reloaded, when the process ends, and how the statistics are counted.
+The tests check when the model is reloaded, when the process exits, and how the statistics are counted.
 """
 
 import asyncio

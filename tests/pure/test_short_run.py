@@ -1,5 +1,6 @@
-"""Tests tools/gpu/short_run.py: time limits of steps, outcomes written as soon as a part ends, and the results
-table."""
+"""Tests tools/gpu/short_run.py: time limits of steps, outcomes written as soon as a part finishes, and the results
+table.
+"""
 
 import json
 import time

@@ -166,7 +166,7 @@ def test_render_writes_parts_of_arguments_as_json_and_keeps_their_types() -> Non
 
 @pytest.mark.parametrize("kind", RENDERED)
 def test_render_passes_conversation_and_options_to_the_template(kind: str) -> None:
-    """The marks `^` and `$` in expected texts stand for the beginning and end of the prompt."""
+    """The characters `^` and `$` in expected texts stand for the beginning and end of the prompt."""
     template, messages, options, expected = RENDERED[kind]
     assert expected in f"^{render(template, messages, **options)}$"
 

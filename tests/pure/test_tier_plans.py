@@ -1,4 +1,4 @@
-"""Tests plans of two tiers: slots on a GPU, slots in RAM, and refused budgets."""
+"""Tests plans with two tiers: slots on a GPU, slots in RAM, and refused budgets."""
 
 import math
 import re

@@ -1,10 +1,11 @@
 """Two minutes of load on a server: many clients of every API, killed workers, and changing budgets. Some clients
-disconnect before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the seconds.
+disconnect before their answer ends. The test does not run by default; `make soak` runs it. MOEGGUF_SOAK sets the
+seconds.
 
 The test checks that
 
 - every answer is equal to the answer that a single client receives;
-- no more answers are lost than the killed workers can have been computing;
+- no more answers are lost than the killed workers can have been generating;
 - clients receive no error other than "busy";
 - memory stays within the budget;
 - no process or temporary file is left over.
@@ -43,7 +44,7 @@ MEMORY = 512 << 20  # bytes of memory for all models together
 PROCESS_BYTES = 200 << 20
 REFUSED = (404, 503)  # statuses of a budget change while the model is being reloaded
 
-# Answers are computed one at a time if the processor lacks batch-invariant kernels.
+# Answers are generated one at a time if the CPU lacks batch-invariant kernels.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 

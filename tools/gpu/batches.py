@@ -1,7 +1,7 @@
 """Compares the logits of several sequences between moegguf with slots for some experts and plain llama.cpp.
 
-`python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join one
-after another, one sequence is replaced, and some passes contain several tokens of each sequence. For each number of
+`python -m tools.gpu.batches '<case as JSON>'` runs the same passes twice, in two processes. Sequences join one after
+another, one sequence is replaced, and some passes contain several tokens of each sequence. For each number of
 sequences, the program prints as JSON whether both systems' logits are bit-identical.
 """
 
@@ -52,7 +52,7 @@ def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Ite
 
 
 def digests(llm: Llama, n_sequences: int) -> list[str]:
-    """Returns a SHA-256 digest of the logits of each pass."""
+    """Returns a SHA-256 digest of each pass's logits."""
     found = list[str]()
     llm.context.clear()
     for chunks in schedule(n_sequences, np.random.default_rng(n_sequences), llm.n_vocab()):
@@ -66,10 +66,10 @@ def digests(llm: Llama, n_sequences: int) -> list[str]:
 
 
 def compute(case: Case) -> dict[str, Any]:
-    """Loads the model and computes the passes for each number of sequences. Returns {number of sequences: digests},
-    with "n_ubatch" and, for moegguf, "evictions".
+    """Loads the model and runs the passes for each number of sequences. Returns {number of sequences: digests}, with
+    "n_ubatch" and, for moegguf, "evictions".
 
-    The caller has set MOEGGUF_HOOKS for the system. Raises the errors of `Llama`.
+    The caller has set MOEGGUF_HOOKS for the system. Propagates errors from `Llama`.
     """
     case = replace(case, device=device_of(case))
     options: dict[str, Any] = {

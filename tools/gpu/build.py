@@ -34,7 +34,7 @@ class Backend:
 def cuda(architecture: str) -> Backend:
     """Returns the CUDA build for an architecture ("90" is compute capability 9.0) or for several ("80;90").
 
-    Compiling for one architecture takes tens of minutes of processor time. Raises the errors of `nvcc`.
+    Compiling for one architecture takes tens of minutes of CPU time. Propagates errors from `nvcc`.
     """
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     wheel = next(_cublas_wheels(), None)
@@ -53,10 +53,10 @@ def cuda(architecture: str) -> Backend:
 
 
 def to_carry(backend: Backend) -> Backend:
-    """Returns `backend` as a small build for the processors of today's servers, not for this machine's processor.
+    """Returns `backend` as a small build for the CPUs of today's servers, not for this machine's CPU.
 
-    The servers are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's flash attention kernels,
-    which the measurements do not use.
+    These are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's flash attention kernels, which the
+    measurements do not use.
     """
     extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
     flags = ["-DGGML_NATIVE=OFF", "-DGGML_CUDA_FA=OFF", *(f"-DGGML_{name}=ON" for name in extensions)]
@@ -162,7 +162,7 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
 
 
 def build_programs(folder: Path, architecture: str) -> None:
-    """Builds `micro` and `libcalls.so` of the short run into `folder`. Raises subprocess.CalledProcessError."""
+    """Builds `micro` and `libcalls.so` for the short run in `folder`. Raises subprocess.CalledProcessError."""
     ggml = ROOT / "build/vendor/llama.cpp/ggml/include"
     common = [str(nvcc()), "-O2", "-std=c++17", f"-arch=sm_{architecture}"]
     micro = [

@@ -24,7 +24,7 @@ class Case:
     all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True
     options: dict[str, Any] | None = None  # moegguf: keyword arguments of Llama
-    link: str = ""  # link speed ("8GB/s") of a simulated device that is used instead of `device`; "": none
+    link: str = ""  # link speed ("8GB/s") of a simulated device that is used instead of `device`; "": not simulated
     n_prompt: int = 512
     n_prompts: int = 3  # number of timed prompts, after one cold prompt that is not counted
     n_decode: int = 192

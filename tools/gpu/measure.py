@@ -1,8 +1,8 @@
 """Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON object for each part.
 
 moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then greedy decoding token by token.
-Each timed part begins after the store's pending work has ended. If the case has `hold` and a limit, the process first
-allocates the device's memory above the limit, to imitate a smaller card.
+Each timed part begins after the store's pending work has finished. If the case has `hold` and a limit, the process
+first allocates the device's memory above the limit, to imitate a smaller card.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Upstream(Llama):
 
 class Held:
     """Allocates device memory until at most `keep_free_bytes` are free. The memory stays allocated until the process
-    ends."""
+    exits.
+    """
 
     def __init__(self, device: Device, keep_free_bytes: int) -> None:
         ggml = library.ggml()
@@ -91,7 +92,7 @@ def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
 
 
 def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
-    """Returns the value for -ncmoe: the number of leading layers whose experts llama.cpp computes on the CPU.
+    """Returns the value for -ncmoe: the number of leading layers whose experts llama.cpp runs on the CPU.
 
     Layers without experts are counted, too.
     """
@@ -119,7 +120,7 @@ def load(case: Case) -> Llama:
 
 
 def settle(llm: Llama) -> None:
-    """Waits for the store's pending transfers to end, so that they do not slow the next timed part."""
+    """Waits for the store's pending transfers to finish, so that they do not slow down the next timed part."""
     if llm.session is not None:
         llm.session.store.drain()
 
@@ -206,8 +207,9 @@ def device_of(case: Case) -> str:
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:
-    """Measures the case and yields each part of the result as soon as it is known. Raises the errors of `load`, and
-    MemoryError."""
+    """Measures the case and yields each part of the result as soon as it is known. Propagates errors from `load`, and
+    raises MemoryError.
+    """
     case = replace(case, device=device_of(case))
     device = find_gpus(case.device)[0]
     if case.hold and case.limit_bytes is not None:

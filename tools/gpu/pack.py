@@ -1,10 +1,10 @@
-"""Makes a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
+"""Creates a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
 
 The trial's folder contains an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake,
 ninja and Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and
 starts `tools/gpu_trial.py` from the sources.
 
-python -m tools.gpu.pack FOLDER        # the folder of the short run, with the library of `make check-cuda`
+python -m tools.gpu.pack FOLDER        # the folder for the short run, with the library of `make check-cuda`
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 
 
 def pack(folder: Path) -> int:
-    """Makes the trial's folder and returns its size in bytes.
+    """Creates the trial's folder and returns its size in bytes.
 
     Raises ValueError if `folder` contains other files or becomes too large.
     """
@@ -150,7 +150,7 @@ def pack(folder: Path) -> int:
 
 
 def pack_short_run(folder: Path, library: Path) -> int:
-    """Makes the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
+    """Creates the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
 
     Raises ValueError if `folder` contains other files or becomes too large.
     """
@@ -177,7 +177,7 @@ def _size(folder: Path, most_bytes: int) -> int:
 
 
 def main() -> int:
-    """Makes the short run's folder. Returns the exit status."""
+    """Creates the short run's folder. Returns the exit status."""
     folder = Path(sys.argv[1])
     try:
         print(f"{pack_short_run(folder, CARRIED) / 1e6:.1f} MB in {folder}: run {folder}/{SHORT_RUN} beside the card")

@@ -1,8 +1,8 @@
-"""The plan of the short run on a card: the steps in order, with their times, processes and predicted figures.
+"""The plan for the short run on a card: the steps in order, with their times, processes and predicted figures.
 
-Each step has a share of the time. A step must end when the shares of this step and all earlier steps are used up. In
-each turn, a step runs each of its parts once. The predictions were written down before any run, for cards with PCIe 5.0
-x16 and fast memory (H100, H200). Some figures have no prediction.
+Each step has a share of the time. A step must finish before the shares of this step and all earlier steps are used up.
+In each turn, a step runs each of its parts once. The predictions were written down before any run, for cards with PCIe
+5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Makes the parts of each step."""
+    """Creates the parts of each step."""
 
     setting: Setting
     models: Path

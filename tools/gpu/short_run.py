@@ -30,7 +30,7 @@ from tools.gpu.short_table import figures_of, table, turns_differ
 from tools.gpu.steps import Outcome, State
 
 LOG_BYTES = 4000  # number of bytes at the end of a process's log that are searched for an error
-LEAST_S = 2.0  # a part begins only if at least this time is left
+LEAST_S = 2.0  # a part starts only if at least this much time is left
 NO_CARD = 3  # exit status of tools/gpu/micro.cu on a machine without a card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
 STATUS_OF_TEST = re.compile(r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
@@ -59,8 +59,9 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
-    """Yields each step with its end in seconds: the sum of the shares up to and including this step, limited to
-    `total_s`."""
+    """Yields each step with its deadline in seconds: the sum of the shares up to and including this step, limited to
+    `total_s`.
+    """
     so_far_s = 0.0
     for step in plan:
         so_far_s += step.share_s
@@ -201,7 +202,7 @@ class Runner:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its children, unless the process has ended."""
+    """Kills a process and its children, unless the process has exited."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -247,7 +248,7 @@ def run(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs every call without an outcome, as long as its step has time left. Ends early if the device is missing."""
+    """Runs every call without an outcome, as long as its step has time left. Stops early if the device is missing."""
     begin = clock()
     for step, end_s in ends(plan, total_s):
         say(f"{clock() - begin:5.0f} s  {step.name}: {step.question}")

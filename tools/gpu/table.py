@@ -32,7 +32,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Returns the tokens per second of steady decoding; 0 if none was measured."""
+        """Returns the speed of steady decoding in tokens per second, or 0 if it was not measured."""
         return float(self.result.get("steady_tokens_per_s", 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
+"""Generates random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
 The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. With such bytes, every matrix would have one
 common direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16
@@ -57,7 +57,7 @@ class BlockPools:
     def deltas(self, tensor: Tensor) -> Iterator[memoryview]:
         """Yields the bytes of a tensor: views into its pool, and zeros for the zero rows of each matrix.
 
-        The bytes do not depend on the order in which the tensors are made.
+        The bytes do not depend on the order in which the tensors are generated.
         """
         pool = self._pool(tensor)
         n_blocks, block_bytes = pool.shape

@@ -48,7 +48,7 @@ def gated_attention(shape: Shape) -> Named:
 
 
 def indexer(shape: Shape) -> Named:
-    """Yields the tensors of the indexer of qwen4exp, which chooses the tokens that sparse attention reads."""
+    """Yields the tensors of qwen4exp's indexer, which chooses the tokens that sparse attention reads."""
     yield "indexer.q_proj.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_embd)
     yield "indexer.k_proj.weight", (shape.indexer_head_size, shape.n_embd)
     yield "indexer.q_norm.weight", (shape.indexer_head_size,)
@@ -102,7 +102,7 @@ def compress_ratio(shape: Shape, il: int) -> int:
 
 
 def compressed_attention(shape: Shape, il: int) -> Named:
-    """Yields the tensors of one layer's attention in DeepSeek V4. Layers compress keys by different ratios."""
+    """Yields the tensors of one layer's attention in DeepSeek V4. Layers compress keys at different ratios."""
     n_q = shape.n_head * shape.n_embd_head
     yield "attn_sinks.weight", (shape.n_head,)
     yield "attn_q_a.weight", (shape.n_lora_q, shape.n_embd)

@@ -2,9 +2,9 @@
 
 The process draws router logits for each layer and expert. The experts with the largest logits are chosen. A logit is a
 sum of three independent Gaussian parts. The constant part is the popularity of the expert. The slow part is the topic,
-an AR(1) process that decays over `memory_tokens`. The third part is drawn anew for each token. The parts' shares of the
-variance were fitted so that LRU eviction has about the published hit rates. The program predictors/study/synthesize.py
-draws from the process. Models written by tools/make_model.py route like the process.
+an AR(1) process that decays over `memory_tokens`. The third part is drawn independently for each token. The parts'
+shares of the variance were fitted so that LRU eviction has about the published hit rates. The program
+predictors/study/synthesize.py samples from the process. Models written by tools/make_model.py imitate it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Locality:
 
     @property
     def own(self) -> float:
-        """Returns the share of a logit's variance that is drawn anew for each token."""
+        """Returns the share of a logit's variance that is drawn independently for each token."""
         return 1 - self.constant - self.slow
 
 

@@ -63,7 +63,7 @@ def _add_metadata(writer: GGUFWriter, kind: str, n_embd_text: int) -> None:
 
 def _names_and_dims(kind: str, n_embd_text: int) -> Iterator[tuple[str, Dims]]:
     yield "v.patch_embd.weight", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
-    if kind == "qwen2vl_merger":  # each of two video frames has a matrix; an image counts as both frames
+    if kind == "qwen2vl_merger":  # each of two video frames has a matrix; an image is used as both frames
         yield "v.patch_embd.weight.1", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
     else:
         yield "v.position_embd.weight", ((IMAGE_SIZE // PATCH_SIZE) ** 2, N_EMBD)

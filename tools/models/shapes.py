@@ -29,7 +29,7 @@ ROPE_FREQ_BASE = 1_000_000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the part.
+    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the corresponding part.
 
     Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` is used instead.
 
@@ -111,7 +111,7 @@ class Shape:
 
     @property
     def n_embd_out(self) -> int:
-        """Returns the number of columns of attention's output matrix: the total width of all heads' values."""
+        """Returns the number of columns in attention's output matrix: the total width of all heads' values."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 
@@ -621,8 +621,8 @@ PRESETS: dict[str, Shape] = {
     ),
 }
 
-# The published locality that a preset imitates by default. A preset that is not listed, such as a tiny one, has none:
-# its routing depends only on random weights.
+# The published locality that a preset imitates by default. Presets that are not listed, such as the tiny ones, imitate
+# no locality: their routing depends only on random weights.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

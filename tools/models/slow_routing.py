@@ -1,4 +1,5 @@
-"""Makes weights for random models that reuse experts from token to token like a real model (`tools.models.locality`).
+"""Generates weights for random models that reuse experts from token to token like a real model
+(`tools.models.locality`).
 
 The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is the same for
 all tokens, and `token` is different for each token. Both come from the token's embedding. The first layer's attention
@@ -43,21 +44,20 @@ LONGEST_CONTEXT = 8192
 # Factor on queries in the attention of all layers but the first. Each head then attends to only a few tokens, which
 # change at every step, so that greedy decoding does not loop.
 SHARPNESS = 4.0
-# Factor on the variance of the part that is drawn anew for each token. Without this factor, the hit rate of LRU
-# eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. There are two reasons: with
-# few dimensions, experts' logits depend on each other, and sampled tokens repeat.
+# Factor on the variance of the part that is drawn independently for each token. Without this factor, the hit rate of
+# LRU eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. There are two reasons:
+# with few dimensions, experts' logits depend on each other, and sampled tokens repeat.
 OWN_GAIN = 1.08
 # Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
 # of later layers are scaled up.
 GROWTH_PER_LAYER = 0.37
-# Factor on a delta net's values before SiLU, and the gate input at which SiLU is 1.
-VALUE_REACH = 8.0
-OPEN_GATE = 1.2784645
+VALUE_REACH = 8.0  # factor on a delta net's values before SiLU
+OPEN_GATE = 1.2784645  # gate input at which SiLU is 1
 
 
 @dataclass(frozen=True)
 class SlowRouting:
-    """Makes the tensors that give a random model's routing its locality. `qtype` is the token embeddings' type."""
+    """Generates the tensors that give a random model's routing its locality. `qtype` is the token embeddings' type."""
 
     shape: Shape
     locality: Locality

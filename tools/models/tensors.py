@@ -24,17 +24,18 @@ QUANTS = {
     "f16": QType.F16,
     "bf16": QType.BF16,
 }
-PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations in which all matrices have one type, except F32 ones
+PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations that use one type for all matrices that are not F32
 
 # llama.cpp's tensor_type_fallback: types for rows whose length is not a multiple of 256
 ROW_FALLBACK = {
     QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
 }  # fmt: skip
 
-# {role of a matrix: gain}; other roles have the gain 1. Weights have a standard deviation of gain / sqrt(columns). The
+# {role of a matrix: gain}; other roles have a gain of 1. Weights have a standard deviation of gain / sqrt(columns). The
 # tokens of one text share much of attention's output, so the gain of `attn_output` sets how similar their routing is.
-# With 0.7, tokens route almost independently. With 1.4, most tokens use a few experts. With 0.9, LRU has a hit rate of
-# 75 % with slots for 37 % of the experts. The gain of `output` sets how peaked the distribution of the next token is.
+# With 0.7, tokens are routed almost independently. With 1.4, most tokens use the same few experts. With 0.9, LRU has a
+# hit rate of 75 % with slots for 37 % of the experts. The gain of `output` sets how peaked the distribution of the next
+# token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"

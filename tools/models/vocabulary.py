@@ -1,4 +1,4 @@
-"""Makes a byte-level BPE vocabulary of any size from 259 up that encodes and decodes all UTF-8, without a corpus.
+"""Builds a byte-level BPE vocabulary of any size from 259 up that encodes and decodes all UTF-8, without a corpus.
 
 The order of tokens is: 256 bytes, pieces and words that merges produce, filler words, and three special tokens of
 ChatML. No merge produces a filler word, so a model can generate it but the tokenizer never returns it.

@@ -1,6 +1,6 @@
 """Writes the GGUF file of a random model, in one or several shards: metadata and tensor data.
 
-Most tensor data are streamed from the block pools. `Weights` makes the rest, such as norms and routers.
+Most tensor data are streamed from the block pools. `Weights` generates the rest, such as norms and routers.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 
 @dataclass(frozen=True)
 class Weights:
-    """Makes the bytes of each tensor.
+    """Generates the bytes of each tensor.
 
     A tensor contains values for the locality, F32 values, a table of expert ids for each token, or blocks from the
     pools.

@@ -1,4 +1,4 @@
-"""Makes GGUF files with damaged headers: reads a file, applies one to three random changes, and writes the result.
+"""Creates GGUF files with damaged headers: reads a file, applies one to three random changes, and writes the result.
 
 Imports nothing from moegguf.
 """

@@ -37,7 +37,7 @@ class TensorEntry:
 
     @property
     def n_bytes(self) -> int:
-        """Returns the size in bytes of a tensor with this shape and type. A type that does not exist counts as F32."""
+        """Returns the size in bytes of a tensor with this shape and type. An unknown type is treated as F32."""
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.raw_type)]
         except ValueError:

@@ -160,7 +160,7 @@ def add_pair(header: Header, random: Random) -> Header:
 
 
 def swap_values(header: Header, random: Random) -> Header:
-    """Exchanges the values of two keys."""
+    """Swaps the values of two keys."""
     first = header.pairs[_pick(header, random)]
     second = header.pairs[_pick(header, random)]
     names = {first.key: second, second.key: first}

@@ -32,7 +32,7 @@ class RoundedVector {
     float step() const { return step_; }
 
   private:
-    std::vector<int16_t> values_; // kept between calls, so that its memory is allocated only once
+    std::vector<int16_t> values_; // kept between calls, so that most calls allocate no memory
     float step_ = 0.0f;
 };
 

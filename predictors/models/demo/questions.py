@@ -23,7 +23,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
     """Returns the conversations in a file. A line with `messages` is one conversation.
 
-    Any other line has an `answer` and a list `ask`, and stands for one conversation per question in `ask`.
+    Any other line has an `answer` and a list `ask`, and represents one conversation per question in `ask`.
     """
     conversations = []
     for entry in lines(path):

@@ -1,4 +1,4 @@
-"""Makes conversations with made-up tools, so that tool definitions in a prompt do not confuse the trained model.
+"""Generates conversations with made-up tools, so that tool definitions in a prompt do not confuse the trained model.
 
 The model is too small to copy names and values out of its prompt. A training run with 200 tool calls taught it the form
 of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small for tools. It also
