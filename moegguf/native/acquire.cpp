@@ -132,8 +132,9 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     const int32_t * phases = batched ? event.phases.data() : nullptr;
     if (placed && store.forecaster.on()) {
         const float * inputs = store.forecaster.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        store.forecaster.routing(event.il, {event.n_tokens, announced.sequence, sequences}, event.ids,
-                                 event.n_expert_used, inputs, event.n_embd, context.pass.number);
+        store.forecaster.routing(
+            {event.il, event.ids, event.n_expert_used, inputs, event.n_embd, event.scores, event.n_scored},
+            {event.n_tokens, announced.sequence, sequences}, context.pass.number);
     }
     if (store.events.on()) {
         const float * inputs = store.events.wants_inputs(event.n_tokens) ? event.inputs : nullptr;

@@ -1,6 +1,9 @@
 // forecaster.cpp: implements forecaster.h: the ring of records, the predictor thread, and its prefetches.
 #include "forecaster.h"
 
+#include "router_scores.h"
+#include "switches.h"
+
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -60,12 +63,15 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     lockstep_ = chosen->flags & MOEGGUF_PREDICT_LOCKSTEP;
     on_ = true;
     wants_inputs_ = factory.type->needs_inputs;
+    const bool scores = is_on(Remedy::graph_scores) && factory.type->takes_scores;
+    scored_layers_ = scores && options_.window <= most_scored_layers ? options_.window : 0;
 }
 
 void Forecaster::stop() {
     on_ = false;
     lockstep_ = false;
     wants_inputs_ = false;
+    scored_layers_ = 0;
     {
         std::lock_guard<std::mutex> lock(inbox_mutex_);
         stopping_ = true;
@@ -101,19 +107,26 @@ void Forecaster::announce(const PassTokens & of, uint64_t pass) {
     }
 }
 
-void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used,
-                         const float * inputs, int n_embd, uint64_t pass) {
-    post(of, il, pass, [&](Record & record) {
-        record.n_expert_used = n_expert_used;
-        record.n_embd = n_embd;
+void Forecaster::routing(const RouterChoice & choice, const PassTokens & of, uint64_t pass) {
+    post(of, choice.il, pass, [&](Record & record) {
+        const auto append = [](auto & to, const auto * from, int index, int n) {
+            to.insert(to.end(), from + size_t(index) * n, from + size_t(index + 1) * n);
+        };
+        record.n_expert_used = choice.n_expert_used;
+        record.n_embd = choice.n_embd;
+        record.n_scored = choice.scores ? choice.n_scored : 0;
+        const int row = layout_.row_of[choice.il];
         for (const LastToken & last : record.last) {
-            const int32_t * ids = expert_ids + size_t(last.index) * n_expert_used;
-            record.ids.insert(record.ids.end(), ids, ids + n_expert_used);
-            if (inputs) {
-                const float * input = inputs + size_t(last.index) * n_embd;
-                record.inputs.insert(record.inputs.end(), input, input + n_embd);
+            append(record.ids, choice.expert_ids, last.index, choice.n_expert_used);
+            if (choice.inputs) { append(record.inputs, choice.inputs, last.index, choice.n_embd); }
+            const float * scores = choice.scores;
+            for (int at = row + 1; at <= row + record.n_scored; at++) {
+                const int n_expert = layout_.layers[layout_.moe_layers[at]].n_expert;
+                append(record.scores, scores, last.index, n_expert);
+                scores += size_t(of.n_tokens) * n_expert;
             }
         }
+        if (record.n_scored > 0) { count(shared_.counters.forecast_scored); }
     });
 }
 
@@ -159,6 +172,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     record.tokens.clear();
     record.ids.clear();
     record.inputs.clear();
+    record.scores.clear();
     try {
         choose_last(of, record);
         fill(record);
@@ -216,10 +230,16 @@ void Forecaster::follow(const Record & record, bool newest) {
         compare(record);
         select_sequences(record);
         for (size_t i = 0; i < selected_.size(); i++) { // each predictor gets only its own sequence's choices
-            const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
-            predictors_[selected_[i]].predictor->on_routing(
-                {record.il, record.last[i].n_tokens, record.ids.data() + i * record.n_expert_used, record.n_expert_used,
-                 has_input ? record.inputs.data() + i * record.n_embd : nullptr, record.n_embd});
+            const LastToken & last = record.last[i];
+            Observation seen{record.il, last.n_tokens, record.ids.data() + i * record.n_expert_used};
+            seen.n_expert_used = record.n_expert_used;
+            seen.n_embd = record.n_embd;
+            seen.n_scored = record.n_scored;
+            if (last.n_tokens == 1 && !record.inputs.empty()) { seen.input = record.inputs.data() + i * record.n_embd; }
+            if (last.n_tokens == 1 && !record.scores.empty()) {
+                seen.scores = record.scores.data() + i * (record.scores.size() / record.last.size());
+            }
+            predictors_[selected_[i]].predictor->on_routing(seen);
         }
         row_ = layout_.row_of[record.il];
     }

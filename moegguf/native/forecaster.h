@@ -22,6 +22,19 @@ struct PassTokens {
     const int32_t * tokens = nullptr;    // [n_tokens] token ids; NULL: unknown
 };
 
+// A router's choice in a layer, with the input of the router, or with scores that were computed from the input.
+struct RouterChoice {
+    int il = -1;
+    const int32_t * expert_ids = nullptr; // [n_tokens][n_expert_used]
+    int n_expert_used = 0;
+    const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; NULL: not known, or not needed
+    int n_embd = 0;
+    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_tokens][n_expert of the layer], for
+    // these inputs. NULL: not known.
+    const float * scores = nullptr;
+    int n_scored = 0;
+};
+
 // Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were actually
 // used. This is needed because only the order of a predictor's probabilities is reliable, and predictions further ahead
 // are less certain. Each distance in layers has its own bins of equal width; distances of n_distances or more share
@@ -90,11 +103,11 @@ class Forecaster {
     // Compute threads call the following functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
+    // Returns the number of later layers whose routers the graphs of layers on a device should multiply with the
+    // layer's input; 0: none.
+    int scored_layers() const { return scored_layers_; }
     void announce(const PassTokens & of, uint64_t pass);
-    // Records a router's choice. expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd]; NULL: not known, or
-    // wants_inputs() is false.
-    void routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used, const float * inputs,
-                 int n_embd, uint64_t pass);
+    void routing(const RouterChoice & choice, const PassTokens & of, uint64_t pass); // records a router's choice
     void keep_step(); // waits until all predictions are made, if MOEGGUF_PREDICT_LOCKSTEP is set
 
   private:
@@ -116,10 +129,14 @@ class Forecaster {
         int n_sequences = 0; // number of sequences in the pass
         int n_expert_used = 0;
         int n_embd = 0;
+        int n_scored = 0;            // number of later layers in `scores`
         std::vector<LastToken> last; // last token of each kept sequence (see choose_last())
         std::vector<int32_t> tokens; // known tokens of the kept sequences, one sequence after another
         std::vector<int32_t> ids;    // [last.size()][n_expert_used] experts of the tokens in `last`
         std::vector<float> inputs;   // [last.size()][n_embd] router inputs of the tokens in `last`, or empty
+        // [last.size()][n_scored][n_expert of the layer] scores of the routers of later layers for the tokens in
+        // `last`, or empty
+        std::vector<float> scores;
     };
     struct PredictorFactory {
         const PredictorType * type;
@@ -167,6 +184,7 @@ class Forecaster {
     std::mutex control_; // lets only one set() run at a time
     std::atomic<bool> on_{false};
     std::atomic<bool> wants_inputs_{false};
+    std::atomic<int> scored_layers_{0};
     std::atomic<bool> lockstep_{false};
     std::atomic<bool> prefetching_{true};
 

@@ -39,6 +39,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size)
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
     if (address == MAP_FAILED) { return nullptr; }
+    ((Store *)buft->context)->router_scores.forget(); // a model is loaded, which has its own routers
     ggml_backend_buffer_i iface = {};
     iface.free_buffer = [](ggml_backend_buffer_t buffer) { munmap(buffer->context, mapped_bytes(buffer->size)); };
     iface.get_base = [](ggml_backend_buffer_t buffer) { return buffer->context; };
@@ -78,7 +79,9 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
 }
 
-constexpr int waits_word = 0; // index into the op_params of a slot-id node; the word is 1 if experts may be missing
+// Indices into the op_params of a slot-id node. The words before them hold the offset of a view.
+constexpr int waits_word = 2;  // the word is 1 if experts may be missing
+constexpr int scores_word = 3; // the word is the number of later layers whose routers' scores follow the ids in memory
 
 void synchronize(ggml_backend_t backend) {
     if (backend) { ggml_backend_synchronize(backend); }
@@ -103,6 +106,16 @@ const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, st
 }
 
 // Functions that change a graph.
+
+// Returns the number of later layers whose routers' scores the graph of layer il should compute; 0: none. Scores are
+// computed only in passes of a few tokens, which compute from slots on a device.
+int scored_layers(const Store & store, int il, const ggml_tensor * input) {
+    const int window = store.context.scored_layers, n_tokens = (int)input->ne[1];
+    const Tier & tier = store.tiers.of(il);
+    const bool in_slots = &tier != store.tiers.on_cpu && &store.tiers.of(il, n_tokens) == &tier;
+    if (window == 0 || !in_slots || !store.forecaster.wants_inputs(n_tokens)) { return 0; }
+    return store.router_scores.n_layers(il, input, window, tier.pool()->memory().device);
+}
 
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
@@ -181,6 +194,13 @@ bool must_stop(Context & context, const ggml_tensor * t) {
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
 
+// Returns true if the forecaster needs the router's input for this choice. It does not need the input if it gets
+// scores, nor in the last layer with experts.
+bool forecast_needs_input(const Store & store, const Choice & choice) {
+    const bool is_last = choice.il == store.layout.moe_layers.back();
+    return store.forecaster.wants_inputs(choice.n_tokens) && !choice.scores && !is_last;
+}
+
 // Sets the router's weights and inputs in `choice`, if an observer needs them. Both tensors are sources of the node `t`
 // (moegguf_slot_ids).
 void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backend, Choice & choice) {
@@ -190,7 +210,7 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
         choice.weights = floats(t->src[1], n, backend, context.weights);
     }
     const int n_tokens = choice.n_tokens;
-    if ((store.events.wants_inputs(n_tokens) || store.forecaster.wants_inputs(n_tokens)) && t->src[2]) {
+    if ((store.events.wants_inputs(n_tokens) || forecast_needs_input(store, choice)) && t->src[2]) {
         choice.n_embd = (int)t->src[2]->ne[0];
         choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, backend, context.inputs);
     }
@@ -212,7 +232,7 @@ ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
 
 // Acquires the experts whose ids the node `t` has computed, and replaces the ids with slot ids. If the ids are in
 // device memory, they are copied to the host and back. If the backend is known, its stream makes both copies, and this
-// thread waits only for the copy to the host.
+// thread waits only for the copy to the host. The scores of later layers' routers are in the same copy.
 void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
     Store & store = context.store;
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);
@@ -222,12 +242,16 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     choice.wait_kinds = store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
     choice.ids_in_place = in_place;
     choice.stream = store.layout.has_experts(il) ? stream_of(backend, store.tiers.of(il)) : nullptr;
+    const ggml_tensor * whole = t->op == GGML_OP_VIEW ? t->view_src : t; // the ids, and the scores if there are some
     if (!in_place) {
+        const size_t n_whole = ggml_nbytes(whole);
         ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
-        choice.ids = context.ids.space(device, n);
-        backend ? ggml_backend_tensor_get_async(backend, t, choice.ids, 0, n_bytes)
-                : ggml_backend_tensor_get(t, choice.ids, 0, n_bytes);
+        choice.ids = context.ids.space(device, n_whole / sizeof(int32_t));
+        backend ? ggml_backend_tensor_get_async(backend, whole, choice.ids, 0, n_whole)
+                : ggml_backend_tensor_get(whole, choice.ids, 0, n_whole);
     }
+    choice.n_scored = t->op_params[scores_word];
+    if (choice.n_scored > 0) { choice.scores = (const float *)(choice.ids + n); }
     read_details(context, t, backend, choice);
     synchronize(backend);
     store.acquire(choice);
@@ -286,13 +310,14 @@ extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, voi
     Store & of = ((moegguf_store *)store)->store;
     of.context.scheduler = sched;
     of.context.passed_over = of.passed_over();
+    of.context.scored_layers = of.forecaster.scored_layers();
     ggml_backend_sched_set_callback_version(sched, &of.n_bindings);
 }
 
 extern "C" bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store) {
     if (eval != moegguf_eval) { return true; }
     const Store & of = ((moegguf_store *)store)->store;
-    return of.context.passed_over == of.passed_over();
+    return of.context.passed_over == of.passed_over() && of.context.scored_layers == of.forecaster.scored_layers();
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }
@@ -308,14 +333,19 @@ extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor 
 }
 
 extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor * w, ggml_tensor * expert_ids,
-                                          ggml_tensor * weights, ggml_tensor * input, int il) {
+                                          ggml_tensor * weights, ggml_tensor * input, ggml_tensor * router, int il) {
     Store * store = store_of(w);
     if (!store) { return nullptr; }
+    store->router_scores.keep(il, router);
     if (store->passes_over(store->tiers.of(il))) {
         ggml_format_name(expert_ids, "%s%d", own_ids_node, il);
         return nullptr;
     }
-    ggml_tensor * ids = ggml_cont(ctx, expert_ids);
+    const int n_scored = scored_layers(*store, il, input);
+    ggml_backend_dev_t device = store->tiers.of(il).pool()->memory().device;
+    ggml_tensor * joined =
+        n_scored > 0 ? store->router_scores.join(ctx, expert_ids, input, il, n_scored, device) : nullptr;
+    ggml_tensor * ids = joined ? joined : ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // a source of the node stays in memory until the hook reads it
     ids->src[2] = input;
@@ -323,6 +353,7 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     // read the ids that the hook writes.
     if (store->streamed->computes_on_arrival(il)) { ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor(); }
     ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();
+    ids->op_params[scores_word] = joined ? n_scored : 0;
     return ids;
 }
 
@@ -343,7 +374,8 @@ extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
     };
     for (int i = 0; i < graph->n_nodes; i++) {
         ggml_tensor * t = graph->nodes[i];
-        if (t->op == GGML_OP_CONT && t->op_params[waits_word] && layer_of(t, ids_node) >= 0) {
+        const bool has_words = t->op == GGML_OP_CONT || t->op == GGML_OP_VIEW;
+        if (has_words && t->op_params[waits_word] && layer_of(t, ids_node) >= 0) {
             end_layer();
             delayed.start_layer(t);
         } else if (delayed.must_follow(t)) {

@@ -64,7 +64,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 27
+#define MOEGGUF_ABI_VERSION 28
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -182,8 +182,9 @@ struct moegguf_counters {
     uint64_t events_dropped;   // events that were dropped because the listener was too slow, or memory ran out
     // Number of experts that the native predictor ranked best: n_expert_used per layer and sequence.
     uint64_t forecast_picks;
-    uint64_t forecast_right; // number of forecast_picks that the router chose
-    uint64_t forecast_ns;    // time spent predicting
+    uint64_t forecast_right;  // number of forecast_picks that the router chose
+    uint64_t forecast_ns;     // time spent predicting
+    uint64_t forecast_scored; // routing events whose graph computed the scores of later layers' routers
     // The following fields are gauges: current values, not sums.
     uint64_t chunks_reading;
     uint64_t queue_needed;
@@ -585,12 +586,13 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, con
 
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
-// memory until then. Returns NULL if the graph selects matrices by expert_ids. This is the case if no store holds `w`.
-// While Remedy::shared_ids is on, it is also the case if every expert of the layer's tier is complete in its own slot
-// and nothing observes its events.
+// memory until then. router: the layer's router; NULL: the router is not one matrix. The graphs of earlier layers
+// multiply with the router if the predictor uses such scores. Returns NULL if the graph selects matrices by expert_ids.
+// This is the case if no store holds `w`. While Remedy::shared_ids is on, it is also the case if every expert of the
+// layer's tier is complete in its own slot and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
-                                                  struct ggml_tensor * input, int il);
+                                                  struct ggml_tensor * input, struct ggml_tensor * router, int il);
 
 // Returns a graph node that is a view of slot_ids, for the multiplications. If kernels cannot wait for matrices, the
 // hook waits at this node.

@@ -31,6 +31,7 @@ Store::Store(const moegguf_config & config)
       streamed(make_streamed_supply(layout, shared, transfers, tiers.on_cpu)),
       staged(make_staged_supply(layout, shared, transfers, tiers)),
       forecaster(layout, shared, tiers, transfers),
+      router_scores(layout),
       buft_(make_reserved_buft(this)) {
     try {
         shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});

@@ -5,6 +5,7 @@
 
 #include "events.h"
 #include "forecaster.h"
+#include "router_scores.h"
 #include "supply.h"
 
 namespace moegguf {
@@ -73,6 +74,7 @@ class Store {
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
+    RouterScores router_scores;
     // A counter that increases before pool tensors move to other memory, which makes all earlier graphs invalid.
     uint64_t n_bindings = 0;
 

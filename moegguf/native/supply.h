@@ -65,6 +65,10 @@ struct Choice {
     const float * weights = nullptr;
     const float * inputs = nullptr; // [n_tokens][n_embd] router inputs; nullptr: not needed or not available
     int n_embd = 0;
+    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_tokens][n_expert of the layer], for
+    // this layer's inputs. nullptr: the graph does not compute them.
+    const float * scores = nullptr;
+    int n_scored = 0;
 };
 
 struct Event : Choice {
@@ -121,12 +125,13 @@ struct Failure {
     uint64_t given_up = 0;    // value of Shared::given_up at the last call of note_failures()
 };
 
-// Host memory for expert ids that are copied between a device and the compute thread. The memory is pinned if
-// Remedy::pinned_ids is on and the device supports this. The device then copies directly.
+// Host memory for expert ids that are copied between a device and the compute thread, and for the scores that are
+// copied with the ids. The memory is pinned if Remedy::pinned_ids is on and the device supports this. The device then
+// copies directly.
 class HostIds {
   public:
-    // Returns memory for n ids of a device. Calls for one device share the memory until a call needs more. The earlier
-    // memory then stays allocated. Throws Error(MEMORY) if the system refuses memory.
+    // Returns memory for n ids and scores of a device. Calls for one device share the memory until a call needs more.
+    // The earlier memory then stays allocated. Throws Error(MEMORY) if the system refuses memory.
     int32_t * space(ggml_backend_dev_t device, size_t n);
 
   private:
@@ -174,7 +179,8 @@ struct Context {
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // scheduler that runs the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
-    HostIds ids;                              // host copies of ids that are in device memory
+    int scored_layers = 0;                    // value of Forecaster::scored_layers() when that graph was built
+    HostIds ids;                              // host copies of ids and scores that are in device memory
     std::vector<float> weights;               // host copy of routing weights that are in device memory
     std::vector<float> inputs;                // host copy of router inputs that are in device memory
 };

@@ -23,12 +23,17 @@ enum class Remedy : uint32_t {
     // Layers multiply by the router's own ids, without a copy of the ids, if every expert of their tier is in its own
     // slot and nothing observes routing events.
     shared_ids = 32,
+    // The graph of a layer on a device computes the scores of the next layers' routers for the predictor `skip`. The
+    // scores are copied with the expert ids. Off: the layer's router input is copied, and the predictor's thread
+    // computes the scores.
+    graph_scores = 64,
 };
 
-constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32;
-// All remedies except own_copies are on by default. With own_copies, two threads use one backend's stream, and no test
-// on a GPU has shown that this is safe.
-constexpr uint32_t default_remedies = all_remedies & ~(uint32_t)Remedy::own_copies;
+constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64;
+// All remedies except own_copies and graph_scores are on by default. With own_copies, two threads use one backend's
+// stream, and no test on a GPU has shown that this is safe. With graph_scores, a simulated device was not 5 % faster
+// (docs/gpu.md).
+constexpr uint32_t default_remedies = all_remedies & ~((uint32_t)Remedy::own_copies | (uint32_t)Remedy::graph_scores);
 
 inline uint32_t read_switches() {
     const char * bits = getenv("MOEGGUF_SWITCHES");

@@ -124,7 +124,7 @@ struct LinkDevice {
     LinkDirection to_device, to_host;
     std::atomic<double> copy_bytes_per_ns{4}; // measured speed of copies within this machine's memory
     Ranges allocated, pinned;                 // the device's allocated memory; the pinned host memory
-    std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_launches_beside_copies{0};
+    std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_copies_to_host{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
     std::mutex mutex; // guards the following two fields
     std::minstd_rand delays;
@@ -275,6 +275,7 @@ void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_
 void get_async(ggml_backend_t backend, const ggml_tensor * t, void * data, size_t offset, size_t n) {
     LinkDevice & device = of(backend).device;
     const void * from = address(t, offset);
+    device.n_copies_to_host += 1;
     push_copy(of(backend), [&device, data, from, n] {
         if (device.bears_copy(from, n)) { device.copy(device.to_host, data, from, n); }
     });
@@ -531,6 +532,7 @@ void read_figures(LinkDevice & device, moegguf_link_figures & out) {
     out.launches = device.n_launches;
     out.replays = device.n_replays;
     out.copies = device.n_copies;
+    out.copies_to_host = device.n_copies_to_host;
     out.launches_beside_copies = device.n_launches_beside_copies;
     snprintf(out.fault, sizeof(out.fault), "%s", device.first_fault().c_str());
 }

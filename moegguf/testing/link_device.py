@@ -45,6 +45,7 @@ class LinkFigures:
     launches: int
     replays: int
     copies: int
+    copies_to_host: int
     launches_beside_copies: int
     fault: str
 
@@ -57,6 +58,7 @@ def link_figures(name: str) -> LinkFigures:
         launches=read.launches,
         replays=read.replays,
         copies=read.copies,
+        copies_to_host=read.copies_to_host,
         launches_beside_copies=read.launches_beside_copies,
         fault=read.fault.decode(),
     )

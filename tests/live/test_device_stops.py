@@ -1,31 +1,37 @@
 """Tests the cost of layers with slots on a device.
 
 A pass does not copy any adapter to the device. Ids are copied only if an expert has no slot, or while the store is
-watched. Remedies, which shorten the device's waits for experts, do not change a single bit.
+watched. Remedies, which shorten the device's waits for experts, do not change a single bit. Prediction in the graph
+adds no stop and no copy.
 """
 
 import ctypes as c
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from answering import answers_together, ask, endless
 from own_process import in_new_process
 from rpc_device import on_servers
 from running import Llama, Logits, TinyModel, greedy_logits, hooks_off, share_for, write_adapter
 
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.engine import solver
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
-from moegguf.testing.link_device import add_link_device
+from moegguf.testing.link_device import add_link_device, link_figures
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}  # the bits of SWITCHES in tools/gpu/short_plan.py
+# The bits of SWITCHES in tools/gpu/short_plan.py
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
 
 
 def strict_devices(n: int) -> list[str]:
@@ -137,7 +143,7 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
         return in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
 
 
-@pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdef"])
+@pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefg"])
 def test_remedies_change_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:
@@ -150,3 +156,134 @@ def test_remedies_change_no_bit(
 
 def test_every_remedy_has_a_switch() -> None:
     assert library.load().moegguf_switches() == sum(REMEDIES.values())
+
+
+# Prediction in the graph
+
+N_MEASURED = 12
+SKIP = {"predictor": "skip", "prefetch": PrefetchOptions(watchdog=False)}
+IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefg"))
+INPUTS = str(sum(REMEDIES[letter] for letter in "abdef"))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The logits of a run on strict devices, and counts: of the devices for the last tokens, of the store for all."""
+
+    logits: Logits
+    n_launches: int
+    n_copies_to_host: int
+    counters: dict[str, int]
+
+
+def run_with_prediction(path: Path, options: dict[str, Any], n_devices: int = 1, n_slots: int = 24) -> Predicted:
+    """Evaluates greedy tokens with `n_slots` slots on strict devices, and all experts in RAM.
+
+    The measured tokens never wait for the file, so that only the ids of each layer stop the device.
+    """
+    names = strict_devices(n_devices)
+    budgets = {"vram_cache": share_for(path, n_slots, names[0]), "expert_cache": "100%", "placement": "slots"}
+    split = {"n_gpu_layers": -1, "tensor_split": [1, 1]} if n_devices == 2 else {}
+    store = StoreOptions(device=names[0] if n_devices == 1 else None, staging=0)
+    with Llama(path, policy="lru", store=store, **budgets, **split, **options, **OPTIONS) as llm:
+        llm.n_batch = 1
+        llm.session.store.drain(10)
+        found = greedy_logits(llm, n_new=24)
+        before = [link_figures(name) for name in names]
+        for token in range(N_MEASURED):
+            llm.eval([token])
+        after = [link_figures(name) for name in names]
+        assert [figures.fault for figures in after] == [""] * n_devices
+        assert llm.stats().evictions > 0
+        return Predicted(
+            np.concatenate([found, llm.scores[llm.n_tokens - N_MEASURED : llm.n_tokens]]),
+            sum(b.launches - a.launches for a, b in zip(before, after, strict=True)),
+            sum(b.copies_to_host - a.copies_to_host for a, b in zip(before, after, strict=True)),
+            llm.session.store.counters(),
+        )
+
+
+def predicted(path: Path, switches: str, *arguments: Any) -> Predicted:
+    """Calls `run_with_prediction` in a process with these switches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEGGUF_SWITCHES", switches)
+        return in_new_process(run_with_prediction, path, *arguments)
+
+
+def right(counters: dict[str, int]) -> float:
+    """Returns the share of predicted experts that the router chose."""
+    return counters["forecast_right"] / counters["forecast_picks"]
+
+
+def test_prediction_in_the_graph_adds_no_stop_and_no_copy(tiny: TinyModel) -> None:
+    path = tiny("tiny-mix", "q4_k_m")
+    layers = [each for each in read_layout(path).layers if each.n_expert > 0]
+    without = predicted(path, IN_GRAPH, {"predictor": "none"})
+    inputs, in_graph = (predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH))
+    for each in (inputs, in_graph):
+        assert np.isfinite(each.logits).all() and np.array_equal(each.logits, without.logits)
+        assert each.n_launches == without.n_launches >= N_MEASURED * len(layers)
+        assert each.counters["prefetch_started"] > 0
+    assert without.counters["forecast_picks"] == without.counters["prefetch_started"] == 0
+    assert in_graph.n_copies_to_host == without.n_copies_to_host
+    # The last layer predicts nothing.
+    assert inputs.n_copies_to_host - without.n_copies_to_host == N_MEASURED * (len(layers) - 1)
+    n_passes = in_graph.counters["passes"]
+    assert inputs.counters["forecast_scored"] == 0
+    assert in_graph.counters["forecast_scored"] == n_passes * (len(layers) - 1)
+    # Only the rounding of the routers differs.
+    assert abs(right(in_graph.counters) - right(inputs.counters)) < 0.02
+
+
+@pytest.mark.parametrize("preset", ["tiny-gpt-oss", "tiny-deepseek2", "tiny-glm4moe"])
+def test_scores_of_other_routers_predict_like_their_inputs(tiny: TinyModel, preset: str) -> None:
+    """Routers with a bias, with groups, or with a sigmoid."""
+    path = tiny(preset)
+    inputs, in_graph = (predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH))
+    assert np.array_equal(in_graph.logits, inputs.logits)
+    assert in_graph.counters["forecast_scored"] > 0 == inputs.counters["forecast_scored"]
+    assert abs(right(in_graph.counters) - right(inputs.counters)) < 0.03
+
+
+def test_layers_before_another_device_predict_from_inputs(tiny: TinyModel) -> None:
+    path = tiny()
+    n_layer = read_layout(path).n_layer
+    without, in_graph = (predicted(path, IN_GRAPH, each, 2, 36) for each in ({"predictor": "none"}, SKIP))
+    assert np.array_equal(in_graph.logits, without.logits)
+    assert in_graph.n_launches == without.n_launches
+    # The window is two layers. Some layers have a layer of the window on the other device.
+    assert 0 < in_graph.counters["forecast_scored"] < in_graph.counters["passes"] * (n_layer - 1)
+    assert in_graph.counters["prefetch_started"] > 0
+
+
+def answer_together(path: Path, options: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """Returns three answers that are decoded together on a strict device, and the store's counters.
+
+    Passes of up to four tokens compute from slots, as on CUDA.
+    """
+    solver.slot_tokens = lambda device: 4  # type: ignore[attr-defined]
+    [device] = strict_devices(1)
+    budgets = {"vram_cache": share_for(path, 32, device), "expert_cache": "100%", "placement": "slots"}
+    more = OPTIONS | {"logits_all": False, "n_seq_max": 3, "flash_attn": None}
+    with Llama(path, policy="lru", store=StoreOptions(device=device, staging=0), **budgets, **options, **more) as llm:
+        requests = [
+            ask(prompt="", context=(7, 8 + i), max_tokens=24, n_logprobs=5, logit_bias=endless(llm)) for i in range(3)
+        ]
+        received = answers_together(llm, requests)
+        assert link_figures(device).fault == ""
+        return [(each.error, each.text, each.logprobs) for each in received], llm.session.store.counters()
+
+
+def test_scores_of_several_sequences_come_from_the_graph(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny()
+    found = {}
+    for name, switches, options in (("", IN_GRAPH, {"predictor": "none"}), ("in", INPUTS, SKIP), ("g", IN_GRAPH, SKIP)):
+        monkeypatch.setenv("MOEGGUF_SWITCHES", switches)
+        found[name] = in_new_process(answer_together, path, options)
+    answers, counters = found["g"]
+    assert answers == found[""][0] == found["in"][0]
+    assert [error for error, *_ in answers] == [None] * 3
+    assert counters["tokens"] > 2 * counters["passes"], "most passes have three tokens"
+    assert counters["forecast_scored"] == counters["passes"] * (read_layout(path).n_layer - 1)
+    assert counters["prefetch_started"] > 0
+    assert abs(right(counters) - right(found["in"][1])) < 0.03

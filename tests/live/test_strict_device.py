@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from answering import DEMO, Received, Scripted, TinyModel, answers_together, ask, endless
 from eager import Eager
-from own_process import in_own_process
+from own_process import in_new_process, in_own_process
 from pictures import message, png
 from running import Llama, Meddler, greedy_logits, random_prompt, share_for, write_adapter
 from test_drafts import CODE, Recalled
 from test_vision import KINDS, Projector, answer, last_logits
 
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.generate import drafting
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Request, Sampling
@@ -30,6 +31,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import LinkFigures, add_link_device, link_figures
+from tools.gpu.short_plan import switch_bits
 from tools.models import PRESETS, QUANTS
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "verbose": False, "placement": "slots"}
@@ -308,6 +310,27 @@ def test_pools_that_change_in_size_have_the_resident_bits(tiny: TinyModel, prese
 def test_staged_prompts_have_the_resident_bits(tiny: TinyModel, preset: str, n_devices: int) -> None:
     split = {"n_gpu_layers": -1, "tensor_split": [1, 1]} if n_devices == 2 else {}
     in_own_process(compare, tiny(preset), turns, n_devices, logits_all=True, **split)
+
+
+def compare_predicting(path: Path, scenario: Scenario) -> None:
+    """Calls `compare` with prefetches of the predictor `skip`, whose scores the device's graphs compute."""
+
+    def predicting(llm: Llama) -> Outcome:
+        outcome, counters = scenario(llm), llm.session.store.counters()
+        acted = counters["forecast_scored"], counters["forecast_right"], counters["prefetch_started"]
+        assert all(acted) or llm.stats().evictions == 0
+        return outcome
+
+    prefetch = PrefetchOptions(watchdog=False)
+    compare(path, predicting, logits_all=True, policy="lru", predictor="skip", prefetch=prefetch)
+
+
+@pytest.mark.parametrize("scenario", [turns, resizing])
+def test_prediction_in_the_graph_has_the_resident_bits(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, scenario: Scenario
+) -> None:
+    monkeypatch.setenv("MOEGGUF_SWITCHES", str(switch_bits("abdefg")))
+    in_new_process(compare_predicting, tiny("tiny-mix", "q4_k_m"), scenario)
 
 
 def compare_all(paths: list[Path]) -> None:

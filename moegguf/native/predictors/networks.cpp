@@ -44,10 +44,21 @@ enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3,
 
 // Skip prediction: applies a later layer's router to an earlier router's input. It computes the scores by which
 // llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert whose
-// score is 1/k of the sum of all scores gets the probability 0.5.
+// score is 1/k of the sum of all scores gets the probability 0.5. If the graph has multiplied with the routers already,
+// its products are used (router_scores.h).
 class Skip final : public InputPredictor {
   public:
     Skip(const Layout & layout, const Arrays & arrays);
+
+    void on_token(int token) override {
+        InputPredictor::on_token(token);
+        seen_ = {};
+    }
+
+    void on_routing(const Observation & seen) override {
+        InputPredictor::on_routing(seen);
+        seen_ = seen;
+    }
 
     bool predict(int il, int distance, float * probabilities) override;
 
@@ -58,8 +69,11 @@ class Skip final : public InputPredictor {
         const float * choice_bias = nullptr;
     };
 
+    // Computes a router's logits for the last observed layer. Returns false if they are not known, or not finite.
+    bool compute_logits(int il, int distance, float * logits) const;
     void keep_best_groups(float * scores, int n_expert);
 
+    Observation seen_;            // the last observation in the pass
     std::vector<Router> routers_; // [n_layer]; a layer without a router has a matrix with 0 rows
     const int gating_, n_group_, n_group_used_;
     std::vector<float> group_, best_; // scratch
@@ -95,14 +109,27 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
     order_.resize(n_group_);
 }
 
+bool Skip::compute_logits(int il, int distance, float * logits) const {
+    const ByteMatrix & router = routers_[il].logits;
+    const int row = layout_.row_of[il], from = row - distance;
+    if (router.n_rows == 0 || from < 0) { return false; }
+    const int source_il = layout_.moe_layers[from];
+    if (seen_.scores && seen_.n_tokens == 1 && seen_.il == source_il && distance <= seen_.n_scored) {
+        const float * scores = seen_.scores;
+        for (int at = from + 1; at < row; at++) { scores += layout_.layers[layout_.moe_layers[at]].n_expert; }
+        for (int e = 0; e < router.n_rows; e++) { logits[e] = scores[e] + (router.bias ? router.bias[e] : 0.0f); }
+        return std::all_of(logits, logits + router.n_rows, [](float x) { return std::isfinite(x); });
+    }
+    if (source() != source_il) { return false; }
+    multiply(router, input(), false, logits);
+    return true;
+}
+
 bool Skip::predict(int il, int distance, float * probabilities) {
     const Router & router = routers_[il];
-    if (source() < 0 || router.logits.n_rows == 0 || layout_.row_of[source()] + distance != layout_.row_of[il]) {
-        return false;
-    }
-    const int n = router.logits.n_rows;
     float * scores = probabilities;
-    multiply(router.logits, input(), false, scores);
+    if (!compute_logits(il, distance, scores)) { return false; }
+    const int n = router.logits.n_rows;
     if (gating_ == sigmoid_gating) {
         std::transform(scores, scores + n, scores, [](float x) { return 0.5f + 0.5f * std::tanh(0.5f * x); });
     } else if (gating_ == sqrt_softplus_gating) {
@@ -253,7 +280,7 @@ class ExpertMlp final : public Predictor {
 
 } // namespace
 
-const PredictorType skip_predictor = {"skip", true, false, make_predictor<Skip>};
+const PredictorType skip_predictor = {"skip", true, false, make_predictor<Skip>, true};
 const PredictorType mlp_predictor = {"mlp", true, false, make_predictor<Mlp>};
 const PredictorType expert_mlp_predictor = {"expert-mlp", false, false, make_predictor<ExpertMlp>};
 

@@ -25,6 +25,10 @@ struct Observation {
     // input is available.
     const float * input = nullptr;
     int n_embd = 0;
+    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_expert of the layer], for the
+    // router's input at this layer. They lack the routers' biases. NULL: like `input`.
+    const float * scores = nullptr;
+    int n_scored = 0;
 };
 
 // A predictor object follows the passes of one sequence, or of several sequences one after another. All calls come from
@@ -105,6 +109,7 @@ struct PredictorType {
     bool needs_inputs;   // true: the predictor needs router inputs
     bool sees_next_pass; // true: after the last layer, the predictor also predicts the next pass
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
+    bool takes_scores = false; // true: the predictor can use scores of later layers' routers in place of inputs
 };
 
 extern const PredictorType previous_token_predictor, token_table_predictor, affinity_predictor,
