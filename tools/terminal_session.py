@@ -1,4 +1,4 @@
-"""Records a terminal session as an SVG image. Needs the packages of the extra "test".
+"""Records a terminal session as an SVG image. Needs the packages that `moegguf[test]` installs.
 
     python -m tools.terminal_session docs/session.svg
 

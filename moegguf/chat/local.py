@@ -143,7 +143,7 @@ class LocalModel:
 
     @property
     def stats(self) -> Stats | None:
-        """The counters since the load, or None while no model is loaded."""
+        """The counters since the model was loaded, or None while no model is loaded."""
         return self._state.stats if self._state else None
 
     @property

@@ -103,8 +103,8 @@ class ChatModel:
         return [*facts, f"in the server at {url}"] if url else facts
 
     def statistics(self, *, with_load: bool) -> list[str]:
-        """Returns lines about the last answer, or [] if there was no answer since the load. `with_load`: True to
-        include the time of a load that preceded the answer."""
+        """Returns lines about the last answer, or [] if there has been no answer since the model was loaded.
+        `with_load`: True to include the time of a load that preceded the answer."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
         if (answer := self._last) is None:

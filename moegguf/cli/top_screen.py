@@ -1,5 +1,5 @@
-"""The screen of `moegguf top`. For each model it shows the current numbers and the numbers since the load, sparklines,
-and the map of experts.
+"""The screen of `moegguf top`. For each model it shows the current numbers, the numbers since the model was loaded,
+sparklines, and the map of experts.
 
 The module turns facts from `/live` into texts for the package rich, and does no I/O.
 """
@@ -88,8 +88,8 @@ class ModelView:
         return text
 
     def figures(self, width: int) -> Table:
-        """Returns the table of numbers: hit rate, bytes read per token and stall, now and since the load, and the
-        latest speed.
+        """Returns the table of numbers: hit rate, bytes read per token and stall, now and since the model was
+        loaded, and the latest speed.
 
         Sparklines are added if the width leaves space for them. There is a row for each tier if there are
         several, and a row for staging if prompts are staged.

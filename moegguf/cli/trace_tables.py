@@ -169,7 +169,8 @@ def _decided(row: Row) -> tuple[str, str, str]:
 def _gap(rows: Sequence[Row], row: Row) -> str:
     """Returns the share of the gap between LRU and Belady's bound that a row closes, as text.
 
-    Returns "" for LRU and Belady themselves. Also returns "" for prefetching, which can exceed the bound of eviction.
+    Returns "" for LRU and Belady themselves. Also returns "" for rows with prefetching. The bound applies only to
+    eviction, and prefetching can exceed it.
     """
     ahead = row.simulated is not None and row.simulated.whole.bytes_prefetched > 0
     closed = None if ahead or row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)

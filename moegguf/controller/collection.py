@@ -18,7 +18,7 @@ from moegguf.controller.weights import Weights
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
-# Name of the array of entries in a file; files of older versions also have an array with entries of prompts
+# Name of the array of entries in a file; files written by older versions also have an array with entries of prompts
 ENTRIES = "decode"
 
 

@@ -108,7 +108,7 @@ class Requests:
                     self._changed.notify_all()
 
     def begin(self) -> int:
-        """Begins a request of `eval_sequences`, or of an embedding. Returns the request's number."""
+        """Begins a request outside `run`, such as one for `eval_sequences` or an embedding. Returns its number."""
         self.sequence += 1
         return self.sequence
 

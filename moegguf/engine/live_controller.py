@@ -174,8 +174,9 @@ class LiveController:
         """Returns the names of the policy and the predictor to use, and whether to prefetch. A name is ignored if the
         user has passed an object instead.
 
-        plain: measurements are not used. The policy "auto" is then LRU if the model was measured, else next-use.
-        Nothing is predicted unless the options name a predictor or switch prefetching on.
+        plain: the choice does not use the measured hit rates. The policy "auto" is then LRU if a measurement of the
+        model was found, and next-use otherwise. Nothing is predicted unless the options name a predictor or switch
+        prefetching on.
         """
         options, auto = self.options, self.options.policy == AUTO
         measured = self._measured = self._measured if plain else self.artifacts.measured()

@@ -25,7 +25,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def row_pages_bytes(layout: ExpertLayout) -> int:
-    """Returns how many bytes of memory a plan counts for the pages of a model's row tables."""
+    """Returns the number of bytes of memory that a plan allows for the pages of a model's row tables."""
     return min(ROW_PAGES_BYTES, sum(table.n_bytes for table in layout.row_tables))
 
 

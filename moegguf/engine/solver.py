@@ -397,7 +397,9 @@ class Pool:
         return [usual, *larger, *smaller]
 
     def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
-        """Sets `pass_reason` for the tokens of a pass, which were chosen from `found`.
+        """Sets `pass_reason`, the reason for the number of tokens in a pass.
+
+        fit: the chosen fit. found: the fits from which it was chosen.
 
         why: the reason to report if a pass has fewer tokens than usual, and neither the device nor the number of slots
         is the cause.

@@ -21,7 +21,7 @@ def _ratio(a: float, b: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookups:
-    """Figures of slots since the load.
+    """Statistics of slots. Counts and times start when the model is loaded.
 
     A lookup is one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not
     read, and the choices of several tokens are counted as distinct.
@@ -31,7 +31,7 @@ class Lookups:
         hits_ready: lookups that found the whole expert in a slot.
         hits_late: lookups that found the expert on its way to a slot.
         misses: lookups that found neither.
-        evictions: experts that left their slots for other experts.
+        evictions: evicted experts, including those evicted when the number of slots was reduced.
         bytes_missed: bytes moved into the slots for misses; in `Stats`, bytes that were read from the file.
         bytes_prefetched: bytes moved into the slots for prefetches; in `Stats`, bytes that were read from the file.
         stall_s: seconds that compute threads spent waiting for experts.

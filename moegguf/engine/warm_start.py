@@ -28,8 +28,8 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Adds the uses of experts since the load to the uses in earlier runs, whose weight falls with each pass, and saves
-    the sums.
+    """Adds the uses of experts since the model was loaded to the uses in earlier runs, and saves the sums. The weight
+    of earlier runs falls with each pass.
 
     Does nothing if there was no pass, or if every expert has a slot, because uses are then not known.
     """

@@ -120,8 +120,8 @@ class ThinkingBudget:
 
 
 def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
-    """Returns the thinking budget for the answer to `request`. Returns None if the request sets no budget or fills a
-    gap, or if the model's thinking delimiters are unknown.
+    """Returns the thinking budget for the answer to `request`. Returns None if the request sets no budget, if the
+    request has a suffix (fill-in-the-middle), or if the model's thinking delimiters are unknown.
 
     The request may name the delimiters. Otherwise the chat template determines them; for a prompt without a template,
     the model's own template.

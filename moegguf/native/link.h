@@ -3,6 +3,11 @@
 //
 // In real time, a link's own threads carry out its transfers. In virtual time, the clock carries out one transfer of
 // each link at a time (clock.h). Class Link assigns no slots: it queues transfers into slots that are already assigned.
+//
+// If a transfer fails, its slot is marked as failed, and is vacated once it has no pins. A pass that has pinned the
+// slot fails with MOEGGUF_IO. A failed prefetch into a slot that no pass has pinned does not fail a pass. If a pinned
+// slot was requested again after the failed transfer had been queued, the slot is not marked as failed, and another
+// transfer is queued. Streamed matrices get no other transfer.
 #pragma once
 
 #include "tier.h"

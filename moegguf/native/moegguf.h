@@ -11,32 +11,35 @@
 //
 //   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
 //   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
-//   layers share one window of all slots.
+//   layers share one window of all slots. Staging tensors form a resident tier with a window for each tensor, and its
+//   layers use these windows in turn.
 //
-//   Each layer runs on one device. Each device has its own tier for its layers: arenas, residency and numbering
-//   (tier.h). A tier may be filled from slots in host memory, and may have staging tensors for prompts
-//   (staged_supply.cpp).
+//   Each layer belongs to one entry of moegguf_config::devices. Each entry has its own tier for its layers: arenas,
+//   residency and numbering (tier.h). A device may have several entries. A tier may be filled from slots in host
+//   memory, and may have staging tensors for prompts (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
-//      experts that are present. Only then are victims chosen. Slots into which copies are still under way are
-//      unpinned later. A slot that is pinned or being filled keeps its expert.
+//      experts that are present. For a streamed layer, the context leaves some slots unpinned for the stream. Only
+//      then are victims chosen. Slots into which copies are still under way are unpinned later. A slot that is pinned
+//      or being filled keeps its expert.
 //   2. A matrix in a slot becomes READY, with a release operation, after its bytes have been written. The slot's
 //      generation increases whenever the slot is assigned or vacated, which happens only under the store's lock.
 //   3. Unless every expert of the layer's tier is present in its own slot, a compute thread multiplies from a slot only
 //      after its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix
-//      READY with an acquire load. On the CPU, the kernel does this load; on other devices, the load comes before the
-//      kernel. The pin lasts at least until the context's next event. On devices with events, the thread only sees that
-//      the copy was submitted, and its stream waits for the copy. For streamed experts, an acquire load of the stream's
-//      own record replaces READY.
+//      READY with an acquire load. With MOEGGUF_OVERLAP, CPU kernels that can choose the order of their matrices do
+//      this load themselves; otherwise the load comes before the kernel. The pin lasts at least until the context's
+//      next event. If slots on a device with events are filled by copies, the thread only needs to see that the copy
+//      was submitted, and its stream waits for the copy. Copies into staging tensors are an exception: the thread waits
+//      for their end. For streamed experts, an acquire load of the stream's own record replaces READY.
 //   4. A slot from which another slot is filled stays pinned until the other slot is complete or has been vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
-//                      They take the store's lock at a routing event, and to wait for absent matrices. No lock is taken
-//                      for a layer if every expert of its tier is present in its own slot, and nothing observes its
-//                      events.
+//                      They take the store's lock at a routing event, to wait for absent matrices, and to record
+//                      failures. If every expert of a layer's tier is present in its own slot and nothing observes the
+//                      layer's events, the layer takes the lock only to unpin the slots of an earlier layer.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
@@ -88,7 +91,10 @@ enum moegguf_flag {
     MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU kernels support it
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
     MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for only one matrix
-    MOEGGUF_PREEMPT = 1 << 3, // a routing event drops queued prefetches of its layer, except for chosen experts
+    // A routing event drops its layer's requested prefetches that have no slot yet, and the layer's queued prefetches
+    // into slots that are not pinned. Forecasts that have no slot yet stay. Events in resident tiers, and events whose
+    // experts are staged, drop nothing.
+    MOEGGUF_PREEMPT = 1 << 3,
     MOEGGUF_OVERLAP = 1 << 4, // a layer may start running before all of its matrices have arrived
     // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     // that the layer does not need.

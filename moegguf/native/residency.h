@@ -3,9 +3,9 @@
 // In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot, or else the slot
 // of a victim. Each layer has one candidate (eviction_order.h). A slot that is pinned, or into which a transfer is
 // under way, is not a candidate. A slot whose transfers are only queued can be a candidate. The candidate with the
-// lowest policy score is evicted. Equal scores are ordered first, in a sweep, by layer (the layer that is needed last
-// goes first), and then by age. A layer with no more than its share of slots loses one only if no layer above its share
-// has a candidate.
+// lowest policy score is evicted. Among equal scores, a sweep evicts the expert of the layer that is needed last.
+// Otherwise, the least recently used expert is evicted. A layer with no more than its share of slots loses one
+// only if no layer above its share has a candidate.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
 // (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call pin() for the slots of a

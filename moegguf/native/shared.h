@@ -1,5 +1,6 @@
-// shared.h: the state that all parts of one store share: the lock, switches, counters, the clock, and the functions
-// with which compute threads wait.
+// shared.h: the state that most parts of one store share: the lock, flags, the cancel switch, the store-wide counters,
+// the clock, and the functions with which compute threads wait. Each tier has counters of its own (tier.h). The watch
+// switch is in class Store, and the listener's state is in class Events.
 //
 // READY bits (Residency::ready) are read without the lock. A thread that finds a needed bit unset takes the lock and
 // waits on `done`, which is notified at the end of each transfer. The wait also ends when the store is cancelled or is

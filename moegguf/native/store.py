@@ -78,7 +78,7 @@ class StoreOptions:
     repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, if these support the type
     direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix
-    preempt: bool = True  # a routing event drops queued prefetches of its layer, except for chosen experts
+    preempt: bool = True  # a routing event drops queued prefetches of its layer (MOEGGUF_PREEMPT)
     demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
     overlap: bool = True  # a layer may start running before all of its matrices have arrived
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots

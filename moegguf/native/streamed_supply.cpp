@@ -1,7 +1,8 @@
 // streamed_supply.cpp: streams a layer's absent experts through a few slots of the CPU's tier, matrix by matrix. This
-// happens at a routing event of several tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set. While
-// the CPU multiplies by one matrix, readers read the next ones. This is the prefill pipeline of DuoServe-MoE (section
-// 5.2).
+// can happen at a routing event of several tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set.
+// can_stream() lists all conditions: for example, the tier must be filled directly from the file, and kernels must be
+// able to wait for matrices. While the CPU multiplies by one matrix, readers read the next ones. This is the prefill
+// pipeline of DuoServe-MoE (section 5.2).
 //
 // This supply may pin and assign slots of the CPU's tier. It chooses the streamed matrix that readers read next, and
 // the one by which kernels multiply next. When a stream has ended, its last experts keep their slots.

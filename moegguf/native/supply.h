@@ -7,9 +7,9 @@
 // A store has one context, because it serves one llama_context. The context is the state of this llama_context in the
 // store: the announced tokens, the position in a pass, the routing event, the pinned slots, and the failure.
 //
-// A supply may pin slots for a context, assign slots to absent experts, vacate slots, and queue transfers. It reads no
-// file itself. A context belongs to the compute thread, which also records the context's failures. Pins change under
-// the store's lock.
+// A supply may pin slots for a context, assign slots to absent experts, borrow the slots from which it copies, vacate
+// slots, and queue transfers. It reads no file itself. A context belongs to the compute thread, which also records the
+// context's failures. Pins change under the store's lock.
 #pragma once
 
 #include "policies/policy.h"

@@ -1,11 +1,13 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
-// slots are filled. A store has a tier for each device that runs layers. It may also have a tier in RAM that fills the
-// tiers of devices. The staging tensors of a device form another tier, for prompts.
+// slots are filled. A store has a tier for each entry of moegguf_config::devices; a device may have several entries.
+// The store may also have a tier in RAM that fills the tiers of devices. The staging tensors of an entry form another
+// tier, for prompts.
 //
-// Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches,
-// and assigns and borrows the slots in RAM from which device slots are filled. Both kinds of links settle a slot when a
-// transfer into it has ended. A slot that failed is vacated once it has no pins.
+// Supplies pin (class Pinned), assign and unpin the slots of layers. The staged supply also borrows the slots from
+// which it copies. The transfer queue assigns slots to prefetches, and assigns and borrows the slots in RAM from which
+// device slots are filled. Both kinds of links settle a slot when a transfer into it has ended. A slot that failed is
+// vacated once it has no pins.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
 // counted only here: ready hits, late hits (the expert has a slot but is not complete) and misses. A tier queues no
@@ -100,7 +102,8 @@ class Tier {
     int pass_slots = 0;          // number of slots that a pass may need at once; Store::resize() refuses fewer
 
     // The verbs that change a slot. A slot is free, holds an expert, or has a layer's experts streamed through it.
-    // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
+    // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream. In a resident or
+    //   staging tier, an expert can get only its own slot.
     // - borrow makes a slot of another tier the source of a slot. The source is pinned until the slot is complete or
     //   vacated.
     // - pin protects a slot from eviction. Each layer that uses the slot has a pin, and so has each slot that is filled

@@ -76,7 +76,7 @@ class LoadedModel:
     stopping: bool
     queue: int  # number of waiting requests
     n_requests: int
-    stats: Stats  # statistics since the load, as last sent by the worker
+    stats: Stats  # statistics since the model was loaded, as last sent by the worker
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
     decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
     names: tuple[LoadedName, ...] = ()
@@ -100,8 +100,9 @@ class Snapshot:
     layers: tuple[int, ...]  # numbers (il) of the layers that have experts; empty: the model has no expert store
     n_expert: int
     state: bytes  # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`)
-    uses: bytes  # uint32: look-ups since the load; layers that hold every expert may count them only while watched
-    loads: bytes  # uint32: number of times since the load that the expert was assigned a slot
+    # uint32: look-ups since the model was loaded; layers that hold every expert may count them only while watched
+    uses: bytes
+    loads: bytes  # uint32: number of times that the expert was assigned a slot since the model was loaded
     stats: Stats
     busy: bool
     seconds: float  # time since the model was loaded

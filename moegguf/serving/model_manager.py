@@ -94,7 +94,7 @@ class ModelManager:
     measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
     # Lists the GPUs of this machine with their current free memory.
     devices: Callable[[], list[Device]] = query_gpus
-    # Called while a model is read: with its entry, the share that was read, and the seconds since the load began.
+    # Called while a model is read: with its entry, the share that was read, and the seconds since loading began.
     on_load: Callable[[ModelEntry, float, float], object] = _ignore
     # Called with the name of a model and the text of a warning from its process.
     on_warning: Callable[[str, str], object] = _log_warning
@@ -203,8 +203,8 @@ class ModelManager:
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """Returns snapshots of the experts of the loaded model that `entry` uses, or (None) of all loaded models.
 
-        If the entry's name uses no loaded model, returns snapshots of all loaded models with the entry's files. With
-        the setting `tells_clients_apart`, the snapshots count only the requests of the current client.
+        If no loaded model is in use under the entry's name, returns snapshots of all loaded models with the entry's
+        files. With the setting `tells_clients_apart`, the snapshots count only the requests of the current client.
 
         watch_s: for this many seconds, workers count all uses; the caller should call again before this time ends.
         """

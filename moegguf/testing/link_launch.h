@@ -4,8 +4,8 @@
 // file knows nothing about devices, and computes nothing.
 #pragma once
 
-#include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists such uses
-#include "ggml-impl.h"         // ggml_cgraph is not public either
+#include "ggml-backend-impl.h" // ggml_backend_buffer is not part of llama.cpp's public API (see patches/README.md)
+#include "ggml-impl.h"         // ggml_cgraph is not part of the public API either
 
 #include <cstring>
 #include <deque>

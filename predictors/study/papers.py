@@ -134,9 +134,9 @@ _PROMOE = strategy("promoe")
 
 
 def _step(variant: str) -> System:
-    """Returns ProMoE's strategy with the store's switches of `VARIANTS[variant]`.
+    """Returns ProMoE's strategy with the store options of `VARIANTS[variant]`.
 
-    The switch `sweep`, with which the store prefetches and evicts during prompts, is off.
+    The option `sweep` is off. This option changes which experts the store prefetches and evicts during prompts.
     """
     return _PROMOE._replace(store=StoreOptions(**VARIANTS[variant]["store"], sweep=False))
 

@@ -1,6 +1,7 @@
-"""Tests the idle OpenMP team of stores with fewer slots than experts, and the variables that limit spinning.
+"""Tests the idle OpenMP team and the environment variables that limit spinning.
 
-The idle team makes the compute threads spin only briefly before they sleep.
+The team exists while a store has slots in memory, but fewer slots than experts. It makes the compute threads spin only
+briefly before they sleep.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Tests the database of batches: folders of older versions, kills at random moments, other processes, and damage."""
+"""Tests the database of batches: folders from older versions, kills at random moments, damage, other processes."""
 
 import asyncio
 import os

@@ -364,7 +364,7 @@ async def test_batch_files_are_readable_only_by_their_owner(tmp_path: Path, umas
             endpoint.released.set()
             await ended(found, batch)
             assert rights_of_others() == []
-        # Makes all files accessible to other users, as files of older versions may be.
+        # Makes all files accessible to other users, as files written by older versions may be.
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o666)
         (folder / "link").symlink_to(outside := tmp_path / "outside")

@@ -346,7 +346,7 @@ def test_sandbox_process_gets_the_module_path_of_its_parent(monkeypatch: pytest.
     """Uses a folder that this process has added to sys.path, and a Python without sys.executable."""
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # an entry of a wrong type, which Python ignores
+    sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # Python ignores entries of the wrong type
     sandbox_pool.close()
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", "")

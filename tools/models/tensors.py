@@ -89,7 +89,7 @@ def tensors(shape: Shape, quant: str) -> list[Tensor]:
 def model_size_bytes(shape: Shape, quant: str) -> int:
     """Returns the size of all tensors in bytes. Metadata adds a few MB for a large vocabulary.
 
-    A locality makes the first layer a little larger.
+    The first layer of a model with a locality (`tools.models.locality`) is slightly larger.
     """
     return sum(tensor.n_bytes for tensor in tensors(shape, quant))
 

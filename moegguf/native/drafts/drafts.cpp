@@ -170,10 +170,10 @@ struct drafts {
         return fits;
     }
 
-    // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes each sequence's
-    // positions from its first token in the pass on, because they are left over from drafts. If positions before the
-    // pass are missing, as in a restored or copied context, removes the whole sequence, and the heads start over at
-    // this pass.
+    // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes, from each
+    // sequence of the pass, the positions at and after its first token in the pass. They are left over from drafts. If
+    // positions before the pass are missing, as in a restored or copied context, removes the whole sequence, and the
+    // heads start over at this pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

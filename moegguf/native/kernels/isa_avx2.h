@@ -228,7 +228,7 @@ struct Avx2 {
         const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
         return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, I{}), _mm256_cmpeq_epi16(b, I{}))};
     }
-    // Loads 16 bytes of each of two rows, which begin `stride` numbers apart.
+    // Loads 16 bytes of each of two rows, which begin `stride` elements apart.
     static I load_parts(const uint16_t * row, int64_t stride) {
         const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
         return _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1);

@@ -138,7 +138,7 @@ struct Columns16 {
         const uint32_t seen = _mm512_cmpneq_epi16_mask(m, _mm512_set1_epi16((short)0xfc00));
         return {seen, seen & _mm512_test_epi16_mask(m, m)};
     }
-    // Loads 16 bytes of each of four rows, which begin `stride` numbers apart.
+    // Loads 16 bytes of each of four rows, which begin `stride` elements apart.
     static MOEGGUF_INLINE I load_parts(const uint16_t * row, int64_t stride) {
         const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
         const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
