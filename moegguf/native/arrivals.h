@@ -1,7 +1,7 @@
 // arrivals.h: the order in which the CPU kernels multiply by a layer's experts. Matrices that are already in memory
 // come first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed
 // order. This code runs and waits on the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
-// kernels/multiply.cpp. It changes no slot and starts no transfer.
+// kernels/multiply.cpp. It starts no transfer. Only the end of a stream gives slots their experts.
 #pragma once
 
 #include "tier.h"

@@ -8,9 +8,9 @@
 // only if no layer above its share has a candidate.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
-// (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call pin() for the slots of a
-// layer, and end_stream() when a stream has ended. Supplies and the transfer queue also record requests, prefetches and
-// dropped transfers. Residency knows nothing about memory, files or threads, and its counters cover only its own tier.
+// (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call end_stream() when a stream
+// has ended. Supplies and the transfer queue also record requests, prefetches and dropped transfers. Residency knows
+// nothing about memory, files or threads, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"

@@ -23,8 +23,8 @@ class Store {
     //
     // After the call, every chosen expert has a slot or is streamed, and the matrices of wait_kinds have arrived, or
     // the compute stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After a
-    // failure, the context holds the reason, and all ids are 0, which is safe to compute with. The function itself
-    // moves no bytes and changes no slot.
+    // failure, the context holds the reason, and all ids are 0, which is safe to compute with. The chosen supply, not
+    // this function, changes slots and queues transfers.
     void acquire(const Choice & choice);
 
     // Returns true if a routing event of layer il needs no work. This requires that every expert of the layer's tier is
