@@ -38,8 +38,9 @@
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
 //                      They take the store's lock at a routing event, to wait for absent matrices, to end streams
-//                      and staged layers, and to record failures. If every expert of a layer's tier is present in its own slot and nothing observes the
-//                      layer's events, the layer takes the lock only to unpin the slots of an earlier layer.
+//                      and staged layers, and to record failures. If every expert of a layer's tier is present in its
+//                      own slot and nothing observes the layer's events, the layer takes the lock only to unpin the
+//                      slots of an earlier layer.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
