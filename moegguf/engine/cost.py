@@ -121,7 +121,7 @@ class Speeds:
 
     @classmethod
     def supposed(
-        cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
+        cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "given for the device"
     ) -> Speeds:
         """Returns assumed speeds of a device that was not measured, from its memory bandwidth, its link and the CPU's
         speed. The link's latency becomes the time of a stop at a layer (`stop_s`); a latency of 0 is replaced by

@@ -94,7 +94,7 @@ def make_plan(
     kinds = _allowed(task, plans, refused)
     found, reasons, placement = plans[kinds[0]], list[str](), None
     if task.is_divided and spec.placement == "auto" and kinds[0] != "cpu":
-        reasons.append("placement 'auto' is slots where layers are divided: no other one was compared")
+        reasons.append("placement 'auto' is slots if several devices share the layers; no other placement was compared")
     elif speeds is not None and not task.is_divided:
         placement = _choose(task, plans, kinds, speeds, hits or HitRates(layout).curve())
         found = plans[placement.chosen.kind]
@@ -189,7 +189,7 @@ def _choose(
     reason = f"{chosen}: about {chosen.speeds}"
     if other := next((placement for placement in ordered if placement != chosen), None):
         reason += f", against {other.speeds} with {other}"
-    reason += f"; compared by a request of {PROMPT_TOKENS} tokens that is answered with {ANSWER_TOKENS}"
+    reason += f"; compared for a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS}"
     if "slots" in predicted:
         reason += f" (hit rates {hits.source})"
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
@@ -286,9 +286,9 @@ class Pool:
         fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
         n_slots, n_total = fit[0], layout.n_expert_total
         self.reasons.append(
-            "every expert has a slot of its own: nothing is read after the first use"
+            "every expert has its own slot, so nothing is read after its first use"
             if n_slots == n_total
-            else f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are fetched"
+            else f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are read when needed"
         )
         return fit
 
@@ -322,7 +322,9 @@ class Pool:
             f" weights that every token uses, the context and buffers, {format_bytes(memory.margin)} are kept as a"
             " margin"
         )
-        self._explain(fit, found, "that leaves more for experts, which saves more reading than it costs")
+        self._explain(
+            fit, found, "this leaves more memory for experts, which saves more reading than the short passes cost"
+        )
         return fit
 
     def _given_fit(self) -> Fit:
@@ -332,7 +334,7 @@ class Pool:
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
-        beside = f" beside {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
+        beside = f", plus {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
         self.reasons.append(f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}")
         if n_slots < layout.n_expert_used:
             raise too_few(budget, n_slots, layout.n_expert_used, size)
@@ -409,9 +411,9 @@ class Pool:
             self.pass_reason = (pass_reason(n_ubatch, self._why_usual(n_slots, found)),)
             return
         if n_ubatch > wanted:
-            why = "a long prompt then reads experts that have no slot less often"
+            why = "a long prompt then reads the experts without a slot less often"
         elif n_ubatch == self.slot_tokens:
-            why = "experts in slots are computed exactly in passes of no more tokens on this device"
+            why = "experts in slots give exact results on this device only in passes of at most this size"
         elif layer_slots(layout, wanted, self.streams) > n_slots:
             why = f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer"
         self.pass_reason = (pass_reason(n_ubatch, why, wanted),)
@@ -422,13 +424,13 @@ class Pool:
         if sizes.n_ubatch:
             return "as given"
         if n_slots == self.layout.n_expert_total:
-            return "every expert has a slot, so that a longer pass reads nothing less often"
+            return "every expert has a slot, so longer passes would not save reading"
         if not sizes.is_fused(self.layout):
-            return "a longer one takes much more memory where attention may not be fused"
+            return "longer passes take much more memory if attention is not fused"
         if min(self._allowed(n_slots), sizes.most_ubatch(self.layout)) == sizes.usual_ubatch:
-            return "neither the context nor a batch has more tokens"
+            return "neither the context nor a batch holds more tokens"
         if any(n_ubatch > sizes.usual_ubatch for _, n_ubatch in found):
-            return "a longer one reads experts less often, but saves too little of what requests move"
+            return "longer passes would read experts less often, but would save too few bytes"
         return "a longer one does not fit into the free memory"
 
 
@@ -605,8 +607,8 @@ def plan_layers(task: Task) -> Plan:
             " 'cpu'."
         )
     reasons = (
-        f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
-        f" layers by the CPU; the experts of the other {len(whole)} layers lie on {device.name}",
+        f"{device.name} computes every layer, except that the CPU computes the experts of {len(rest.layers)} of"
+        f" {len(layout.layers)} layers; the experts of the other {len(whole)} layers are on {device.name}",
         f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
         pass_reason(n_ubatch, "as given" if sizes.n_ubatch else "as many as the slots in RAM and a usual pass allow"),
     )
@@ -701,7 +703,7 @@ def plan_slots(task: Task) -> Plan:
         if wanted is not None or _pays(task.layout, n, staged, without):
             reason = (
                 f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
-                f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
+                f" ({format_bytes(staged.staging_bytes)}): slots keep their experts meanwhile"
             )
             return replace(staged, reasons=(*staged.reasons, reason))
     if without is None:
@@ -826,7 +828,9 @@ class _SlotsPlanner:
         n_ubatch = min([self._n_ubatch, *self._allowed([*slots, n_cpu], counts)])
         pass_reasons = self._pool.pass_reason
         if n_ubatch < self._n_ubatch:
-            pass_reasons = (pass_reason(n_ubatch, "slots hold the experts of no more tokens", self._n_ubatch),)
+            pass_reasons = (
+                pass_reason(n_ubatch, "the slots hold the experts of at most this number of tokens", self._n_ubatch),
+            )
         host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):

@@ -237,12 +237,12 @@ def print_estimate(facts: Facts) -> None:
         _section("What to expect while it answers", _expectation_rows(facts))
     if facts["cpu"]:
         gain = facts["cpu"]["assumed_prompt_gain"]
-        title = f"What the CPU gives (assumed: as fast as memory, and prompts {gain} times as fast)"
+        title = f"Speed on the CPU (assumed: memory is the limit; prompts {gain} times as fast)"
         _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
     if facts["placement"]:
-        title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]
+        title = "Speed with a device, predicted from speeds " + facts["placement"]["speeds"]["source"]
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
-        _section("What these predictions rest on", _speed_rows(facts["placement"]))
+        _section("Basis of these predictions", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
     supposed = facts["placement"] if not plan["placement"] else None  # the plan's own placement is among its reasons
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
@@ -306,8 +306,8 @@ def _speed_rows(placement: Facts) -> Iterator[Row]:
     device, cpu, disk = (f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "cpu", "disk"))
     link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s, {speeds['copies']['latency_s'] * 1e6:.0f} us a layer"
     to_cpu = f"{speeds['cpu_layer_s'] * 1e6:.0f} us to the CPU and back"
-    yield "its memory for experts", format_bytes(placement["device_bytes"]), placement["hit_rates"]
-    yield "kernels", f"{device} there, {cpu} on the CPU", speeds["source"]
+    yield "memory for experts", format_bytes(placement["device_bytes"]), placement["hit_rates"]
+    yield "kernels", f"{device} on the device, {cpu} on the CPU", speeds["source"]
     yield "copies", link, f"disk {disk}"
     yield "a stop at a layer", f"{speeds['stop_s'] * 1e6:.0f} us", to_cpu
 
@@ -331,7 +331,7 @@ def _expectation_rows(facts: Facts) -> Iterator[Row]:
         return
     basis = f"memory at {expected['memory_bytes_per_s'] / 1e9:.2g} GB/s, measured now"
     basis = (
-        f"limited by the processor and {basis}: nothing is read after the first use"
+        f"limited by the processor and {basis}; nothing is read after its first use"
         if resident
         else f"computed from these reads and {basis}"
     )

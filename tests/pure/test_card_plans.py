@@ -121,7 +121,7 @@ def test_plan_with_prompts_prefers_slots_over_layers(layouts: Layouts, cpu_bytes
     slots, layers = found.placement.placements[:2]
     assert (slots.kind, layers.kind) == ("slots", "layers")
     assert slots.prompt_tokens_per_s > 2 * layers.prompt_tokens_per_s
-    assert "of a prompt and" in found.placement.reason and "answered with 256" in found.placement.reason
+    assert "of a prompt and" in found.placement.reason and "an answer of 256" in found.placement.reason
 
 
 def test_cpu_pool_bytes_is_four_caches_up_to_a_quarter_of_the_memory(

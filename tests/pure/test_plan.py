@@ -101,7 +101,7 @@ def test_plan_uses_longer_passes_if_experts_have_no_slot(layout: ExpertLayout) -
     [
         ({"budget": "100%"}, "every expert has a slot"),
         # The size of the attention scores grows with the pass if flash attention is off.
-        ({"flash_attn": False}, "attention may not be fused"),
+        ({"flash_attn": False}, "attention is not fused"),
         ({"n_batch": 512}, "neither the context nor a batch"),
         ({"n_ubatch": 512}, "as given"),
         ({"n_ctx": 512}, "neither the context nor a batch"),
@@ -255,7 +255,7 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES
     assert p.n_slots == layout.n_expert_total and 64 <= p.n_ubatch < 512
     (reason,) = [reason for reason in p.reasons if "at a time instead of 512" in reason]
-    assert "more for experts" in reason
+    assert "more memory for experts" in reason
     assert free - MARGIN_BYTES - p.total_bytes < size + (p.n_ubatch * 1024**2), "no memory is left unused"
     free = Sizes(4096).needs(layout, 512).total_bytes(0) + MARGIN_BYTES - MIB
     assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
