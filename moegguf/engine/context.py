@@ -165,7 +165,7 @@ class Context:
         self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0
         self.eval_s = 0.0  # total seconds of all evaluations
         self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
-        # Called with each pass's llama_batch, but not for images.
+        # Called with the llama_batch after each pass of `eval` or `eval_sequences` that has not failed.
         self.after_pass: Callable[[Any], object] | None = None
         # called after each batch of `eval` with three arguments: 0 (the sequence), its tokens, and the number of new
         # tokens

@@ -23,8 +23,9 @@ def _ratio(a: float, b: float) -> float:
 class Lookups:
     """Statistics of slots. Counts and times start when the model is loaded.
 
-    A lookup is one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not
-    read, and the choices of several tokens are counted as distinct.
+    A lookup is one distinct (layer, expert) in one pass. While all experts of a tier are complete in their own
+    slots, the router's ids are read only for a listener, or while the store is watched (`Store.watch`). If they are not
+    read, all choices of a layer are counted as distinct experts, up to its number of experts.
 
     Attributes:
         lookups: experts that passes needed.

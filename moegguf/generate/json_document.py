@@ -158,7 +158,9 @@ class Document:
         self._count_steps = count_steps
         self._raw: list[Any] = []  # keeps every schema alive, so that its id() stays unique
         self._numbers: dict[int, int] = {}  # id() of a schema -> its number
-        self._equal: dict[Any, int] = {}  # key that is the same for equal schemas -> number
+        # Key of a schema -> its number. The key is the type and repr() of the supported keywords, or the schema's id()
+        # if a keyword contains an object or a nested list.
+        self._equal: dict[Any, int] = {}
         self._kept: list[bool | Json] = []  # supported keywords of each schema; index: number of the schema
         self._complements: dict[int, Made] = {}
         self._plain_parts: dict[int, Json] = {}

@@ -489,8 +489,8 @@ def _rules_in(symbols: Sequence[Symbol]) -> Iterator[Rule]:
 
 
 def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
-    """Returns the text of an alternative for the grammar. Returns None if the alternative needs a rule that is not in
-    `possible`."""
+    """Returns the text of an alternative for the grammar. Leaves out an optional repetition whose body needs a rule
+    that is not in `possible`. Returns None if any other part needs such a rule."""
     texts = []
     for symbol in symbols:
         if isinstance(symbol, Repeat):

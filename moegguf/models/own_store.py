@@ -140,7 +140,9 @@ class Index:
                     write_atomically(self.path, _to_json(contents))
 
     def _load(self) -> Contents:
-        """Reads the index, and keeps every entry that can be read."""
+        """Reads the index, and leaves out invalid entries. Returns no entries if the file does not exist, cannot be
+        read or is not a JSON object. Also returns none if `version` is missing, or if `models` or `hidden` is missing
+        or cannot be iterated over."""
         contents = Contents()
         try:
             data = json.loads(read_regular(self.path))

@@ -101,7 +101,8 @@ def _plain_name(file: str) -> str:
 
 
 def only_model(folder: Path) -> Path:
-    """Returns the first file of the only model in `folder`. Raises ModelNotFoundError if there is none, or more than
+    """Returns the first file of the only model in `folder`. If models have the same name (`_plain_name`, ignoring
+    case), only the one whose path comes first counts. Raises ModelNotFoundError if there is no model, or more than
     one."""
     files = _first_files(_gguf_files(folder))
     if len(files) == 1:

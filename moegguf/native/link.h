@@ -81,8 +81,8 @@ class Link {
     // Starts the threads that carry out transfers. Callers do not hold the store's lock. Throws Error.
     virtual void start_threads() = 0;
 
-    // Writes to `job` the next transfer that is still needed, and records that the transfer has begun. Returns false if
-    // no transfer is needed.
+    // Writes to `job` the next transfer that may begin now, and records that it has begun. Returns false if there is no
+    // such transfer, even if others are still queued.
     virtual bool begin_next(Job & job) = 0;
     // Records the end of a transfer. `why`: the reason for a failure; empty: the transfer succeeded.
     virtual void finish(const Job & job, const std::string & why) = 0;
@@ -111,7 +111,7 @@ class Link {
         to.residency.queue(s, kinds);
     }
     // Removes transfers from a queue, up to the first one that is still needed, and writes that transfer to `job`.
-    // Returns false if no transfer is needed.
+    // Returns false if the queue has no transfer that is still needed.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
         while (!job.kinds && !ring.empty()) {

@@ -1,11 +1,14 @@
 // residency.h: the bookkeeping of one tier: which expert is in which slot, and which expert is evicted next.
 //
-// In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot, or else the slot
-// of a victim. Each layer has one candidate (eviction_order.h). A slot that is pinned, or into which a transfer is
-// under way, is not a candidate. A slot whose transfers are only queued can be a candidate. The candidate with the
-// lowest policy score is evicted. Among equal scores, a sweep evicts the expert of the layer that is needed last.
-// Otherwise, the least recently used expert is evicted. A layer with no more than its share of slots loses one
-// only if no layer above its share has a candidate.
+// In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot or, if there is
+// none, the slot of a victim. It gets no slot if there is no victim. A prefetched expert also gets none unless the
+// victim is worth less (Worth).
+//
+// Each layer has at most one candidate for eviction (eviction_order.h). A slot that is pinned, or into which a transfer
+// is under way, is not a candidate. A slot whose transfers are only queued can be a candidate. The victim is the
+// candidate with the lowest policy score. Among equal scores, it is the expert of the layer that is needed last in a
+// sweep, and otherwise the least recently used expert. A layer with no more than its share of slots loses one only if
+// no layer above its share has a candidate.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
 // (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call end_stream() when a stream

@@ -203,7 +203,8 @@ class Supply {
 
     // Callers of the following functions hold the store's lock.
     virtual bool can_stream(const Context &) const { return false; } // true: this supply can stream the event's experts
-    virtual void observe(Context &, Lock &) {}                       // called at each event before place()
+    // Called on the staged supply, and on no other, before place() is called on the supply of an event.
+    virtual void observe(Context &, Lock &) {}
     virtual void drop_ahead() {} // drops transfers that were queued ahead for later layers
     // Pins the slots of the event's experts, assigns slots to experts that have none, and queues transfers of missing
     // matrices. May add to the matrices for which Store::acquire waits (event.wait_kinds). Releases the lock while it

@@ -164,8 +164,9 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Finds or assigns a source for each slot in `slots` that needs one. All of these slots belong to one layer. Experts
-// that are in RAM are pinned before any other expert gets a slot there, so that they are not evicted for it.
+// Finds a source for each slot in `slots` that needs one, or tries to assign a slot in RAM as its source. All slots in
+// `slots` belong to one layer. Their experts that are already in RAM are pinned before any other expert gets a slot
+// there, so that they are not evicted for it.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();

@@ -73,7 +73,8 @@ EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message as one line. Raises OptionError if the line is too long or JSON cannot express a value."""
+    """Encodes a message as one line of JSON. Writes NaN and infinite numbers as Python's json module does, although
+    JSON has none. Raises OptionError if the line is too long, or if a value cannot be encoded."""
     try:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -86,8 +86,8 @@ def test_logit_bias_and_choice_bias_change_the_chosen_expert(tmp_path: Path) -> 
 
 
 def test_router_chooses_only_from_the_best_groups() -> None:
-    # The scores are 9 7 | 8 1 | 2 6, so the groups have the sums 16, 9 and 8. The third group is not used: its 6 is not
-    # chosen, but the second group's 1 is.
+    # The logits are hundredths of 9 7 | 8 1 | 2 6. The scores are their sigmoids, so the groups have the sums 1.040,
+    # 1.022 and 1.020 (rounded). The third group is not used: its 6 is not chosen, but the second group's 1 is.
     matrix = np.array([[9], [7], [8], [1], [2], [6]], np.float32)
     router = Router(4, matrix / 100)
     routers = Routers(Gating.SIGMOID, {0: router}, n_group=3, n_group_used=2)

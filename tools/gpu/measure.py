@@ -253,7 +253,8 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the parts of the result, or the error, as JSON."""
+    """Prints each part of the result as one line of JSON, as soon as it is known. If a MoeggufError or MemoryError
+    occurs, prints the error as the last line."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print to stdout print to stderr from here on
     try:

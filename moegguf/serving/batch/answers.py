@@ -366,8 +366,9 @@ def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
     """Context manager that opens the journal in the database at `path` and reads its answers. At the end, removes the
     database if it has no answers. Also imports the answers from a file that an older version wrote.
 
-    Raises BatchFileError if an answer is damaged or belongs to other requests, or if another process has the database
-    open. Raises StorageError.
+    Raises BatchFileError if an answer belongs to other requests, or if a complete line of the older version's file is
+    not an answer. Also raises it if another process has the database open or has locked that file. Raises StorageError
+    for other errors of the disk or database.
     """
     with ExitStack() as opened:
         try:
