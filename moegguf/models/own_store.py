@@ -141,18 +141,18 @@ class Index:
 
     def _load(self) -> Contents:
         """Reads the index, and leaves out invalid entries. Returns no entries if the file does not exist, cannot be
-        read or is not a JSON object. Also returns none if `version` is missing, or if `models` or `hidden` is missing
-        or cannot be iterated over."""
+        read or is not a JSON object, or if `models` is missing or cannot be iterated over."""
         contents = Contents()
         try:
             data = json.loads(read_regular(self.path))
-            contents.is_intact = data["version"] == VERSION
             listed = list(data["models"])
-            contents.hidden = set(map(str, data["hidden"]))
         except FileNotFoundError:
             return contents
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return Contents(is_intact=False)
+        hidden = data.get("hidden")
+        contents.is_intact = data.get("version") == VERSION and isinstance(hidden, list)
+        contents.hidden = set(map(str, hidden)) if isinstance(hidden, list) else set()
         for values in listed:
             try:
                 entry = _entry(values)

@@ -78,7 +78,9 @@ def encode(message: Mapping[str, Any]) -> bytes:
     try:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"a request contains a value that JSON cannot represent ({error}); remove the value.") from None
+        raise OptionError(
+            f"a request contains a value that JSON cannot represent ({error}); remove the value."
+        ) from None
     if len(line) >= MAX_MESSAGE_BYTES:
         raise OptionError(f"a request has {len(line)} bytes, but must have fewer than {MAX_MESSAGE_BYTES}; shorten it.")
     return line + b"\n"

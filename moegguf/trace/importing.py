@@ -180,7 +180,9 @@ def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_
         n_tokens = len(request.tokens)
         n_read = min(n_prompt, n_tokens) if request.n_prompt is None else request.n_prompt
         if not 0 <= n_read <= n_tokens:
-            raise TraceError(f"n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read}.")
+            raise TraceError(
+                f"n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read}."
+            )
         begins = range(0, n_read, PROMPT_PASS)
         n_decoded = n_tokens - n_read
         lengths += [min(PROMPT_PASS, n_read - begin) for begin in begins] + [1] * n_decoded

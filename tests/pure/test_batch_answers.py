@@ -237,3 +237,16 @@ def test_requests_read_detects_a_changed_file(tmp_path: Path) -> None:
         path.write_bytes(b"")
         with pytest.raises(BatchFileError, match=r"line 2 .* changed"):
             requests.read(requests.lines[1])
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"[]\n", b'{"error": null}\n'])
+async def test_damaged_stored_answer_raises_batch_file_error(tmp_path: Path, damaged: bytes) -> None:
+    with requests_in(tmp_path / "requests", [request("a", "one")]) as requests:
+        with journal_of(tmp_path, requests) as journal:
+            await answer_requests(requests, journal, Endpoint(), 1, lambda entry: None)
+            journal.database.execute("UPDATE answer SET line = ?", damaged)
+        with (
+            pytest.raises(BatchFileError, match="has a damaged answer to line 1; remove that file"),
+            journal_of(tmp_path, requests),
+        ):
+            pass

@@ -306,6 +306,8 @@ OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"
         (lambda text: "[]", 0),
         (lambda text: "[" * 200_000, 0),
         (lambda text: text.replace('"version": 1', '"version": 2'), 2),
+        (lambda text: text.replace('"version": 1', '"edition": 1'), 2),
+        (lambda text: text.replace('"hidden": []', '"hidden": 7'), 2),
         (lambda text: text.replace('"a:latest"', '"../a"'), 1),
         *((lambda text, place=place: text.replace('"demo:"', place, 1), 1) for place in OUTSIDE),
         (lambda text: text.replace('"temperature": 0.5', '"temperature": "hot"'), 1),

@@ -286,8 +286,11 @@ class Journal:
     _fingerprint: str = ""
 
     def read(self, requests: Requests) -> None:
-        """Reads the answers that were stored earlier. Raises BatchFileError if one of them belongs to other requests,
-        and StorageError if the database cannot be read."""
+        """Reads the answers that were stored earlier.
+
+        Raises BatchFileError if one of them is damaged or belongs to other requests, and StorageError if the database
+        cannot be read.
+        """
         self._fingerprint = requests.fingerprint
         rows = self.database.execute("SELECT number, requests FROM answer WHERE batch = ?", self.batch)
         for number, fingerprint in rows:
@@ -296,7 +299,12 @@ class Journal:
                     f"{self.database.path} has answers to other requests: the input, or a default such as --model, has"
                     " changed since. Restore the input to continue, or remove that file to start over."
                 )
-            self._note(number, json.loads(self._line(number)))
+            try:
+                self._note(number, json.loads(self._line(number)))
+            except (ValueError, KeyError, TypeError):
+                raise BatchFileError(
+                    f"{self.database.path} has a damaged answer to line {number}; remove that file to start over."
+                ) from None
 
     def append(self, number: int, entry: Entry) -> None:
         """Stores the answer to a line. Once this method has returned, the answer is kept even if this process is
