@@ -161,7 +161,10 @@ WRONG: dict[str, tuple[Arrays, str]] = {
     "an expert twice": ({"expert_ids": np.zeros((3, 3, 2), np.int64)}, r"one twice in layer 0 \[0, 0\]"),
     "tokens that do not fit": ({"expert_ids": chosen(), "tokens": np.arange(3)}, "each of the 12 rows"),
     "tokens out of range": ({"expert_ids": chosen(), "tokens": np.full(12, 1 << 40)}, "tokens must be from -1"),
-    "a long prompt": ({"expert_ids": chosen(), "n_prompt": 13}, "from 0 to 12, the number of tokens in its request, but is 13"),
+    "a long prompt": (
+        {"expert_ids": chosen(), "n_prompt": 13},
+        "from 0 to 12, the number of tokens in its request, but is 13",
+    ),
     "two numbers": ({"expert_ids": chosen(), "n_prompt": [1, 2]}, "n_prompt must be one whole number"),
     "layers that fall": ({"expert_ids": chosen(), "layers": [2, 1, 0]}, "layers must be in rising order"),
     "other facts": ({"router_logits": logits(), "n_expert": 9}, "n_expert is 9, but router_logits has 8"),
