@@ -36,58 +36,62 @@ class CounterSpec(NamedTuple):
 
 
 COUNTS = (
-    CounterSpec("tokens", "Tokens computed, of prompts and answers.", {"": "tokens"}),
-    CounterSpec("passes", "Passes through the model.", {"": "passes"}),
-    CounterSpec("draft_tokens", "Tokens that were guessed ahead and verified.", {"": "drafted_tokens"}),
-    CounterSpec("draft_accepted_tokens", "Those of them that the sampler took.", {"": "accepted_tokens"}),
-    CounterSpec("expert_lookups", "Distinct experts that a layer needed in a pass.", {"": "lookups"}),
-    CounterSpec("expert_hits", "Lookups whose expert was resident, or being loaded.",
+    CounterSpec("tokens", "Tokens evaluated, in prompts and answers.", {"": "tokens"}),
+    CounterSpec("passes", "Passes through all layers of the model.", {"": "passes"}),
+    CounterSpec("draft_tokens", "Draft tokens that were verified.", {"": "drafted_tokens"}),
+    CounterSpec("draft_accepted_tokens", "Draft tokens that were then also sampled.", {"": "accepted_tokens"}),
+    CounterSpec("expert_lookups", "Lookups: distinct experts that layers needed, summed over passes.", {"": "lookups"}),
+    CounterSpec("expert_hits", "Lookups that found the expert in a slot (ready) or on its way to one (late).",
           {"ready": "hits_ready", "late": "hits_late"}, "kind"),
-    CounterSpec("expert_misses", "Lookups that needed a read of their own.", {"": "misses"}),
-    CounterSpec("expert_evictions", "Experts evicted from their slot.", {"": "evictions"}),
-    CounterSpec("expert_read_bytes", "Bytes of experts read, for misses and prefetches.",
+    CounterSpec("expert_misses", "Lookups that found the expert neither in a slot nor on its way to one.",
+          {"": "misses"}),
+    CounterSpec("expert_evictions", "Experts evicted from their slots.", {"": "evictions"}),
+    CounterSpec("expert_read_bytes", "Bytes of experts read from files, for misses and prefetches.",
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
-    CounterSpec("expert_reads", "Reads of experts.", {"": "reads"}),
-    CounterSpec("expert_read_retries", "Reads that were retried.", {"": "read_retries"}),
-    CounterSpec("expert_read_errors", "Reads that failed after all retries.", {"": "read_errors"}),
+    CounterSpec("expert_reads", "Reads of experts from files.", {"": "reads"}),
+    CounterSpec("expert_read_retries", "Retries of failed reads.", {"": "read_retries"}),
+    CounterSpec("expert_read_errors", "Reads that failed permanently.", {"": "read_errors"}),
     CounterSpec("expert_prefetches", "Prefetches of experts, by outcome.",
           {"requested": "prefetch_requested", "started": "prefetch_started", "useful": "prefetch_useful",
            "late": "prefetch_late", "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
-    CounterSpec("stall_seconds", "Time that computation waited for experts.", {"": "stall_s"}),
+    CounterSpec("stall_seconds", "Time that computation spent waiting for experts.", {"": "stall_s"}),
     CounterSpec("read_seconds", "Time spent reading, summed over reader threads.", {"": "read_s"}),
-    CounterSpec("staged_bytes", "Bytes of experts copied for prompts into staging tensors.", {"": "bytes_staged"}),
-    CounterSpec("staging_copy_seconds", "Time of these copies.", {"": "staging_copy_s"}),
-    CounterSpec("staging_stall_seconds", "The part of it in which a layer waited.", {"": "staging_stall_s"}),
-    CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
+    CounterSpec("staged_bytes", "Bytes of experts copied into staging tensors for prompts.", {"": "bytes_staged"}),
+    CounterSpec("staging_copy_seconds", "Time spent copying experts into staging tensors.", {"": "staging_copy_s"}),
+    CounterSpec("staging_stall_seconds", "Time that layers spent waiting for staging.", {"": "staging_stall_s"}),
+    CounterSpec("eval_seconds", "Time spent in passes, including stalls.", {"": "eval_s"}),
 )  # fmt: skip
 
 # Fields of `TierStats`, counted for each model, device and tier ("vram", "ram" or "cpu").
 TIER_COUNTS = (
-    CounterSpec("tier_lookups", "Experts looked up in a tier: below another, its misses.", {"": "lookups"}),
-    CounterSpec("tier_hits", "Lookups whose expert was in the tier, or on its way there.",
+    CounterSpec("tier_lookups", "Lookups in the tier. RAM below VRAM counts only lookups that missed in VRAM.",
+          {"": "lookups"}),
+    CounterSpec("tier_hits", "Lookups that found the expert in the tier (ready) or on its way there (late).",
           {"ready": "hits_ready", "late": "hits_late"}, "kind"),
-    CounterSpec("tier_misses", "Lookups whose expert was not.", {"": "misses"}),
-    CounterSpec("tier_evictions", "Experts evicted from slots of the tier.", {"": "evictions"}),
-    CounterSpec("tier_received_bytes", "Bytes of experts that came into the tier, from wherever.",
+    CounterSpec("tier_misses", "Lookups that found the expert neither in the tier nor on its way there.",
+          {"": "misses"}),
+    CounterSpec("tier_evictions", "Experts evicted from the tier's slots.", {"": "evictions"}),
+    CounterSpec("tier_received_bytes", "Bytes of experts moved into the tier's slots, for misses and prefetches.",
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
-    CounterSpec("tier_stall_seconds", "Time that computation waited; below VRAM for the disk.", {"": "stall_s"}),
+    CounterSpec("tier_stall_seconds", "Time spent waiting for experts. For RAM below VRAM: for reads from files.",
+          {"": "stall_s"}),
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
 # Fields of `DriveStats`, counted for each model and each copy of its files ("file", "mirror 1", ...).
 DRIVE_COUNTS = (
     CounterSpec("drive_read_bytes", "Bytes of experts read from a copy of the model's files.", {"": "bytes_read"}),
-    CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
+    CounterSpec("drive_reads", "Reads of experts from a copy of the model's files.", {"": "reads"}),
 )
 
 # Rows of name, help text and field of `AnswerSummary`. The exception is "answers", which counts the finished answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
-    ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
-    ("prompt_tokens_cached", "Tokens of prompts that were reused, from memory or disk.", "cached_tokens"),
-    ("prompt_tokens_disk", "The part of them that was read from disk.", "disk_tokens"),
-    ("answer_tokens", "Tokens of answers.", "answer_tokens"),
-    ("prompt_seconds", "Time from the prompt to the first token.", "prompt_s"),
-    ("answer_seconds", "Time from the first token to the last.", "answer_s"),
+    ("prompt_tokens", "Prompt tokens that were evaluated.", "prompt_tokens"),
+    ("prompt_tokens_cached", "Prompt tokens that were reused from memory or disk.", "cached_tokens"),
+    ("prompt_tokens_disk", "Prompt tokens that were reused from disk.", "disk_tokens"),
+    ("answer_tokens", "Tokens in answers.", "answer_tokens"),
+    ("prompt_seconds", "Time from the start of prompt evaluation to the first token of the answer.", "prompt_s"),
+    ("answer_seconds", "Time from the first token of the answer to its end.", "answer_s"),
 )
 
 Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
@@ -137,24 +141,24 @@ def _resident_bytes(pid: int) -> int:
 
 
 GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
-    ("slots", "Slots of the expert cache.", lambda model: model.stats.n_slots),
-    ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
-    ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
-    ("expert_cache_bytes", "Memory of the expert cache.", lambda model: model.stats.pool_bytes),
-    ("staging_bytes", "Memory of the tensors that prompts are staged in.", lambda model: model.stats.staging_bytes),
+    ("slots", "Usable slots of the expert cache.", lambda model: model.stats.n_slots),
+    ("slots_used", "Slots of the expert cache that hold an expert.", lambda model: model.stats.slots_used),
+    ("experts", "Experts in all layers of the model.", lambda model: model.stats.n_experts),
+    ("expert_cache_bytes", "Size of the usable slots of the expert cache.", lambda model: model.stats.pool_bytes),
+    ("staging_bytes", "Size of the staging tensors for prompts.", lambda model: model.stats.staging_bytes),
     ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
-    ("planned_gpu_bytes", "The part of it on GPUs.", lambda model: model.vram_bytes),
+    ("planned_gpu_bytes", "GPU memory planned for the model.", lambda model: model.vram_bytes),
     ("resident_bytes", "Resident memory of the model's process.", lambda model: _resident_bytes(model.pid)),
-    ("context_tokens", "Size of the context in tokens.", lambda model: model.n_ctx),
-    ("busy", "Whether an answer is being generated.", lambda model: model.busy),
-    ("requests_waiting", "Requests that wait for the model.", lambda model: model.queue),
+    ("context_tokens", "Size of the context, in tokens.", lambda model: model.n_ctx),
+    ("busy", "1 if an answer is being generated, otherwise 0.", lambda model: model.busy),
+    ("requests_waiting", "Requests waiting for the model.", lambda model: model.queue),
 )  # fmt: skip
 
 
 TIER_GAUGES = (
-    ("tier_slots", "Slots of the tier that are in use.", "n_slots"),
-    ("tier_slots_used", "Slots that hold an expert.", "slots_used"),
-    ("tier_bytes", "Memory of these slots.", "pool_bytes"),
+    ("tier_slots", "Usable slots of the tier.", "n_slots"),
+    ("tier_slots_used", "Slots of the tier that hold an expert.", "slots_used"),
+    ("tier_bytes", "Size of the usable slots of the tier.", "pool_bytes"),
 )
 
 
@@ -188,13 +192,13 @@ class _Scrape:
             ("prompt_tokens_total", "Number of prompt tokens processed, excluding cached tokens.", n_prompt),
             ("prompt_tokens_cached_total", "Number of prompt tokens reused from the cache.", total["cached_tokens"]),
             ("prompt_seconds_total", "Total time spent processing prompts.", prompt_s),
-            ("tokens_predicted_total", "Number of generation tokens processed.", n_answer),
+            ("tokens_predicted_total", "Number of tokens generated.", n_answer),
             ("tokens_predicted_seconds_total", "Total time spent generating tokens.", answer_s),
             ("n_decode_total", "Total number of passes through models.", n_passes),
             ("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", prompt_rate),
             ("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", rate),
-            ("requests_processing", "Number of requests processing.", sum(model.busy for model in self._loaded)),
-            ("requests_deferred", "Number of requests that wait.", sum(model.queue for model in self._loaded)),
+            ("requests_processing", "Number of models generating answers.", sum(model.busy for model in self._loaded)),
+            ("requests_deferred", "Number of waiting requests.", sum(model.queue for model in self._loaded)),
         ):
             yield f"llamacpp:{name}", text, (), [((), value)]
 

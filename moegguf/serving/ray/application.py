@@ -47,12 +47,12 @@ MAX_HTTP_REQUESTS = 4096
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
 COUNTERS: Mapping[str, str] = {
-    "tokens": "Tokens computed, of prompts and answers.",
-    "lookups": "Distinct experts that a layer needed in a pass.",
-    "misses": "Lookups that needed a read of their own.",
+    "tokens": "Tokens evaluated, in prompts and answers.",
+    "lookups": "Lookups: distinct experts that layers needed, summed over passes.",
+    "misses": "Lookups that found the expert neither in a slot nor on its way to one.",
     "bytes_missed": "Bytes of experts read for misses.",
-    "stall_s": "Seconds that computation waited for experts.",
-    "read_errors": "Reads that failed after all retries.",
+    "stall_s": "Seconds that computation spent waiting for experts.",
+    "read_errors": "Reads that failed permanently.",
 }
 """{field of `Stats`: description of its metric}. For each replica, Ray exports the metric `ray_moegguf_FIELD_total`."""
 
