@@ -397,7 +397,7 @@ class _Writer:
             groups.setdefault(key, []).append(pattern)
         if len(groups) > MAX_PATTERNS:
             raise SchemaError(
-                f"an object may have up to {MAX_PATTERNS} different patternProperties, but this one has"
+                f"an object may have up to {MAX_PATTERNS} patternProperties with different schemas, but this one has"
                 f" {len(groups)}; leave some out."
             )
         return list(groups.values())
