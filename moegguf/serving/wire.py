@@ -79,8 +79,8 @@ def encode(message: Mapping[str, Any]) -> bytes:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
-            "a request contains a value that cannot be written as JSON, because its type is unknown or it nests too deeply"
-            f" ({error}); remove the value."
+            "a request contains a value that cannot be written as JSON, because its type is unknown or it nests too"
+            f" deeply ({error}); remove the value."
         ) from None
     if len(line) >= MAX_MESSAGE_BYTES:
         raise OptionError(f"a request has {len(line)} bytes, but must have fewer than {MAX_MESSAGE_BYTES}; shorten it.")
