@@ -113,7 +113,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a long pattern of names": ({"patternProperties": {"x?" * 30_000: {}}}, "cannot be followed"),
     "many patterns of names": (
-        {"patternProperties": {f"^(a|b)*{i}$": {"const": i} for i in range(700)}}, "100 patternProperties with different",
+        {"patternProperties": {f"^(a|b)*{i}$": {"const": i} for i in range(700)}},
+        "100 patternProperties with different schemas",
     ),
     "multiples of a large number": ({"type": "integer", "multipleOf": 10**9 + 7}, "cannot be followed"),
     "multiples of half as large a number": ({"type": "integer", "multipleOf": 99_999_989}, "more than 2 s"),
