@@ -77,7 +77,7 @@ FLAGS = (
          " with --against.",
          "moegguf", str),
     Flag("warm_start", "--warm-start/--no-warm-start", None, MEMORY,
-         "Begin with the experts that earlier runs used most, and remember the experts of this run, even those of"
+         "Begin with the experts that earlier runs used most, and remember the experts that this run uses, even for"
          " random tokens.",
          False, bool),
     Flag("against", "--against", "SYSTEMS", OFTEN,
