@@ -80,10 +80,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
-    """Writes the trained model as an F32 GGUF file, without rounding."""
+def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer, name: str = "moegguf demo") -> None:
+    """Writes the trained model as an F32 GGUF file, without rounding. `name` is the model's name in the file."""
     writer = gguf.GGUFWriter(path, "qwen2moe")
-    writer.add_name("moegguf demo")
+    writer.add_name(name)
     writer.add_description(DESCRIPTION)
     writer.add_license(LICENCE)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
