@@ -65,6 +65,7 @@ class Plan:
     slot_tokens: int = NO_LIMIT
     n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
+    maps: bool = False  # True: the device looks up slots itself, and reads experts in RAM directly (native/mapped.h)
     whole_layers: tuple[int, ...] = ()  # layers whose experts are all on a device as plain weights, without slots
     n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer
     # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided

@@ -65,6 +65,7 @@ def open_store(
                 through_ram=part.name is not None,
                 staging=staging_of_pool(staging, n_pools[part.name]) if part.name else 0,
                 pass_slots=min(n, n_pass),
+                maps=plan.maps,
             )
             for part, n, n_pass in zip(parts, n_slots, of_pass, strict=True)
         ]
@@ -72,13 +73,14 @@ def open_store(
             store = Store(layout, slots, options, n_ram, mirrors)
             break
         except AllocationError:
-            if n_slots == least and n_ram <= 1:
+            if n_slots == least and (plan.maps or n_ram <= 1):
                 raise
             if staging > 1:
                 staging = 1
                 continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
-            n_ram = max(min(1, n_ram), n_ram // 2)
+            if not plan.maps:  # with mapped slots, RAM holds every expert
+                n_ram = max(min(1, n_ram), n_ram // 2)
     if sum(n_slots) < plan.n_slots or n_ram < plan.n_ram_slots:
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""
         going_on = f" and {n_ram}" if n_ram else ""

@@ -54,7 +54,7 @@ from moegguf.engine.recurrent import row_bytes
 from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import maps, padded, slot_sizes, slot_tokens
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
@@ -65,6 +65,7 @@ KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "auto": ("resident", "slots", "layers", "cpu"),
     "layers": ("resident", "layers"),
     "slots": ("resident", "slots"),
+    "slots-mapped": ("resident", "slots"),
     "cpu": ("cpu",),
 }
 
@@ -100,8 +101,32 @@ def make_plan(
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
+    if spec.placement == "slots-mapped" and not found.resident:
+        found = _mapped(task, found)
     warms_up = found.on_device and any(device.margin < VRAM_MARGIN_BYTES for device in machine.devices)
     return replace(found, reasons=(*found.reasons, *reasons), placement=placement, warms_up=warms_up)
+
+
+def _mapped(task: Task, plan: Plan) -> Plan:
+    """Returns the plan with slots whose ids the device looks up itself (docs/gpu.md, "Mapped slots").
+
+    Raises OptionError if several memories share the layers, or if the device's backend offers no range of addresses for
+    its memory and RAM together. Raises BudgetError if RAM does not hold every expert.
+    """
+    names, n_experts = ", ".join(device.name for device in task.machine.devices), plan.n_experts
+    if task.is_divided or not maps(names):
+        raise OptionError(
+            "placement 'slots-mapped' needs one GPU that computes every layer, and a backend that puts its memory and"
+            f" RAM into one range of addresses, but this is not so for {names}; use placement 'slots'."
+        )
+    if plan.n_ram_slots < n_experts:
+        raise BudgetError(
+            f"placement 'slots-mapped' needs a slot in RAM for each of {n_experts} experts, but"
+            f" expert_cache={str(task.spec.expert_cache)!r} holds {plan.n_ram_slots}; give at least"
+            f" {format_bytes_up(n_experts * plan.slot_bytes)!r}, or use placement 'slots'."
+        )
+    reason = f"{names} looks up slots itself, and reads experts without a slot on {names} directly from RAM"
+    return replace(plan, maps=True, reasons=(*plan.reasons, reason))
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,8 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
     });
 }
 
+int32_t moegguf_maps(const char * device) { return maps(device); }
+
 int32_t moegguf_slot_tokens(const char * device) { return device ? most_slot_tokens(device) : INT32_MAX; }
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {

@@ -13,6 +13,10 @@
 // - The caller waits for an asynchronous copy if the host memory of the copy is not pinned.
 // - If memory cannot be pinned, the host buffer type returns ordinary memory.
 //
+// The device offers ranges of addresses that contain its own memory and pinned host memory (AllocRange in pool.h). A
+// product that reads experts in such host memory takes at least as long as a copy of their bytes over the link at
+// mapped_speed.
+//
 // Unlike with CUDA, the caller waits for a launch until it has been computed, unless the device is strict.
 //
 // A strict device does the worst that CUDA may do to its users:
@@ -32,6 +36,7 @@
 #include "link_launch.h"
 #include "link_stream.h"
 #include "link_strict.h"
+#include "pool.h"
 #include "testing.h"
 
 #include "ggml-cpp.h"
@@ -45,7 +50,17 @@
 namespace moegguf {
 namespace {
 
+// Speed at which kernels read host memory, as a share of the speed of copies. Mapped slots are worth a test on a card
+// from this share on (step M5 of tools/gpu/short_run.sh).
+constexpr double mapped_speed = 0.7;
+constexpr size_t page_bytes = 4096;
 constexpr size_t most_memory_bytes = (size_t)1 << 46; // size that a device without a limit reports
+
+// A buffer that begins with the device's own memory, followed by host memory.
+struct Range {
+    size_t first_bytes;  // size of the device's part when the range was allocated
+    size_t device_bytes; // size of the device's part now
+};
 
 // The device
 
@@ -126,9 +141,10 @@ struct LinkDevice {
     Ranges allocated, pinned;                 // the device's allocated memory; the pinned host memory
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_copies_to_host{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
-    std::mutex mutex; // guards the following two fields
+    std::mutex mutex; // guards the following three fields
     std::minstd_rand delays;
     std::string fault;
+    std::map<const void *, Range> ranges; // key: address of the buffer
     ggml_backend_device device = {};
     ggml_backend_buffer_type memory = {}, host_memory = {};
 };
@@ -206,6 +222,79 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     buffer->buft = buft;
     become_memory(buffer->iface);
     return buffer;
+}
+
+// Ranges
+
+Range & range_of(ggml_backend_buffer_t buffer) {
+    std::lock_guard<std::mutex> lock(device_of(buffer).mutex);
+    return device_of(buffer).ranges[buffer->context];
+}
+
+size_t whole_pages(size_t n) { return (n + page_bytes - 1) / page_bytes * page_bytes; }
+
+void free_range(ggml_backend_buffer_t buffer) {
+    LinkDevice & device = device_of(buffer);
+    const Range range = range_of(buffer);
+    uint8_t * boundary = (uint8_t *)buffer->context + range.first_bytes;
+    device.allocated.remove(buffer->context);
+    device.pinned.remove(boundary);
+    device.used_bytes -= range.device_bytes;
+    const size_t before = whole_pages(range.first_bytes), n = before + buffer->size - range.first_bytes;
+    device.strict ? forbid(boundary - before, n) : unmap(boundary - before, n);
+}
+
+ggml_backend_buffer_t allocate_range(ggml_backend_dev_t of_range, size_t device_bytes, size_t host_bytes) {
+    LinkDevice & device = of(of_range);
+    if (!device.take(device_bytes)) { return nullptr; }
+    const size_t before = whole_pages(device_bytes), n = device_bytes + host_bytes;
+    uint8_t * start = (uint8_t *)map(before + host_bytes);
+    if (!start) {
+        device.used_bytes -= device_bytes;
+        return nullptr;
+    }
+    uint8_t * base = start + before - device_bytes; // the host memory begins with a page
+    if (device.strict) { memset(base, poison, n); }
+    device.allocated.add(base, n);
+    device.pinned.add(base + device_bytes, host_bytes);
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, n);
+    buffer->buft = &device.memory;
+    range_of(buffer) = {device_bytes, device_bytes};
+    become_memory(buffer->iface);
+    buffer->iface.free_buffer = free_range;
+    return buffer;
+}
+
+bool resize_range(ggml_backend_buffer_t buffer, size_t device_bytes) {
+    LinkDevice & device = device_of(buffer);
+    Range & range = range_of(buffer);
+    const size_t before = range.device_bytes;
+    if (device_bytes > before && !device.take(device_bytes - before)) { return false; }
+    if (device_bytes < before) { device.used_bytes -= before - device_bytes; }
+    // Memory that was given back has garbage in it.
+    uint8_t * there = (uint8_t *)buffer->context + std::min(before, device_bytes);
+    memset(there, device_bytes > before ? 0 : poison, std::max(before, device_bytes) - std::min(before, device_bytes));
+    range.device_bytes = device_bytes;
+    return true;
+}
+
+// Returns the number of bytes of experts in host memory that a product reads. The ids must have been computed.
+size_t bytes_in_host_memory(const LinkDevice & device, const ggml_tensor * product) {
+    const ggml_tensor *w = product->src[0], *ids = product->src[2];
+    size_t n = 0;
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t i = 0; i < ids->ne[0]; i++) {
+            const int32_t id = *(int32_t *)((char *)ids->data + token * ids->nb[1] + i * ids->nb[0]);
+            n += device.pinned.contain((char *)w->data + id * w->nb[2], 1) ? w->ne[1] * w->nb[1] : 0;
+        }
+    }
+    return n;
+}
+
+// Returns true if the node is a product with experts of which some are in host memory.
+bool multiplies_range(const LinkDevice & device, const ggml_tensor * node) {
+    const ggml_tensor * w = node->op == GGML_OP_MUL_MAT_ID ? node->src[0] : nullptr;
+    return w && device.pinned.contain((char *)w->data + (w->ne[2] - 1) * w->nb[2], 1);
 }
 
 // Pinned host memory: CPU memory whose address ranges are recorded in LinkDevice::pinned
@@ -308,10 +397,23 @@ void run(Backend & backend, Launch & launch) {
         device.note(StrictRun(backend.cpu.get(), launch, device.allocated).run());
         return;
     }
-    ggml_cgraph whole = launch.part(0, launch.n_nodes());
-    if (ggml_backend_graph_compute(backend.cpu.get(), &whole) != GGML_STATUS_SUCCESS) {
-        device.note("the CPU could not compute a graph");
+    const auto compute = [&](int first, int end) {
+        ggml_cgraph part = launch.part(first, end);
+        if (end > first && ggml_backend_graph_compute(backend.cpu.get(), &part) != GGML_STATUS_SUCCESS) {
+            device.note("the CPU could not compute a graph");
+        }
+    };
+    int first = 0;
+    for (int i = 0; i < launch.n_nodes(); i++) {
+        if (!multiplies_range(device, launch.node(i))) { continue; }
+        compute(first, i);
+        first = i;
+        if (const size_t n = bytes_in_host_memory(device, launch.node(i)); n > 0) {
+            device.to_device.transfer(n / mapped_speed, INFINITY, [&] { compute(i, i + 1); });
+            first = i + 1;
+        }
     }
+    compute(first, launch.n_nodes());
 }
 
 ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
@@ -429,7 +531,11 @@ ggml_backend_reg_t reg() {
     one.iface.get_device_count = [](ggml_backend_reg_t) { return registry().devices.size(); };
     one.iface.get_device = [](ggml_backend_reg_t, size_t i) { return &registry().devices[i]->device; };
     one.iface.get_proc_address = [](ggml_backend_reg_t, const char * name) {
-        return strcmp(name, "ggml_backend_set_n_threads") == 0 ? (void *)set_n_threads : nullptr;
+        const std::string_view wanted = name;
+        return wanted == "ggml_backend_set_n_threads" ? (void *)set_n_threads
+               : wanted == "moegguf_alloc_range"      ? (void *)(AllocRange)allocate_range
+               : wanted == "moegguf_resize_range"     ? (void *)(ResizeRange)resize_range
+                                                      : nullptr;
     };
     return &one;
 }
