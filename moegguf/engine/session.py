@@ -79,7 +79,7 @@ def open_store(
                 staging = 1
                 continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
-            if not plan.maps:  # with mapped slots, RAM holds every expert
+            if not plan.maps:  # RAM holds every expert if slots are mapped
                 n_ram = max(min(1, n_ram), n_ram // 2)
     if sum(n_slots) < plan.n_slots or n_ram < plan.n_ram_slots:
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""

@@ -152,10 +152,6 @@ bool changes_size(const Tier & tier, int n_slots) {
                     "staging tensors keep the size of a layer, so their number of slots cannot change");
     }
     const bool computes = tier.id == TierId::compute;
-    if (tier.maps && !computes) {
-        throw Error(MOEGGUF_INVALID, "slots in RAM that the device reads keep their number, but " +
-                                         std::to_string(n_slots) + " were given; load the model with placement 'slots'");
-    }
     const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
         throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
@@ -285,6 +281,11 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
+    if (mapped && tier.id == TierId::ram) {
+        throw Error(MOEGGUF_INVALID,
+                    "slots in RAM that the device reads keep their number; load the model again, with "
+                    "placement 'slots' or another number");
+    }
     if (mapped) { mapped->make_stale(); }
     context.await_copies(shared, lock);
     end_layer(context); // unpins the slots that the last pass left pinned

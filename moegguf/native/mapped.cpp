@@ -103,7 +103,7 @@ void Mapped::count_uses(const Event & event, uint64_t number) {
     slots_.residency.on_routing(il, event.ids, event.n_expert_used, event.n_tokens);
     LookUps in_slots(slots_), in_ram(ram_);
     for (int expert : event.experts) {
-        const bool was_on_device = on_device(row[expert]);
+        const bool was_on_device = row[expert] < slots_.residency.n_slots();
         in_slots.add(il, expert, was_on_device);
         const int s = slots_.residency.find(il, expert);
         if (s >= 0) { // the expert becomes the most recently used one, and the policy counts a use
@@ -113,17 +113,16 @@ void Mapped::count_uses(const Event & event, uint64_t number) {
         if (was_on_device) { continue; }
         in_ram.add(il, expert, true);
         uint64_t & last = read_in_ram_[layout_.key(il, expert)];
-        if (s < 0) { wanted_.push_back({il, expert, last > 0 && number - last <= promotion_window}); }
+        const bool again = last > 0 && number - last <= promotion_window;
+        if (s < 0 && (again || slots_.residency.has_free())) { wanted_.push_back({il, expert}); }
         last = number;
     }
 }
 
 void Mapped::promote(Transfers & transfers, const LayerStep & now) {
     fresh_ = false; // copies may have ended, even if no expert is promoted now
-    for (const Wanted & want : wanted_) {
-        if (&want == wanted_.data() && !slots_.copies->idle()) { break; }
-        const bool may_have = want.again || slots_.residency.has_free();
-        if (!may_have || slots_.residency.find(want.il, want.expert) >= 0) { continue; }
+    if (!slots_.copies->idle()) { wanted_.clear(); }
+    for (const Want & want : wanted_) {
         const int s = slots_.assign(want.il, want.expert, now);
         if (s < 0) { continue; }
         slots_.borrow(s, ram_, ram_.residency.find(want.il, want.expert), true);

@@ -76,7 +76,6 @@ class Mapped {
     void copy_log();
     // Returns the id of the slot from which kernels read an expert now.
     int32_t slot_of(int il, int expert) const;
-    bool on_device(int32_t slot_id) const { return slot_id < slots_.residency.n_slots(); }
 
     const Layout & layout_;
     Tier & slots_;
@@ -94,13 +93,7 @@ class Mapped {
     bool fresh_ = false;                // true: no expert has been evicted since the table was uploaded
     std::vector<Passed> passed_;        // layers of the pass whose log has not been read
     std::vector<uint64_t> read_in_ram_; // [n_keys] number of the last pass that read the expert in RAM; 0: none
-
-    struct Wanted {
-        int il;
-        int expert;
-        bool again; // true: the expert was read in RAM before; false: it gets only a free slot
-    };
-    std::vector<Wanted> wanted_;
+    std::vector<Want> wanted_;          // experts to promote
 };
 
 } // namespace moegguf

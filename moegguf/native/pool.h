@@ -34,12 +34,6 @@ struct PoolMemory {
     // device's slots, then the slots in RAM. The pool of the slots in RAM is created first, and owns the ranges.
     const Pool * owner = nullptr; // pool of slots of a device: the pool that owns the ranges; nullptr: itself
     int n_others = 0;             // number of the other slots in the range; 0: there is no range
-
-    void share_range(const Pool * owner_of_range, int n) {
-        owner = owner_of_range;
-        n_others = n;
-        pinned = pinned || !owner_of_range;
-    }
 };
 
 // Functions of a backend that offers such ranges (ggml_backend_reg_get_proc_address). "moegguf_alloc_range" returns a

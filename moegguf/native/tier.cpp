@@ -54,21 +54,14 @@ namespace {
 // Verifies that a device with `maps` and its store meet the conditions of mapped.h. Throws Error(INVALID) otherwise.
 void check_maps(const Layout & layout, const moegguf_config & config) {
     const moegguf_device & device = config.devices[0];
-    if (config.n_devices != 1 || config.flags & MOEGGUF_SIMULATE || !maps(device.name)) {
-        invalid("slots are mapped only on the one device of a store whose backend offers one range of addresses for "
-                "its memory and for RAM, but " + std::string(device.name ? device.name : "the CPU") +
-                " does not, or there are several devices; use placement 'slots'");
-    }
-    if (!device.through_ram || device.n_slots >= layout.n_experts || config.n_ram_slots < layout.n_experts) {
-        invalid("mapped slots need a slot in RAM for each of " + std::to_string(layout.n_experts) +
-                " experts, and fewer slots on the device, but there are " + std::to_string(config.n_ram_slots) +
-                " and " + std::to_string(device.n_slots) + "; use placement 'slots'");
-    }
     const int n = device.n_slots + layout.n_experts;
-    const int most = most_slots(find_device(device.name), config.matrices, config.n_matrices, n);
-    if (most < n) {
-        invalid(std::string(device.name) + " has buffers and kernels for " + std::to_string(most) +
-                " slots in one range of addresses, not for " + std::to_string(n) + "; use placement 'slots'");
+    if (config.n_devices != 1 || config.flags & MOEGGUF_SIMULATE || !device.through_ram || !maps(device.name) ||
+        device.n_slots >= layout.n_experts || config.n_ram_slots < layout.n_experts ||
+        most_slots(find_device(device.name), config.matrices, config.n_matrices, n) < n) {
+        invalid(
+            "mapped slots need one device, a backend that puts its memory and RAM into one range of addresses, a "
+            "slot in RAM for each expert, fewer slots on the device, and buffers and kernels for all of these " +
+            std::to_string(n) + " slots; use placement 'slots'");
     }
 }
 
@@ -104,7 +97,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         }
         Memory memory;
         if (has_memory) { memory = host_memory(devices); }
-        if (is_mapped) { memory->share_range(nullptr, config.devices[0].n_slots); }
+        if (is_mapped) { memory->n_others = config.devices[0].n_slots; }
         ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, config.n_ram_slots, memory);
     }
     for (int d = 0; d < config.n_devices; d++) {
@@ -116,21 +109,20 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         Memory memory;
         if (has_memory) { memory = device_memory(device.name, config.flags & MOEGGUF_REPACK); }
         Memory own = memory;
-        if (is_mapped) { own->share_range(ram->pool(), ram->numbering.n_slots()); }
+        if (is_mapped) {
+            own->owner = ram->pool();
+            own->n_others = ram->numbering.n_slots();
+        }
         compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers, device.n_slots, own,
                                                  has_ram(d) ? ram.get() : nullptr));
         Tier & tier = *compute.back();
-        tier.maps = is_mapped;
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) { on_cpu = &tier; }
         add_staging(layout, device, tier, memory);
         // The number of slots that a pass may need at once if it is not staged.
         tier.pass_slots = std::min(std::max(device.n_pass_slots, layers.n_used_max), tier.residency.n_slots());
     }
-    if (ram) {
-        ram->maps = is_mapped;
-        all.push_back(ram.get());
-    }
+    if (ram) { all.push_back(ram.get()); }
     for (const auto * tiers : {&compute, &staging}) {
         for (const auto & tier : *tiers) { all.push_back(tier.get()); }
     }

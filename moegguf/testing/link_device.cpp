@@ -53,12 +53,11 @@ namespace {
 // Speed at which kernels read host memory, as a share of the speed of copies. Mapped slots are worth a test on a card
 // from this share on (step M5 of tools/gpu/short_run.sh).
 constexpr double mapped_speed = 0.7;
-constexpr size_t page_bytes = 4096;
 constexpr size_t most_memory_bytes = (size_t)1 << 46; // size that a device without a limit reports
 
-// A buffer that begins with the device's own memory, followed by host memory.
+// A buffer that begins with the device's own memory. Host memory may follow.
 struct Range {
-    size_t first_bytes;  // size of the device's part when the range was allocated
+    size_t most_bytes;   // largest size of the device's part, which is the offset of the host memory
     size_t device_bytes; // size of the device's part now
 };
 
@@ -182,13 +181,22 @@ void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
     }
 }
 
+Range & range_of(ggml_backend_buffer_t buffer) {
+    std::lock_guard<std::mutex> lock(device_of(buffer).mutex);
+    return device_of(buffer).ranges[buffer->context];
+}
+
+void free_memory(ggml_backend_buffer_t buffer) {
+    LinkDevice & device = device_of(buffer);
+    const Range range = range_of(buffer);
+    if (range.most_bytes < buffer->size) { device.pinned.remove((uint8_t *)buffer->context + range.most_bytes); }
+    device.allocated.remove(buffer->context);
+    device.strict ? forbid(buffer->context, buffer->size) : unmap(buffer->context, buffer->size);
+    device.used_bytes -= range.device_bytes;
+}
+
 void become_memory(ggml_backend_buffer_i & buffer) {
-    buffer.free_buffer = [](ggml_backend_buffer_t of) {
-        LinkDevice & device = device_of(of);
-        device.allocated.remove(of->context);
-        device.strict ? forbid(of->context, of->size) : unmap(of->context, of->size);
-        device.used_bytes -= of->size;
-    };
+    buffer.free_buffer = free_memory;
     buffer.init_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t) {
         if (device_of(of).strict) { zero_padding(of, t); }
         return GGML_STATUS_SUCCESS;
@@ -208,73 +216,34 @@ void become_memory(ggml_backend_buffer_i & buffer) {
     };
 }
 
-ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
-    LinkDevice & device = of(buft->device);
-    if (size > device.most_buffer_bytes || !device.take(size)) { return nullptr; }
+// Allocates a buffer of the device's own memory, followed by pinned host memory if host_bytes is above 0.
+ggml_backend_buffer_t allocate(ggml_backend_dev_t of_memory, size_t device_bytes, size_t host_bytes) {
+    LinkDevice & device = of(of_memory);
+    if (device_bytes > device.most_buffer_bytes || !device.take(device_bytes)) { return nullptr; }
+    const size_t size = device_bytes + host_bytes;
     void * base = map(size);
     if (!base) {
-        device.used_bytes -= size;
+        device.used_bytes -= device_bytes;
         return nullptr;
     }
     if (device.strict) { memset(base, poison, size); }
     device.allocated.add(base, size);
+    if (host_bytes > 0) { device.pinned.add((uint8_t *)base + device_bytes, host_bytes); }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
-    buffer->buft = buft;
-    become_memory(buffer->iface);
-    return buffer;
-}
-
-// Ranges
-
-Range & range_of(ggml_backend_buffer_t buffer) {
-    std::lock_guard<std::mutex> lock(device_of(buffer).mutex);
-    return device_of(buffer).ranges[buffer->context];
-}
-
-size_t whole_pages(size_t n) { return (n + page_bytes - 1) / page_bytes * page_bytes; }
-
-void free_range(ggml_backend_buffer_t buffer) {
-    LinkDevice & device = device_of(buffer);
-    const Range range = range_of(buffer);
-    uint8_t * boundary = (uint8_t *)buffer->context + range.first_bytes;
-    device.allocated.remove(buffer->context);
-    device.pinned.remove(boundary);
-    device.used_bytes -= range.device_bytes;
-    const size_t before = whole_pages(range.first_bytes), n = before + buffer->size - range.first_bytes;
-    device.strict ? forbid(boundary - before, n) : unmap(boundary - before, n);
-}
-
-ggml_backend_buffer_t allocate_range(ggml_backend_dev_t of_range, size_t device_bytes, size_t host_bytes) {
-    LinkDevice & device = of(of_range);
-    if (!device.take(device_bytes)) { return nullptr; }
-    const size_t before = whole_pages(device_bytes), n = device_bytes + host_bytes;
-    uint8_t * start = (uint8_t *)map(before + host_bytes);
-    if (!start) {
-        device.used_bytes -= device_bytes;
-        return nullptr;
-    }
-    uint8_t * base = start + before - device_bytes; // the host memory begins with a page
-    if (device.strict) { memset(base, poison, n); }
-    device.allocated.add(base, n);
-    device.pinned.add(base + device_bytes, host_bytes);
-    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, n);
     buffer->buft = &device.memory;
     range_of(buffer) = {device_bytes, device_bytes};
     become_memory(buffer->iface);
-    buffer->iface.free_buffer = free_range;
     return buffer;
 }
 
 bool resize_range(ggml_backend_buffer_t buffer, size_t device_bytes) {
     LinkDevice & device = device_of(buffer);
-    Range & range = range_of(buffer);
-    const size_t before = range.device_bytes;
-    if (device_bytes > before && !device.take(device_bytes - before)) { return false; }
-    if (device_bytes < before) { device.used_bytes -= before - device_bytes; }
-    // Memory that was given back has garbage in it.
-    uint8_t * there = (uint8_t *)buffer->context + std::min(before, device_bytes);
-    memset(there, device_bytes > before ? 0 : poison, std::max(before, device_bytes) - std::min(before, device_bytes));
-    range.device_bytes = device_bytes;
+    size_t & now = range_of(buffer).device_bytes;
+    if (device_bytes > now && !device.take(device_bytes - now)) { return false; }
+    const auto [begin, end] = std::minmax({now, device_bytes});
+    memset((uint8_t *)buffer->context + begin, device_bytes > now ? 0 : poison, end - begin);
+    device.used_bytes -= device_bytes < now ? now - device_bytes : 0;
+    now = device_bytes;
     return true;
 }
 
@@ -282,16 +251,14 @@ bool resize_range(ggml_backend_buffer_t buffer, size_t device_bytes) {
 size_t bytes_in_host_memory(const LinkDevice & device, const ggml_tensor * product) {
     const ggml_tensor *w = product->src[0], *ids = product->src[2];
     size_t n = 0;
-    for (int64_t token = 0; token < ids->ne[1]; token++) {
-        for (int64_t i = 0; i < ids->ne[0]; i++) {
-            const int32_t id = *(int32_t *)((char *)ids->data + token * ids->nb[1] + i * ids->nb[0]);
-            n += device.pinned.contain((char *)w->data + id * w->nb[2], 1) ? w->ne[1] * w->nb[1] : 0;
-        }
+    for (int64_t i = 0; i < ggml_nelements(ids); i++) {
+        const int64_t id = StrictRun::id_at(ids, i);
+        n += device.pinned.contain((char *)w->data + id * w->nb[2], 1) ? w->ne[1] * w->nb[1] : 0;
     }
     return n;
 }
 
-// Returns true if the node is a product with experts of which some are in host memory.
+// Returns true if the node multiplies by experts in a range.
 bool multiplies_range(const LinkDevice & device, const ggml_tensor * node) {
     const ggml_tensor * w = node->op == GGML_OP_MUL_MAT_ID ? node->src[0] : nullptr;
     return w && device.pinned.contain((char *)w->data + (w->ne[2] - 1) * w->nb[2], 1);
@@ -533,7 +500,7 @@ ggml_backend_reg_t reg() {
     one.iface.get_proc_address = [](ggml_backend_reg_t, const char * name) {
         const std::string_view wanted = name;
         return wanted == "ggml_backend_set_n_threads" ? (void *)set_n_threads
-               : wanted == "moegguf_alloc_range"      ? (void *)(AllocRange)allocate_range
+               : wanted == "moegguf_alloc_range"      ? (void *)(AllocRange)allocate
                : wanted == "moegguf_resize_range"     ? (void *)(ResizeRange)resize_range
                                                       : nullptr;
     };
@@ -589,7 +556,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     device.iface = device_interface();
     memory.device = host_memory.device = &device;
     memory.iface.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
-    memory.iface.alloc_buffer = allocate;
+    memory.iface.alloc_buffer = [](ggml_backend_buffer_type_t buft, size_t n) { return allocate(buft->device, n, 0); };
     memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
     memory.iface.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
     memory.iface.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {

@@ -205,7 +205,7 @@ def keep_ram(path: Path) -> None:
     [name] = add_devices(1)
     store = StoreOptions(device=name, staging=0)
     with Llama(path, vram_cache="40%", placement="slots-mapped", store=store, **OPTIONS) as llm:
-        with pytest.raises(OptionError, match="keep their number.*placement 'slots'"):
+        with pytest.raises(OptionError, match=r"keep their number.*placement 'slots'"):
             llm.set_budget(expert_cache="50%")
         greedy_logits(llm, [1, 2, 3], 2)
 
