@@ -65,7 +65,7 @@ def main() -> None:
                     speeds[placement].append(options.tokens / (time.perf_counter() - start_s))
                     stops[placement] += link_figures(device).copies_to_host - copies
                 logits.append(llm.context.logits(-1).copy())
-            assert np.array_equal(*logits)
+            assert np.array_equal(logits[0], logits[1])
         for placement, found in speeds.items():
             counted, n = models[placement].stats() - before[placement], options.rounds * options.tokens
             print(
