@@ -93,7 +93,7 @@ def test_default_settings_match_ollama_and_placement_rejects_other_words() -> No
         read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
     )
     assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {"placement": "slots"}
-    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, cpu"):
+    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, slots-mapped, cpu"):
         read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})
 
 
