@@ -190,7 +190,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
-            if text is None or client is None:  # for a single answer, a server loads the model itself
+            if text is None or client is None:  # a server loads the model itself before a single answer
                 chat_model.load(conversation)
                 spinner.close()
             if text is not None:

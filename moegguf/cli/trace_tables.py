@@ -127,8 +127,8 @@ def print_summary(found: TraceSummary) -> None:
 
 
 def print_tiers(rows: Sequence[Row], used: str) -> None:
-    """Prints a table with several lines for each combination of policy, predictor, VRAM budget and RAM budget: the
-    counts in VRAM, then for each device if there are several, then in RAM."""
+    """Prints a table with several lines for each combination of policy, predictor, VRAM budget and RAM budget. The
+    first line has the counts in VRAM. Lines for each device follow if there are several, then a line for RAM."""
     names = ("policy", "predictor", "budget", "tier", "hit rate", "MB/token", "evicted", "stall ms", "t/s")
     print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
     staged = {row.share: row.simulated.tiers.get(STAGING) for row in rows if row.simulated is not None}
