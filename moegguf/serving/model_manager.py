@@ -2,8 +2,8 @@
 
 Each model has a task (`_live`), which starts with its first request. The task waits for memory, loads the model, and
 stops the process when `ending` is set. The task repeats this while requests wait, then ends. Every change calls
-`_dispatch`, which never waits. `_dispatch` grants requests of loaded models, unloads models that nobody uses, and wakes
-the tasks that wait for a change.
+`_dispatch`, which never waits. `_dispatch` grants requests for loaded models, ends idle models that have expired or
+must be reloaded, and wakes the tasks that wait for a change.
 
 Rules:
 - Names with equal files and load options share a process. An option that neither a request nor the entry sets comes
@@ -19,7 +19,7 @@ Rules:
   for memory, for OVERTAKE_S at most.
 - No request interrupts another request's answer.
 
-This module knows nothing about HTTP.
+This module does not handle HTTP.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ class Batches:
         """Creates a batch from a stored file of requests, and starts it. The client may delete the file before the
         batch has ended.
 
-        Raises BatchFileError for a file with another purpose. Also raises UnknownIdError, BusyError or StorageError.
+        Raises BatchFileError for a file whose purpose is not INPUT_PURPOSE. Also raises UnknownIdError, BusyError or
+        StorageError.
         """
         known = self.files.get(input_file_id)
         if known.purpose != INPUT_PURPOSE:
