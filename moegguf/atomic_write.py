@@ -1,7 +1,7 @@
 """Replaces files atomically: a reader sees either the old contents or the new ones, never partial contents.
 
-A temporary file is locked while it is written, if the file system supports locks. There, a temporary file without a
-lock was left by a killed process, and `remove_abandoned` removes it.
+On a file system with locks, a temporary file is locked while it is written. A temporary file without a lock was left by
+a killed process, and `remove_abandoned` removes it.
 """
 
 from __future__ import annotations
