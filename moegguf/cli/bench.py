@@ -186,7 +186,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
-    # OWN comes first if it is given, so that the other strategies alternate with it.
+    # moegguf's own strategy (OWN) comes first if it is given, so that the other strategies alternate with it.
     chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]

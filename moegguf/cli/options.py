@@ -85,7 +85,7 @@ def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
         "min": option.least,
-        "max": option.most if option.scope == "server" or option.most == 1 else None,  # or checked later
+        "max": option.most if option.scope == "server" or option.most == 1 else None,  # other limits are checked later
         "parser": parse_threads if option.kind == "threads" else None,
     }
     kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group

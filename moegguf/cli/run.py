@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moegguf.settings import Settings
 
 PS_TIMEOUT_S = 1.0  # seconds within which a server must list its loaded models
-EXIT_TIMEOUT_S = 0.5  # seconds after CANCEL_TIMEOUT_S until moegguf exits if a cancelled answer has not ended
+EXIT_TIMEOUT_S = 0.5  # seconds that a cancelled answer has to end, after CANCEL_TIMEOUT_S, before moegguf exits
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
@@ -190,7 +190,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
-            if text is None or client is None:  # a server loads the model itself before a single answer
+            if text is None or client is None:  # a server loads the model itself when it answers a prompt
                 chat_model.load(conversation)
                 spinner.close()
             if text is not None:
