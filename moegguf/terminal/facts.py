@@ -42,8 +42,8 @@ def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
     """Context manager that yields the entry of the model with this path or name, and True if the model's files are on
     this machine.
 
-    For a model that is only on Hugging Face, fetches only the headers of the files, and yields an entry for these and
-    False. Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
+    For a model that is only on Hugging Face, fetches only the headers of the files, and yields an entry that refers to
+    the headers, and False. Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
     try:
         entry = Catalog().find(model)

@@ -101,7 +101,8 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        for letter, run in groupby(map(str, line)):  # one span per run of equal letters, which terminals draw fast
+        # One span is added for each run of equal letters, because few spans are drawn faster.
+        for letter, run in groupby(map(str, line)):
             drawn.append("".join(run), STYLES[letter])
     return drawn
 
