@@ -36,7 +36,7 @@ LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a n
 HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of a lone surrogate
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
-# Keys of an ASGI scope: the `Bodies` object, and the bytes of this request that the object counts.
+# Keys of an ASGI scope: the `Bodies` object, and the number of bytes that this object counts for the request.
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 
