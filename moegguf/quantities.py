@@ -72,7 +72,8 @@ def parse_size(value: str | int) -> int:
 
 
 def parse_store_size(value: str | int) -> int | None:
-    """Returns 0 for "0", None for "auto", and otherwise the number of bytes from `parse_size`. Raises ValueError."""
+    """Returns 0 for 0 or "0", None for "auto", and otherwise the number of bytes from `parse_size`. Raises ValueError
+    for anything that `parse_size` rejects."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
     try:
@@ -147,7 +148,7 @@ class Link:
     """A link between two memories, such as RAM and VRAM."""
 
     bytes_per_s: float  # bandwidth
-    latency_s: float = 0.0  # additional seconds that each copy takes
+    latency_s: float = 0.0  # seconds that each copy takes in addition to n_bytes / bytes_per_s
 
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
@@ -263,5 +264,5 @@ def processor_split(size_bytes: int, vram_bytes: int) -> str:
 
 
 def percent(share: float | None, unknown: str = "-") -> str:
-    """Formats a share as percent: "47.1%" for 0.471. Returns `unknown` for None and NaN."""
+    """Formats a share as a percentage: "47.1%" for 0.471. Returns `unknown` for None and NaN."""
     return unknown if share is None or math.isnan(share) else f"{share:.1%}"

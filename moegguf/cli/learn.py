@@ -86,9 +86,9 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products to `n_threads`, by default to the number of processors that are
-    idle now. With more threads than idle processors, matrix products are slow. Variables that the user has set are not
-    changed. Must be called before numpy is imported."""
+    """Limits the threads of numpy's matrix products to `n_threads`, by default to the number of idle processors (at
+    least 1) according to the load average. With more threads than idle processors, matrix products are slow.
+    Environment variables that the user has set are not changed. Must be called before numpy is imported."""
     from moegguf.engine.machine import count_cpus
 
     n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
@@ -154,8 +154,9 @@ def _reporting(progress: Progress, stage: str) -> Progress:
 
 
 def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
-    """Returns the texts whose routing is recorded: the prompts in a file, or with --from-server the stored responses of
-    a server. Raises OptionError."""
+    """Returns the texts whose routing is recorded: the prompts in a file, by default in a bundled file, or with
+    --from-server the turns of /v1/responses that a server has stored. Raises OptionError if the server is running, or
+    if no responses are stored."""
     from moegguf.trace.prompts import Prompt, read_prompts
 
     if not chosen["from_server"]:

@@ -96,8 +96,9 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. Notes
-    next to the address list the clients that need a key."""
+    """Prints the version, the folder of models, the memory, the reason if a GPU cannot be used, and the address. A
+    remark after the address states the number of API keys, if other machines can reach the server, and the networks
+    whose clients need no key."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

@@ -1,7 +1,7 @@
 """`moegguf trace`: record a model's routing or import it, and replay it with other policies and budgets.
 
-Results go to stdout, progress to stderr. This module has only the flags and the tables; `bench.record`,
-`trace.importing` and `trace.analysis` do the work.
+Results go to stdout, progress to stderr. This module has the flags; `bench.record`, `trace.importing` and
+`trace.analysis` do the work, and `trace_tables` prints the tables.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def showing_progress() -> Iterator[Progress]:
 
 
 def check_writable(out: Path, *sources: Path) -> None:
-    """Raises OptionError if the folder of `out` does not exist, if `out` is not a file, or if `out` is one of
-    `sources`. Called before any work is done."""
+    """Raises OptionError if the folder of `out` does not exist, if `out` exists but is not a regular file, or if `out`
+    is one of `sources`. Called before any work is done."""
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; create it first.")
     if not can_be_replaced(out):
@@ -165,7 +165,7 @@ def check_writable(out: Path, *sources: Path) -> None:
 
 def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
     """Parses shares such as "10%,25%" or "0.1". Removes duplicates unless `of_each` is True, which means that each
-    share belongs to one of several devices. Raises OptionError."""
+    share belongs to one of several devices. Raises OptionError for a share that is not above 0% and up to 100%."""
     shares = []
     for word in split([text]) or [text]:
         try:

@@ -8,10 +8,10 @@
   in the query, only the first name of each model is listed.
 
 `/budget` shows the memory for a loaded model's experts, and PUT changes it. `expert_cache` and `vram_cache` accept the
-same values as `--expert-cache` and `--vram-cache`. A budget larger than the one at the model's load is reduced to that
-one. `vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not
-change. A new budget takes effect between two passes of a running answer and changes no token. It lasts until the model
-is unloaded, and is kept if waiting requests then reload the model.
+same values as `--expert-cache` and `--vram-cache`. A budget cannot exceed its size at the model's load; a larger value
+is reduced to that size. `vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in
+the reply, does not change. A new budget takes effect between two passes of a running answer and changes no token. It
+lasts until the model is unloaded, and is kept if waiting requests then reload the model.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
 
 
 async def _snapshots(manager: ModelManager, entry: ModelEntry | None, per_s: float) -> dict[str, Snapshot]:
-    """Returns {name: current snapshot} for the model `entry`, or for all loaded models if it is None. `per_s` is the
-    number of snapshots per second that the client reads."""
+    """Returns {name: current snapshot} for the model `entry`, or for all loaded models if `entry` is None. `per_s` is
+    the number of snapshots per second that the client reads."""
     return {snapshot.model: snapshot for snapshot in await manager.snapshots(entry, 2 / per_s + POLL_S)}
 
 
@@ -140,8 +140,9 @@ class _BudgetRequest(BaseModel):
 
 
 async def _put_budget(request: HttpRequest) -> Response:
-    """Changes the budgets of a loaded model, and replies with them. Raises HttpError 400 if there is no budget in the
-    body, or if a budget is invalid, too small, or larger than the free memory allows."""
+    """Changes the budgets of a loaded model, and replies with the new budgets. Raises HttpError 400 if there is no
+    budget in the body, or if a budget is invalid, too small, or larger than the free memory allows. Raises
+    ModelNotFoundError for a model that is not loaded, and BusyError while it is being loaded or unloaded."""
     body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")

@@ -84,7 +84,7 @@ class LoadedModel:
     vram_cache_bytes: int = 0  # value of the budget `vram_cache` (`planned_budgets`); 0: no GPU has slots
     n_parallel: int = 1  # maximum number of requests that the model answers at once
     n_answering: int = 0  # number of granted requests that generate or embed
-    last_answer_tokens: int = 0  # tokens of the last answer to the owner of the current request
+    last_answer_tokens: int = 0  # number of tokens of the last answer to the owner of the current request
     last_answer_s: float = 0.0  # seconds from the end of that answer's prompt to the end of the answer
 
 

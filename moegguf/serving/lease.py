@@ -329,8 +329,9 @@ class Calls(ABC):
                     raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """Returns the value of a call: for "count" the number of tokens in a conversation's prompt, for "render" the
-        prompt's text. Raises the worker's error, or WorkerError if the process fails."""
+        """Returns the value of a call. For example, the value of "count" is the number of tokens in a conversation's
+        prompt, and the value of "render" is the prompt's text. Raises the worker's error, or WorkerError if the process
+        fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value

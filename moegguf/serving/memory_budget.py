@@ -2,7 +2,7 @@
 
 Each model has a plan with all the memory that it can use, and plans with less memory. Plans are built from the headers
 of the model's files, before anything is loaded. A worker receives the plan with which it loads its model. This module
-knows nothing about processes.
+does not handle processes.
 """
 
 from __future__ import annotations
@@ -314,8 +314,8 @@ def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
     """Returns a budget in bytes, limited to the bytes reserved at the model's load and rounded down to whole slots.
 
-    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte: the model
-    will refuse it.
+    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte, so that the
+    model refuses this budget.
 
     Raises BudgetError for a model without experts.
     """

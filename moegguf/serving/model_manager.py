@@ -2,8 +2,8 @@
 
 Each model has a task (`_live`), which starts with its first request. The task waits for memory, loads the model, and
 stops the process when `ending` is set. The task repeats this while requests wait, then ends. Every change calls
-`_dispatch`, which never waits. `_dispatch` grants requests of loaded models, unloads models that nobody uses, and wakes
-the tasks that wait for a change.
+`_dispatch`, which never waits. `_dispatch` grants requests for loaded models, ends idle models that have expired or
+must be reloaded, and wakes the tasks that wait for a change.
 
 Rules:
 - Names with equal files and load options share a process. An option that neither a request nor the entry sets comes
@@ -19,7 +19,7 @@ Rules:
   for memory, for OVERTAKE_S at most.
 - No request interrupts another request's answer.
 
-This module knows nothing about HTTP.
+This module does not handle HTTP.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 OVERTAKE_S = 10.0  # seconds for which other requests may overtake a waiting load, so that models are swapped less often
 SHUTDOWN_GRACE_S = 5.0
-# share of the longest wait in the queue after which a refused client should retry (from 1 s to MAX_RETRY_S)
+# a refused client should retry after this share of the longest wait in the queue (at least 1 s, at most MAX_RETRY_S)
 FREED = 0.1
 MAX_RETRY_S = 60.0
 
@@ -408,8 +408,8 @@ class ModelManager:
         """Returns the request that is granted next, or None.
 
         Requests queued behind a request that needs another load have to wait. After a load of another model has waited
-        for OVERTAKE_S, only requests that arrived before it are granted. Such a request may be anywhere in the queue,
-        since the queue is sorted by turns.
+        for OVERTAKE_S, only requests that arrived before the oldest request for that load are granted. Such a request
+        may be anywhere in the queue, since the queue is sorted by turns.
         """
         since = math.inf  # ticket of a load that must not be overtaken; inf: there is none
         if self._short is not None:

@@ -2,7 +2,7 @@
 
 A dataclass is sent as an object with the fields that differ from their defaults, and is rebuilt from its type hints.
 Bytes are sent as base64, errors as class name and text. Pickle is not used: a receiver builds only the types that it
-expects. This module knows nothing about processes or models.
+expects. This module does not start processes or load models.
 
 Messages to the worker, each with an id:
 - load (config) is the first message. Its value is a `Ready`.

@@ -51,8 +51,8 @@ def print_renderable(renderable: Any, least_width: int = 0) -> None:
 
 
 def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
-    """Prints a title, and below it rows of cells: usually a name, a value and an optional remark, which is dim. The
-    columns whose indices are in `right` are right-aligned."""
+    """Prints a title, and below it rows of cells: usually a name, a value and an optional remark. The third column is
+    dim. The columns whose indices are in `right` are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
@@ -72,7 +72,7 @@ def print_columns(
     style: str = "",
     drop: Sequence[str] = (),
 ) -> None:
-    """Prints a table with a header, as `ollama list` does. No cell is cut.
+    """Prints a table with a header, as `ollama list` does. The text of a cell is never shortened.
 
     between: spaces between columns.
 
@@ -80,7 +80,8 @@ def print_columns(
 
     style: style of the header.
 
-    drop: names of columns that are left out, one after another in this order, until the table fits the terminal.
+    drop: names of columns that are left out, one after another in this order, until the table fits the terminal. If
+    leaving out all of them is not enough, the table is too wide.
     """
     lines = [list(header), *map(list, rows)]
     widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}
@@ -139,7 +140,7 @@ def _range(low: str, high: str) -> str:
 
 def two_digits(low: float, high: float) -> str:
     """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54". If both ends have the same text,
-    returns only one."""
+    returns that text once."""
     return _range(*(
         f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
         for value in (low, high)
@@ -244,7 +245,8 @@ def print_estimate(facts: Facts) -> None:
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("Basis of these predictions", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
-    supposed = facts["placement"] if not plan["placement"] else None  # the plan's own placement is among its reasons
+    # The plan's reasons already include the reason for its own placement.
+    supposed = facts["placement"] if not plan["placement"] else None
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:

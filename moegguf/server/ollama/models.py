@@ -1,8 +1,8 @@
 """Ollama's endpoints about models: they list, show, copy, delete, download and create models.
 
-When the client of /api/pull disconnects, the download stops. The part of a file that has been received (up to 50 GB) is
-kept, and the next download of the file resumes from there. The endpoint /api/create creates a new name for another
-name's model or for uploaded files (/api/blobs). Pushing a model is not supported.
+When the client of /api/pull disconnects, the download stops. The received part of a file of up to 50 GB is kept, and
+the next download of the file resumes from there. The endpoint /api/create creates a new name for another name's model
+or for uploaded files (/api/blobs). Pushing a model is not supported.
 """
 
 from __future__ import annotations

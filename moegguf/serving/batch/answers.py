@@ -91,7 +91,7 @@ class Requests:
         """Reads and checks all lines. An invalid line does not raise an exception; instead, its `RequestLine` has an
         `error`.
 
-        Raises BatchFileError if all lines are blank, or if there are more than `max_requests` other lines (None: no
+        Raises BatchFileError if all lines are blank, or if more than `max_requests` lines are not blank (None: no
         limit).
         """
         self._file = file = in_utf8(file)
@@ -344,8 +344,8 @@ class Journal:
         self.remove()
 
     def remove(self) -> None:
-        """Removes all answers of the batch from the database. Each statement deletes N_REMOVED answers, so that other
-        threads can use the database in between. Raises StorageError."""
+        """Removes all answers of the batch from the database. Each statement deletes at most N_REMOVED answers, so that
+        other threads can use the database in between. Raises StorageError."""
         some = f"SELECT rowid FROM answer WHERE batch = ? LIMIT {N_REMOVED}"
         while self.database.execute(some, self.batch):
             self.database.execute(f"DELETE FROM answer WHERE rowid IN ({some})", self.batch, flush=False)

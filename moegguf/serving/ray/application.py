@@ -228,8 +228,8 @@ class ReplicaManager:
         )
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the loaded models in the config's order. `total` combines the replicas of each, and the state is a
-        few seconds old."""
+        """Returns the states of the loaded models in the config's order. A state combines all replicas of its model
+        (`total`), and may be a few seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
@@ -250,7 +250,8 @@ class ReplicaManager:
 
 def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
     """Combines the states of one model's replicas. Memory sizes, queue lengths, requests and statistics are summed, and
-    the context length is the shortest one. All other facts are the first replica's."""
+    the context length is the shortest one. The model is busy if any replica is busy, and its name never expires. All
+    other facts are the first replica's."""
     first = replicas[0]
     return replace(
         first,

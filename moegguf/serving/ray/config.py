@@ -72,7 +72,7 @@ class ModelConfig(BaseModel):
         requests that a replica processes together, but at least MIN_ONGOING. So the next requests already wait in the
         replica.
 
-        n_parallel: requests that a replica processes together if the config does not set this.
+        n_parallel: number of requests that a replica processes together, if the config does not set this number.
         """
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
@@ -86,7 +86,8 @@ class _Arguments(BaseModel):
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     """Returns the models in `arguments`, or the bundled demo model if there is no key `models`.
 
-    Raises OptionError, which names the key, for unknown keys, invalid values and repeated names. Raises ModelNameError.
+    Raises OptionError, which names the key, for unknown keys, invalid values and repeated names. Raises ModelNameError
+    for an invalid name.
     """
     with _naming():
         models = _Arguments.model_validate(dict(arguments)).models
