@@ -60,9 +60,9 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
     return -1;
 }
 
-// Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or no
-// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. The caller must
-// hold the store's lock.
+// Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or the matrix
+// may never arrive. In the last case, the slot is not pinned, or no transfer of the matrix is queued or under way. This
+// happens in a failed pass, whose slot ids are all 0. The caller must hold the store's lock.
 bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);

@@ -247,8 +247,9 @@ void Residency::exchange_scores(std::vector<float> & scores) {
     if (!scores_.set()) { order_.follow(nullptr); }
 }
 
-// Counts the uses of a routing event, and passes the event to the policy. While every expert has a slot, nothing is
-// evicted, and the policy gets no routing events. So the policy starts to learn only when the pool shrinks.
+// Counts the uses of a routing event if count_uses() is on, and passes the event to the policy. While the tier is
+// resident, nothing is evicted, and the policy gets no routing events. So the policy starts to learn only when the pool
+// shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {

@@ -69,7 +69,7 @@ class Residency {
     // much as the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
     void assign(int s, int il, int expert); // assigns a free slot to an expert, or to a layer's stream (no_expert)
-    void end_stream(int s, int expert);     // assigns a streaming slot to the last expert that was streamed through it
+    void end_stream(int s, int expert);     // records that a streaming slot now holds this whole expert
     void vacate(int s);
 
     // Adds a pin. If is_use, the slot also becomes the most recently used one, and the policy counts a use.

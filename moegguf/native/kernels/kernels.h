@@ -45,7 +45,7 @@ struct Kernel {
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
-    const Panels * panels; // used for many rows; nullptr: weights are never unpacked
+    const Panels * panels; // used for many rows; nullptr: weights are never unpacked into panels
 };
 
 // The method for multiplying many rows: a group of columns is unpacked once into a panel, which is then multiplied by
