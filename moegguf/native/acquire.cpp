@@ -270,7 +270,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// Resizes a tier.
+// Resizes a tier. Throws Error(IO) if transfers do not end within a minute.
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }

@@ -1,6 +1,6 @@
-// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads read only
-// through this file, which calls files.h. Each read goes to the copy that is expected to finish it first. A copy that
-// fails is no longer used, unless it is the last one.
+// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads read the files
+// only through class Drives, which uses files.h. Each read goes to the copy that is expected to finish it first. A copy
+// that fails is no longer used, unless it is the last one.
 //
 // This file only reads. It does not know about slots or experts.
 #pragma once

@@ -48,6 +48,7 @@ class Calibration {
     }
 
     // Returns the share of used experts among the experts whose predicted probability at this distance was about p.
+    // Before any were observed, returns about p.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;

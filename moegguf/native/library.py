@@ -42,7 +42,7 @@ SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
 def library_folders() -> Iterable[Path]:
-    """Returns the folders that may hold libmoegguf: only MOEGGUF_LIBRARY if set, else every package's `lib`."""
+    """Returns the folders that may hold libmoegguf: only MOEGGUF_LIBRARY if set, else `lib` in each package folder."""
     chosen = read_environment().library
     return [chosen] if chosen else [folder / "lib" for folder in package_folders()]
 

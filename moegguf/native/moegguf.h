@@ -142,7 +142,7 @@ struct moegguf_device {
     // The store raises it to the number of experts that one token uses in a layer, if it is lower, and limits it to
     // n_slots.
     int32_t n_pass_slots;
-    double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into its slots; 0: copies take no time
+    double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into the slots; 0: copies take no time
     double sim_copy_latency_ns;   // simulation: latency of each copy
 };
 
@@ -217,14 +217,14 @@ struct moegguf_tier_info {
     uint64_t misses;
     uint64_t evictions;
     uint64_t prefetch_wasted; // prefetched experts that lost their slot before they were used
-    // Number of bytes transferred into its slots on demand, from the file or from other slots.
+    // Number of bytes transferred into the tier's slots on demand, from the file or from other slots.
     uint64_t bytes_missed;
-    uint64_t bytes_prefetched; // number of bytes transferred into its slots for prefetches and for free slots
+    uint64_t bytes_prefetched; // number of bytes transferred into the tier's slots for prefetches and free slots
     // Time compute threads spent waiting for this tier's experts; RAM: only the part during which bytes still had to
     // arrive from the file.
     uint64_t stall_ns;
     uint64_t stream_waits; // number of times that the compute stream, instead of a thread, waited for copies
-    uint64_t copy_ns;      // time spent copying into its slots
+    uint64_t copy_ns;      // time spent copying into the tier's slots
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
@@ -233,13 +233,13 @@ struct moegguf_tier_info {
     int32_t direct;             // 1: all shards in use are read with O_DIRECT
     int32_t n_experts;          // number of the model's experts in all layers
     int32_t n_repacked;         // number of expert tensors whose slots are interleaved
-    int32_t n_uncached;         // number of these tensors whose slots are written with stores that bypass the cache
+    int32_t n_uncached;         // number of expert tensors whose slots are written with stores that bypass the cache
     int32_t n_slots;
     int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
-    char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
-    char note[192];         // reason why its memory is not pinned for all devices; empty: it is pinned, or need not be
+    char device[64];        // names of the devices that compute with the slots; RAM: device that copies from them
+    char note[192];         // reason why the memory is not pinned for all devices; empty: it is pinned, or need not be
 };
 
 // Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
@@ -328,7 +328,7 @@ struct moegguf_routing_event {
     int32_t n_expert_used;
     int32_t sequence; // `sequence` of the announced tokens
     int32_t phase;
-    int32_t first_token; // index of the pass's first token among the announced tokens; -1: not announced
+    int32_t first_token; // index of the pass's first token among the announced tokens; -1: not all were announced
     int32_t n_embd;
     const int32_t * expert_ids; // [n_tokens][n_expert_used]
     const float * weights;      // [n_tokens][n_expert_used], or NULL
@@ -367,7 +367,7 @@ struct moegguf_speeds {
     double device_op_ns;        // mean time of a small node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
     double copy_ns;             // fixed overhead of a batch of copies, in addition to the time for the bytes
-    double stop_ns;      // extra time of a stop at a layer: the device finishes its work, the host reads and writes ids
+    double stop_ns;      // extra time of a stop at a layer: the device finishes, then the host reads and writes ids
     double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
 };
 
@@ -537,8 +537,8 @@ MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 // of this section.
 
 // Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix has
-// arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. If a simulation streams the experts, slot_ids has
-// their expert ids. inputs [n_tokens][n_embd]: the router's inputs; NULL: unknown. INVALID: a size is out of range.
+// arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. If a simulation streams the experts, their expert ids
+// are written instead. inputs [n_tokens][n_embd]: the router's inputs; NULL: unknown. INVALID: a size is out of range.
 // After a failure of the pass, returns the status of this failure.
 MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
@@ -622,7 +622,7 @@ MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 // read yields zeros.
 MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
 
-// Records that n bytes of the state at `at` belong at `offset` of a tensor. They are written before
+// Records that n bytes of the state at `at` belong at `offset` of a tensor. These bytes are written before
 // moegguf_kv_blocks_fill returns. Returns false if `at` is not inside the state of the block that this thread added
 // last.
 MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);

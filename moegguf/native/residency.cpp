@@ -53,8 +53,8 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
 
 // Sets floor_, the number of slots that each layer keeps while another layer has more slots than its own floor. The
 // floors are 0 if all experts of one token fit into the slots. If they do not fit, a global LRU would always evict the
-// experts of the next layers, and never have a hit. In that case, the number of slots that one layer needs at once
-// stays available to all layers, and the layers share the remaining slots equally.
+// experts of the next layers, and never have a cache hit. In that case, the number of slots that one layer needs at
+// once stays available to all layers, and the layers share the remaining slots equally.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }

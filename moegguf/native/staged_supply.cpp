@@ -97,9 +97,9 @@ class StagedSupply final : public Supply {
     }
 
   private:
-    // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies from them.
-    // Then pins the event's experts that are present or on their way, queues demands for their missing matrices, and
-    // waits for all copies into the tensors. Returns false if a wait was cancelled.
+    // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies whose
+    // sources are these slots. Then pins the event's experts that are present or on their way, queues demands for their
+    // missing matrices, and waits for all copies into the tensors. Returns false if a wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;
         const Event & event = context.event;

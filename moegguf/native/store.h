@@ -63,7 +63,7 @@ class Store {
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
-    // The parts of the store. Each part uses only parts that are declared before it.
+    // The parts of the store. Each part except the context uses only parts that are declared before it.
     const Layout layout;
     Shared shared;
     Events events;

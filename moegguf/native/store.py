@@ -79,7 +79,7 @@ class StoreOptions:
     direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops queued prefetches of its layer (MOEGGUF_PREEMPT)
-    demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
+    demand_first: bool = True  # demands are read before prefetches; False: prefetches are read first
     overlap: bool = True  # a layer may start running before all of its matrices have arrived
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     # that the layer does not need. In successive passes of several tokens that use more experts than there are slots,
@@ -524,7 +524,7 @@ class Store:
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until no transfer is queued or under way, and the background fill has ended; then runs `check`.
 
-        Raises GenerationCancelled after timeout_s.
+        Raises GenerationCancelled if this takes longer than timeout_s seconds.
         """
         self._library.moegguf_store_drain(self.handle, timeout_s)
 

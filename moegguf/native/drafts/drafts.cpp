@@ -103,7 +103,7 @@ struct drafts {
             params.n_max = request->n_max[number];
             params.pos0 = sequence.tokens.size() - 1;
             params.id_last = sequence.tokens.back();
-            sequence.tokens.pop_back(); // because `prompt` has all tokens but the last one
+            sequence.tokens.pop_back(); // `prompt` has all tokens but the last one
             params.prompt = &sequence.tokens;
             params.result = &sequence.draft;
         }

@@ -92,7 +92,7 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
     return GGML_PAD(size.n_cols * size.column_bytes, 64);
 }
 
-// Weight columns that are multiplied by all rows before the next columns are.
+// Weight columns that are multiplied by all rows before the next columns are multiplied.
 struct Columns {
     const Kernel * kernel;
     const char * weights;

@@ -115,9 +115,9 @@ struct PredictorType {
 };
 
 extern const PredictorType previous_token_predictor, token_table_predictor, affinity_predictor,
-    eamc_predictor;                                                             // counts.cpp
-extern const PredictorType skip_predictor, mlp_predictor, expert_mlp_predictor; // networks.cpp
-extern const PredictorType routing_path_predictor;                              // routing_path.cpp
+    eamc_predictor;                                                             // defined in counts.cpp
+extern const PredictorType skip_predictor, mlp_predictor, expert_mlp_predictor; // defined in networks.cpp
+extern const PredictorType routing_path_predictor;                              // defined in routing_path.cpp
 
 // Returns the predictor type with this name. Throws Error(INVALID) if there is none.
 const PredictorType & predictor_type(const char * name);
