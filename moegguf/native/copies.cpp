@@ -12,7 +12,7 @@ namespace moegguf {
 namespace {
 
 constexpr size_t most_ahead = 96; // largest number of prefetched matrices in one batch for a prompt's next layer
-constexpr size_t few_ahead = 8;   // largest number of prefetched matrices in one batch if Remedy::large_batches is off
+constexpr size_t few_ahead = 8;   // value that replaces most_ahead if Remedy::large_batches is off
 
 int matrix_of(const Layout & layout, const Job & job) { return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)]; }
 

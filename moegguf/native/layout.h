@@ -1,5 +1,5 @@
 // layout.h: the layout holds the place of each expert in the model's files, and the slot sizes. The numbering holds the
-// slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever
+// range of slots to which each layer's slot ids refer. Both are plain data, without I/O, and only the numbering ever
 // changes. They do not know about memory, devices, or which experts are loaded.
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
 // Sets of matrix kinds in the order in which llama.cpp multiplies: up (or gate and up as one matrix), then gate, then
-// down. Each multiplication uses one kind of matrix, of all chosen experts of a layer.
+// down. Each multiplication uses the matrices of one kind, of all chosen experts of a layer.
 constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
 
 struct Matrix {

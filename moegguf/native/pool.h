@@ -42,6 +42,7 @@ PoolMemory device_memory(const char * name, bool repack);
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
 // Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond the matrix's end.
+// Throws Error(INVALID) for an unknown type or an unsuitable shape.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
 // Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. The

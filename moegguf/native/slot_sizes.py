@@ -84,7 +84,7 @@ def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Returns the largest number of slots, from 1 to n_slots, that one pool can have on a device.
 
     The limits are the device's largest buffer, the largest tensor by which its kernels can multiply, and 32-bit offsets
-    in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name.
+    in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name, and for n_slots below 1.
     """
     most, matrices = c.c_int32(), matrices_of(layout, [device])
     library.load().moegguf_most_slots(device and device.encode(), matrices, len(matrices), n_slots, c.byref(most))

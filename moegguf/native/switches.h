@@ -14,7 +14,8 @@ namespace moegguf {
 enum class Remedy : uint32_t {
     quiet_copies = 1, // a layer's demands wake the copy thread only if a copy is queued
     pinned_ids = 2,   // expert ids are copied to and from a device through pinned host memory
-    // The compute thread submits the copies that its layer demands; the copy thread only records their completion.
+    // The compute thread may itself submit the copies that its layer demands; the copy thread then only records their
+    // completion.
     own_copies = 4,
     // The compute thread does not wait at each layer until the copy thread has recorded the end of the layer's copies.
     // It waits when it needs slots, when a second layer has unrecorded copies, or when the pass ends.
@@ -31,8 +32,8 @@ enum class Remedy : uint32_t {
 
 constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64;
 // All remedies except own_copies and graph_scores are on by default. With own_copies, two threads use one backend's
-// stream, and no test on a GPU has shown that this is safe. With graph_scores, a simulated device was not 5 % faster
-// (docs/gpu.md).
+// stream, and no test on a GPU has shown that this is safe. With graph_scores, prediction was not faster on a simulated
+// device (docs/gpu.md).
 constexpr uint32_t default_remedies = all_remedies & ~((uint32_t)Remedy::own_copies | (uint32_t)Remedy::graph_scores);
 
 inline uint32_t read_switches() {

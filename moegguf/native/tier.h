@@ -58,9 +58,9 @@ struct Job {
 constexpr int most_staging_tensors = 2;
 
 // Returns the largest number of tokens in a pass for which a device's results are bit-identical to those with every
-// expert resident. The number is valid for any number of slots and any weight type. It is 1 for NULL, and if the ggml
-// backend does not report it. For a CUDA card that ggml does not know, it is least_of_cuda. `name`: ggml's name of the
-// device.
+// expert resident. The number is valid for any number of slots and any weight type. For a CUDA card that ggml does not
+// know, it is least_of_cuda. It is 1 for NULL, for any other unknown device, and if the ggml backend does not report
+// it. `name`: ggml's name of the device.
 int most_slot_tokens(const char * name);
 
 using Memory = std::optional<PoolMemory>; // empty in a simulation
@@ -102,12 +102,12 @@ class Tier {
     int pass_slots = 0;          // number of slots that a pass may need at once; Store::resize() refuses fewer
 
     // The verbs that change a slot. A slot is free, holds an expert, or has a layer's experts streamed through it.
-    // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream. In a resident or
-    //   staging tier, an expert can get only its own slot.
+    // - assign reserves a free slot, or else the slot of a victim, for an expert or for a layer's stream. In a resident
+    //   or staging tier, an expert can get only its own slot.
     // - borrow makes a slot of another tier the source of a slot. The source is pinned until the slot is complete or
     //   vacated.
-    // - pin protects a slot from eviction. Each layer that uses the slot has a pin, and so has each slot that is filled
-    //   from it.
+    // - pin protects a slot from eviction. Each layer that uses the slot holds a pin, and so does each slot that is
+    //   filled from it.
     // - unpin drops one pin, and settles the slot.
     // - settle unpins the source of a complete slot. It vacates an unpinned, incomplete slot if no transfer into the
     //   slot is under way, and if none is queued or the slot failed.

@@ -68,11 +68,12 @@ class Transfers final : public Link {
     void wake_idle_reader(); // wakes a reader thread if forecasts wait and no demand is being read
     // Drops the layer's requests and its queued prefetches, except those into pinned slots. Waiting forecasts stay.
     void drop_prefetches(int il);
-    // While on, prefetches get no slots, and a prefetch that a reader would begin is dropped.
+    // While prefetches are paused, none of them gets a slot: a request or forecast is dropped when a reader takes it,
+    // and free slots are not filled. Prefetches that already have slots are still read.
     void pause_prefetch(bool on);
     void pause_fill(bool on); // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
-    bool idle() const; // true: nothing is queued or under way, and no slot is left to fill
+    bool idle() const; // true: nothing is queued or under way, and the background fill has ended
     // number of waiting requests and forecasts; any thread may call this
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); }
 

@@ -13,7 +13,7 @@
 // - The caller waits for an asynchronous copy if the host memory of the copy is not pinned.
 // - If memory cannot be pinned, the host buffer type returns ordinary memory.
 //
-// Unlike with CUDA, the caller waits for a launch until it has been computed, unless the device is strict.
+// Unlike with CUDA, the caller waits until a launch has been computed, unless the device is strict.
 //
 // A strict device does the worst that CUDA may do to its users:
 // - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing until a caller
