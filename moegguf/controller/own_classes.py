@@ -81,8 +81,8 @@ def _takes_shape(own: type, shape: object) -> bool:
 
 @lru_cache(maxsize=64)
 def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
-    """Imports a Python file once, and again after its modification time (`mtime_ns`) has changed. The file can import
-    modules from its folder. Raises OptionError if the file raises an error."""
+    """Imports a Python file once for each `kind`, and again after its modification time (`mtime_ns`) has changed. The
+    file can import modules from its folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     # The path may be a link's target without the suffix .py, so the loader is given explicitly.
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))

@@ -1,7 +1,7 @@
-"""Logs an eviction at most once a second: which experts were evicted since the last routing event, and which received
-slots.
+"""Logs evictions at most once a second: the experts that lost their slots between two successive routing events, and
+the experts that received slots.
 
-Other evictions are not logged.
+Evictions at other times are not logged.
 """
 
 from __future__ import annotations

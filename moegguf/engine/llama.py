@@ -164,8 +164,8 @@ class Llama(UpstreamLlama):
                 vocabulary.
 
         Raises:
-            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the file ended
-                the trial load (engine/trial.py).
+            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the trial load
+                of the file failed (engine/trial.py).
             CapabilityError: a kind of model that moegguf does not run.
             BudgetError: the budget cannot be read or is too small; the message states the minimum.
             OptionError: an unknown keyword (the message names the nearest known one), or an invalid value.
@@ -255,7 +255,7 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # close() also sets `_model`; otherwise the base class would create the context next
+        if not self._closed:  # close() also sets `_model`; in any other case, the base class creates the context next
             self._loader.attach_context(self.context_params)
 
     @property
@@ -386,8 +386,8 @@ class Llama(UpstreamLlama):
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yields the tokens of `steps`. If contexts are kept for this model and the option `reset` is True, first
-        restores the part of the prompt's context that is on disk. Writes new parts to disk after each evaluation and at
-        the end."""
+        restores the part of the prompt's context that is on disk. In this case, new parts are also written to disk,
+        after each evaluation and at the end."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -485,8 +485,8 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees the context, the model, the pool and the threads; in a child process, frees nothing. A second call does
-        nothing.
+        """Frees the context, the model, the slots and the threads; in a forked child process, frees nothing. A second
+        call does nothing.
 
         Example:
             >>> llm = moegguf.Llama("demo", verbose=False)

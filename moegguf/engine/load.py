@@ -116,9 +116,9 @@ def prepare(
 def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
-    llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not use. To keep this
-    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
-    context's `n_batch` to the plan's.
+    Without logits_all, llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not
+    use. To keep this array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader
+    later sets the context's `n_batch` to the plan's.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
@@ -176,8 +176,10 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
     """Creates the plan for a load on a machine. Speeds and hit rates are looked up only if the machine has one device
     and the layers are not divided.
 
-    measure: returns the speeds of a device with the model. Raises BudgetError or OptionError. Also raises OptionError
-    if a device that must be used has no kernel for the model's experts.
+    measure: returns the speeds of a device with the model.
+
+    Raises BudgetError or OptionError. Also raises OptionError if a device that must be used has no kernel for the
+    model's experts.
     """
     speeds, hits, reasons = None, None, list[str]()
     if machine.devices and not spec.is_divided(machine.devices):

@@ -244,8 +244,8 @@ class Sizes:
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
     def most_ubatch(self, layout: ExpertLayout) -> int:
-        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if
-        the user gave `n_ubatch`, or if attention may not be fused, because scores then grow with the pass."""
+        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if the user
+        gave `n_ubatch`, or if fused attention is not assumed (`is_fused`), because scores then grow with the pass."""
         if self.n_ubatch or not self.is_fused(layout):
             return self.usual_ubatch
         most = min(MOST_UBATCH_TOKENS, self.n_batch or MOST_UBATCH_TOKENS, self.n_ctx or MOST_UBATCH_TOKENS)
@@ -378,8 +378,8 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
     """Returns the largest number of snapshots of a recurrent state that drafts can use. Returns 0 if nothing is
     drafted, or if llama.cpp cannot roll back the architecture's states.
 
-    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that
-    attention may be fused.
+    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that flash
+    attention is not switched off.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":

@@ -27,7 +27,7 @@ class PlacementPlan:
     chosen: Placement
     reason: str  # reason for the choice, as a sentence
     speeds: Speeds
-    hit_rates: str  # words that name the source of the hit rates
+    hit_rates: str  # text that names the source of the hit rates
     device_bytes: int  # bytes that the device has for experts, within its budget
 
 

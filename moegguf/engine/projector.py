@@ -116,7 +116,7 @@ class Projector:
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
         """Returns the prompt of `texts` with one of `images` between each pair of neighbouring texts, so there is one
-        fewer image than texts. Does not decode the images. Raises OptionError."""
+        fewer image than texts. Does not decode the images. Raises OptionError if libmtmd cannot read the prompt."""
         chunks = self._tokenized(texts, images)
         try:
             tokens, spans = self._read_chunks(chunks, images)

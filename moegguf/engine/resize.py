@@ -1,7 +1,7 @@
 """Changes a loaded model's budgets for experts, and thereby the number of slots in its tiers.
 
-A budget must hold the slots that the model's passes use; one slot is enough below devices. A tier never gets more slots
-than it had at load time. "auto" restores that number.
+A budget must hold the slots that the model's passes use; one slot is enough in RAM below devices. A tier never gets
+more slots than it had at load time. "auto" restores that number.
 """
 
 from __future__ import annotations

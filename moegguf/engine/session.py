@@ -1,7 +1,7 @@
 """The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
 
-The store is opened before the model and closed after it, because the model's expert tensors use the store's reserved
-buffer type. The session keeps the arrays that llama.cpp reads.
+The store is opened before the model and closed after it, because the model's expert tensors use a buffer type that
+belongs to the store and only reserves address space. The session keeps the arrays that llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -158,19 +158,21 @@ class RoutingListener(Protocol):
         """The events and arrays that the store must send to this listener."""
 
     def announce(self, announcement: Announcement) -> None:
-        """Called before tokens are evaluated."""
+        """Receives the tokens that are evaluated next."""
         return
 
     def observe(self, event: RoutingEvent) -> None:
-        """Called after the router of a layer has chosen experts."""
+        """Receives the experts that a layer's router has chosen."""
 
 
 class RoutingListeners:
-    """The listeners of one store, such as the controller and a recorder. Each of them receives every event, in order.
-    After an exception in a listener, all listeners are removed.
+    """The listeners of one store, such as the controller and a recorder. Each of them receives the events in order. The
+    store drops events for slow listeners, unless a listener sets `everything`. After an exception in `observe`, all
+    listeners are removed.
 
-    Without a listener the store sends no events, and the routing of a resident model costs nothing. Adding or removing
-    a listener renews the subscription between two routing events.
+    Without a listener the store sends no events. If every expert is complete in its own slot, it then does not read the
+    routers' choices, unless it is watched (`Store.watch`). Adding or removing a listener renews the subscription
+    between two routing events.
     """
 
     def __init__(self, store: Store) -> None:
@@ -178,7 +180,7 @@ class RoutingListeners:
         self._listeners: tuple[RoutingListener, ...] = ()
 
     def add(self, listener: RoutingListener) -> None:
-        """Adds a listener, which receives every event from now on."""
+        """Adds a listener, which receives the events from now on."""
         self._subscribe((*self._listeners, listener))
 
     def remove(self, listener: RoutingListener) -> None:
@@ -234,7 +236,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies of the model's files that were already warned about
+        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was already given
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -245,20 +247,20 @@ class Session:
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp use the store's reserved buffer type for experts, so that only the store reads them. If the
-        plan divides layers among several memories, also sets the devices."""
+        """Makes llama.cpp use the store's buffer type for experts, which only reserves address space, so that only the
+        store reads experts. If the plan divides layers among several memories, also sets the devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at its next
-        node."""
+        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at the next node
+        of its graph."""
         params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
         params.cb_eval_user_data = self.store.handle
         params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
         params.abort_callback_data = self.store.handle
-        # op_offload would copy whole arenas to the GPU if a pool is in host memory and layers are on a GPU.
+        # op_offload would copy all slots of a pool to the GPU if the pool is in host memory and layers are on a GPU.
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:

@@ -21,8 +21,8 @@ def simulated_budgets(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], device_links: Sequence[str]
 ) -> dict[float, tuple[DeviceSlots, ...]]:
     """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of `shares` is a separate budget
-    for one device. With a tensor_split, there is one budget for several devices: the sum of `shares`. device_links:
-    links as the user writes them. Raises the same errors as `devices_of`."""
+    for one device. With a tensor_split, several devices together get all of `shares` (`devices_of`), and the only key
+    is the sum of `shares`. device_links: links as the user writes them. Raises the same errors as `devices_of`."""
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:

@@ -131,7 +131,8 @@ class Task:
 
     @property
     def device_sizes(self) -> Sizes:
-        """The sizes for planning on devices. If drafts are left to "auto", nothing is drafted there."""
+        """The sizes for planning on devices. With the draft option "auto", nothing is drafted on devices, so no
+        snapshots are planned."""
         n_rs_seq = 0 if self.spec.draft == "auto" else self.sizes.n_rs_seq
         return replace(self.sizes, on_device=True, n_rs_seq=n_rs_seq)
 
@@ -874,8 +875,8 @@ class _SlotsPlanner:
         return split, on
 
     def _slots_bytes(self, d: int, free_bytes: int) -> int:
-        """Returns how many bytes device `d` has for slots: its own budget without staging tensors, or `free_bytes` if
-        the budget is shared or "auto"."""
+        """Returns how many bytes device `d` has for slots: its own budget without staging tensors; `free_bytes` if the
+        budget is shared; for "auto", at most `free_bytes`."""
         cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
         if self._is_shared:
             return free_bytes

@@ -1,7 +1,8 @@
 """Measures this machine's speeds with a model's own experts, once, and keeps them to compare the model's placements.
 
 The native library measures the CPU, a device, and the link between them. The speeds are kept (`known_facts`) separately
-for each device, number of threads, and file system that holds the model.
+for each model, device, number of threads, file system that holds the model, and layout of the CPU's slots (interleaved
+or not).
 """
 
 from __future__ import annotations

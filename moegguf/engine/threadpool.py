@@ -131,7 +131,7 @@ class GovernedThreads:
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Rechooses the number of threads if the last choice is at least PERIOD_S old. After an idle period, only
+        """Chooses the number of threads again if the last choice is at least PERIOD_S old. After an idle period, only
         restarts the measurement of other processes."""
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:
