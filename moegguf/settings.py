@@ -66,9 +66,11 @@ def logs_decisions() -> bool:
 
 
 def shows_tracebacks() -> bool:
-    """Returns True if MOEGGUF_DEBUG is set, and is neither empty nor 0. Works even if other variables have invalid
-    values."""
-    return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
+    """Returns True if MOEGGUF_DEBUG is on or has an invalid value. Does not read other variables."""
+    try:
+        return bool(_read(["debug"], ("MOEGGUF_",), None).get("debug"))
+    except OptionError:
+        return True
 
 
 def data_folder() -> Path:
@@ -121,14 +123,14 @@ def parse_host(text: str | None) -> Host:
     """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". For None and an empty
     string, returns the default address. The default port is 11434 without a scheme, 80 for http and 443 for https.
 
-    Raises OptionError for anything else, such as an unknown scheme, an invalid port, or a user and password.
+    Raises OptionError for anything else, such as an unknown scheme, an invalid port, a query, or a user and password.
     """
     given = (text or "").strip()
     scheme, found, rest = given.partition("://")
     scheme, rest = (scheme.lower(), rest) if found else ("http", given)
     port = _PORTS.get(scheme, DEFAULT_PORT) if found else DEFAULT_PORT
     try:
-        if scheme not in _PORTS or "@" in rest or any(c.isspace() or not c.isprintable() for c in rest):
+        if scheme not in _PORTS or any(c in "@?#" or c.isspace() or not c.isprintable() for c in rest):
             raise ValueError
         with suppress(ValueError):  # an IPv6 address without brackets
             rest = f"[{ipaddress.IPv6Address(rest)}]"
@@ -138,7 +140,8 @@ def parse_host(text: str | None) -> Host:
     except ValueError:
         raise OptionError(
             f"{without_password(given)[:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port',"
-            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user and password."
+            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user, password,"
+            " query and fragment."
         ) from None
 
 

@@ -167,8 +167,8 @@ class RoutingListener(Protocol):
 
 class RoutingListeners:
     """The listeners of one store, such as the controller and a recorder. Each of them receives the events in order. The
-    store drops events for slow listeners, unless a listener sets `everything`. After an exception in `observe`, all
-    listeners are removed.
+    store drops events for slow listeners, unless a listener sets `everything`. After an exception in a listener,
+    all listeners are removed.
 
     Without a listener the store sends no events. If every expert is complete in its own slot, it then does not read the
     routers' choices, unless it is watched (`Store.watch`). Adding or removing a listener renews the subscription
@@ -205,13 +205,15 @@ class RoutingListeners:
             self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
 
     def _announce(self, announcement: Announcement) -> None:
-        for listener in self._listeners:
-            listener.announce(announcement)
+        self._call_each(lambda listener: listener.announce(announcement))
 
     def _observe(self, event: RoutingEvent) -> None:
+        self._call_each(lambda listener: listener.observe(event))
+
+    def _call_each(self, call: Callable[[RoutingListener], object]) -> None:
         try:
             for listener in self._listeners:
-                listener.observe(event)
+                call(listener)
         except BaseException:
             self._listeners = ()  # none of these listeners is called again, even if another listener is added later
             raise

@@ -33,7 +33,8 @@ HOSTS = [
 
 BAD_HOSTS = [
     "ftp://x", "a:99999", "a:-1", "a:port", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1", "user:secret@host",
-    "http://user:secret@host", "https://user:s@/secret @host:1", "http://me:se cret@host",
+    "http://user:secret@host", "host?a=b", "http://host/#part",
+    "https://user:s@/secret @host:1", "http://me:se cret@host",
 ]  # fmt: skip
 
 
