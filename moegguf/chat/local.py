@@ -66,7 +66,8 @@ class LocalModel:
         return self._runner.run(coroutine)
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns facts from the headers of a model's files. Raises ModelFormatError or ExpertIOError."""
+        """Returns facts from the headers of a model's files. Raises ModelNotFoundError, ModelFormatError or
+        ExpertIOError."""
         from moegguf.models.details import details
 
         return details(_here(entry))
@@ -182,7 +183,7 @@ class LocalModel:
 
     def rest(self, timeout_s: float | None) -> list[Event] | None:
         """Returns the remaining events of a cancelled answer. Returns None if the answer does not end within
-        `timeout_s` seconds."""
+        `timeout_s` seconds (None: no limit)."""
         try:
             return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
         except TimeoutError:

@@ -74,7 +74,7 @@ class Engine:
             newest request goes back to the queue and is processed again later. None: parallel * n_ctx, or less if the
             experts need the memory.
         schedule: a function that receives the loaded model and returns the object that chooses the sequences of a step
-            (`moegguf.generate.kv_sequences`); None: all of them.
+            (`moegguf.generate.kv_sequences`). None: all sequences take part in each step.
         options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
 
     If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is generated alone
@@ -260,9 +260,9 @@ class Engine:
 
 
 def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
-    """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` has `truncate`,
-    a string or token ids that do not fit into the context will cause an error. Raises OptionError for an unknown
-    field."""
+    """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` sets `truncate`
+    to True, a string or token ids that do not fit into the context will cause an error. Raises OptionError for an
+    unknown field."""
     of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:

@@ -3,7 +3,7 @@ prompt.
 
 The content of a message is a string, or a list of text and image parts: {"type": "text", "text": "..."} and
 {"type": "image", "data": "<the file as base64>"}. Files are untrusted: format and dimensions are read from the header
-before an image is decoded. This module knows nothing about models or tokens.
+before an image is decoded. This module handles neither models nor tokens.
 """
 
 from __future__ import annotations

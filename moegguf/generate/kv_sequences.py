@@ -44,7 +44,8 @@ class Schedule(Protocol):
         chosen (None or an empty iterable), all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step."""
+        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step in which tokens
+        were evaluated."""
 
 
 class KvSequences:
@@ -157,8 +158,9 @@ class KvSequences:
 
     def shift(self, sequence: Sequence) -> None:
         """Drops the older half of a sequence's tokens after the first `num_keep`, if its context is almost full and the
-        sequence may shift. If no other sequences are being processed, the cells of the later tokens are moved.
-        Otherwise these tokens are re-evaluated, because other sequences may share their cells at the old positions."""
+        sequence may shift. If the sequence must be processed alone or the context has a single place, the cells of the
+        later tokens are moved. Otherwise these tokens are re-evaluated, because other sequences may share their cells
+        at the old positions."""
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return

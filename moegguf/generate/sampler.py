@@ -235,7 +235,7 @@ class Sampler:
 
     def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
         """Adds the samplers for these options to the chain. `ends`: False forbids the end-of-generation tokens. Raises
-        OptionError."""
+        OptionError for an invalid bias or sequence breaker."""
         chain, vocabulary = self._chain, self._llm.vocabulary
         biases = dict(sampling.logit_bias)
         for text, bias in sampling.text_bias:

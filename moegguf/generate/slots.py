@@ -95,8 +95,8 @@ def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: 
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
-    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if there is no file, and
-    OptionError if the file is damaged."""
+    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if the file does not exist or
+    cannot be read, and OptionError if it is damaged."""
     try:
         with open_regular(path, own=True) as file:
             content = file.read()

@@ -103,8 +103,8 @@ class ExpertLayout:
     shards: tuple[Shard, ...]
     n_layer: int
     layers: tuple[MoeLayer, ...]
-    dense_bytes: int  # bytes of everything except experts and row_tables
-    expert_bytes: int
+    dense_bytes: int  # bytes of all tensors except the experts in `layers`, unused_bytes and row_tables
+    expert_bytes: int  # bytes of the experts in `layers`
     unused_bytes: int  # bytes of experts in multi-token-prediction layers; 0 if these layers are loaded
     tied_output_bytes: int  # bytes of the embedding matrix if it is also the output matrix, else 0
     n_vocab: int
@@ -113,7 +113,8 @@ class ExpertLayout:
     tensor_types: Mapping[str, tuple[int, int]]  # {name of a type: (number of tensors, bytes)}
     routers: tuple[RouterTensor, ...] = ()
     looked_up_bytes: int = 0  # bytes of the embedding matrix if it is not also the output matrix, else 0
-    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # {il: the layer's part of dense_bytes}
+    # {il: the layer's part of dense_bytes}, without the experts of multi-token-prediction layers
+    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)
     n_layer_nextn: int = 0  # 1 if the model ends with a multi-token-prediction layer that can draft, else 0
     # True: the multi-token-prediction layers are loaded, and their experts have no slots (`with_heads`)
     loads_heads: bool = False
@@ -121,8 +122,8 @@ class ExpertLayout:
     row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file and are read row by row
 
     def check_unchanged(self) -> None:
-        """Raises ExpertIOError if a shard was written to or replaced after its header was read. A deleted shard is not
-        an error."""
+        """Raises ExpertIOError if a shard's identity has changed since its header was read, for example because the
+        file was written to or replaced. A deleted shard is not an error."""
         for shard in self.shards:
             if shard.is_changed():
                 raise ExpertIOError(
@@ -224,8 +225,8 @@ class ExpertLayout:
 
     @property
     def sampling(self) -> dict[str, int | float]:
-        """Returns the sampling parameters in the file (general.sampling.*, which llama.cpp also reads), under Ollama's
-        names."""
+        """Returns the sampling parameters in the file (general.sampling.*, which llama.cpp also reads), under the names
+        of `Sampling`'s fields. Leaves out values that are not finite numbers."""
         found = {}
         for key, (name, kind) in _SAMPLING.items():
             value = self.metadata.get(f"general.sampling.{key}")
@@ -245,8 +246,8 @@ def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ex
     tensors, and the file may have none.
 
     Raises ModelNotFoundError when a file is missing, and ExpertIOError when the disk fails. Raises ModelFormatError
-    when a file breaks a rule; the message names the file, the key or tensor, and the offset. The files are read again
-    only when a shard has changed.
+    when a file breaks a rule; the message names the file and, if one is at fault, the key or tensor. The 64 layouts
+    used last are cached: their files are read again only when a shard has changed.
     """
     return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 
@@ -318,8 +319,8 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
 def _expert_matrix(
     file: GgufFile, shard: int, tensor: TensorInfo, il: int, kind: Kind, hparams: Hparams
 ) -> ExpertMatrix:
-    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if the layer's number or the shape
-    contradicts the metadata."""
+    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if the layer's number is too high, or if
+    the shape does not have 3 dimensions or the model's number of experts."""
     if il >= hparams.n_layer_all:
         raise file.tensor_error(
             tensor, f"layer {il} is beyond the model's layers, which are 0 to {hparams.n_layer_all - 1}"

@@ -8,8 +8,8 @@ the end of a line ends the value. `#` starts a comment line. Repeated licenses a
 RENDERER and PARSER only cause a warning.
 
 moegguf adds two things to the grammar. DRAFT (once) takes the name or path of a draft model, or a value of the option
-`draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
-quotes; `render` uses this form if no other form can be read back.
+`draft`. Four or more quotes at the end of an instruction's line begin a value, which ends at a line with equally many
+quotes. Such a value may contain triple quotes; `render` uses this form if no other form can be read back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RANGES = {
     for name in PARAMETERS
     if (option := OPTIONS.get(LOAD_PARAMETERS.get(name, name))) and option.least is not None and option.most is not None
 }
-"""{parameter: (least, most)}"""
+"""{parameter: (smallest value, largest value)}, without parameters that lack one of these limits."""
 
 _GO_ACTION = re.compile(
     r"\{\{-?\s*(\.|\$|if\b|range\b(?!\()|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)"
