@@ -167,7 +167,9 @@ class Catalog:
                     " the server with --mirror, or create the name on the server's machine."
                 )
         if base is not None and is_other_kind(base.path):  # `entries` would not list such a file
-            raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
+            raise ModelFormatError(
+                f"{base.path if self.paths else base.name} is not a GGUF file; give a .gguf model file, or a model's name."
+            )
 
         draft = self.find(recipe.draft).path if recipe.draft and not guesses else None
 

@@ -246,12 +246,13 @@ class BlobStore:
         """
         named = _named(files)
         selection = select_files(named, repo="the list of files")
-        folder = self._folder_of(named)
+        folder, is_new = self._folder_of(named)
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
         except BaseException:  # even after Ctrl-C, no unchecked set remains
-            shutil.rmtree(folder, ignore_errors=True)
+            if is_new:  # names may use an older set
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
         mmproj = folder / selection.mmproj if selection.mmproj else None
@@ -263,7 +264,7 @@ class BlobStore:
         if len(files) != 1:
             raise OptionError(f"a model's adapter must be one file, but {len(files)} are given; give one file.")
         ((name, blob),) = _named(files).items()
-        return self._folder_of({name: blob}) / name
+        return self._folder_of({name: blob})[0] / name
 
     def clean(self, used: Iterable[Path]) -> None:
         """Removes sets without a file in `used`, and blobs that were linked only in these sets. Leaves anything that
@@ -280,15 +281,15 @@ class BlobStore:
                     if info.st_ino in inodes and info.st_nlink == 1:
                         blob.unlink()
 
-    def _folder_of(self, named: Mapping[str, str]) -> Path:
-        """Returns the folder of the set with these blobs. Creates the folder if it is missing. Raises
+    def _folder_of(self, named: Mapping[str, str]) -> tuple[Path, bool]:
+        """Returns the folder of the set with these blobs, and True if this call created the folder. Raises
         ModelNotFoundError or PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
         if folder.exists():  # a new link would change the ctime, so the file would seem changed
-            return folder
+            return folder, False
         temporary = sets_folder() / f".{digest}.{os.getpid()}"  # renamed at the end, so a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -299,7 +300,7 @@ class BlobStore:
                 shutil.rmtree(temporary)
             else:
                 os.replace(temporary, folder)
-        return folder
+        return folder, True
 
 
 def _named(files: Mapping[str, str]) -> dict[str, str]:
