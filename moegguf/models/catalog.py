@@ -168,7 +168,8 @@ class Catalog:
                 )
         if base is not None and is_other_kind(base.path):  # `entries` would not list such a file
             raise ModelFormatError(
-                f"{base.path if self.paths else base.name} is not a GGUF file; give a .gguf model file, or a model's name."
+                f"{base.path if self.paths else base.name} is not a GGUF file; give a .gguf model file, or a"
+                " model's name."
             )
 
         draft = self.find(recipe.draft).path if recipe.draft and not guesses else None

@@ -196,9 +196,10 @@ def test_interrupted_create_keeps_a_set_that_another_name_uses(
 ) -> None:
     files = {"model.gguf": send(catalog, demo_path().read_bytes())}  # type: ignore[union-attr]
     first = catalog.create("first", Recipe(files=files))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(own_store, "read_layout", Mock(side_effect=KeyboardInterrupt))
-        catalog.create("second", Recipe(files=files))
+        with pytest.raises(KeyboardInterrupt):
+            catalog.create("second", Recipe(files=files))
     assert first.path.exists() and catalog.find("first").path == first.path
 
 
