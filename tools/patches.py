@@ -105,7 +105,7 @@ def diff(folder: Path, file: str) -> str:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command `check` or `refresh`. Returns the exit status."""
     if sys.argv[1:] == ["refresh"]:
         refresh()
         return 0

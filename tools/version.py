@@ -89,7 +89,7 @@ def is_released(version: str, root: Path = ROOT) -> bool:
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Prints, checks or sets the version. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--is", dest="tag", metavar="TAG")

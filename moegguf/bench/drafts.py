@@ -65,7 +65,7 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
     otherwise at least `n_prompts`, evenly spaced. For each item, adds an item of the kind "other" with the same prompt.
-    Its answer consists of 90 different words chosen at random from the file."""
+    Its answer consists of 90 different words chosen at random from the file. Raises OptionError if `path` is empty."""
     if not path:
         raise OptionError(
             "this preset needs texts; give --set texts=FILE, a JSON list of objects with kind, prompt and answer."

@@ -3,7 +3,7 @@
 Load, prompt and generation are timed separately. Tokenisation and sampling are not timed. After each timed step, the
 most probable next token of each sequence is recorded, so that the systems' tokens can be compared. With `draft`, a
 greedy answer is timed as a whole, including drafts and sampling. The module bench/series.py starts such a process for
-each system.
+each run.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Sample:
 
     prompt_ns: int  # time to evaluate the timed prompt tokens
     token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
-    tokens: list[int]  # most probable tokens after the prompt and after each step, or the engine's answer
+    tokens: list[int]  # most probable tokens after the prompt; then those after each step, or an engine's answer
     stats: Stats  # growth of the counters during the repetition
 
     @property
@@ -243,7 +243,7 @@ def measure(
 ) -> Sample:
     """Runs one repetition after `begin`. `tokens` holds the tokens of each sequence. An `engine` generates the answer
     if the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
-    one, else the one in `tokens`."""
+    one, else the one in `tokens`. The first token of an empty context always comes from `tokens`."""
     llama = sequences.llama
     before = llama.stats()
     sample = Sample(0, [], [], before)
@@ -383,7 +383,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
-    library output does not mix with the result. Also makes this process exit when its parent exits."""
+    library output does not mix with the result. On Linux, the kernel also kills this process when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,9 +1,9 @@
 """Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
 separate process, under the memory limit if one is set.
 
-Unless the options say otherwise, the model's pages are dropped from the page cache before each run, so that no run
-benefits from pages that another run has read. After a run that fails, for example because the limit killed it, its
-system is not run again and its rows contain the error. The module bench/measure.py measures one run.
+Unless `ProcessRunner.drop_cache` is False, the model's pages are dropped from the page cache before each run, so that
+no run benefits from pages that another run has read. After a run that fails, for example because the limit killed it,
+its system is not run again and its rows contain the error. The module bench/measure.py measures one run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # {option: value of llama.cpp's pa
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
-# leaves out moegguf's own strategy, whose name is already a system's name
+# The names of all strategies except moegguf's own, whose name is already a system's name.
 DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
     # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all
@@ -66,7 +66,8 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0."""
+    """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0, but not
+    both n_prompt and n_gen."""
 
     n_prompt: int  # number of timed prompt tokens per sequence, which are evaluated together
     n_gen: int  # number of timed tokens per sequence that are evaluated one by one after the prompt
@@ -95,7 +96,7 @@ class Spec:
     strategy: a name in controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
     strategy.
 
-    repack: weights are stored in the layout of the CPU's fastest kernels.
+    repack: True: weights are stored in the layout of the CPU's fastest kernels.
 
     feed: "random" tokens as in llama-bench, tokens of the file `text` ("text"), or the model's own most probable tokens
     in the decoding steps ("greedy").
@@ -104,7 +105,7 @@ class Spec:
 
     vram_cache, mirror, placement: as in `Llama`.
 
-    draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
+    draft: as in `Llama`. Greedy answers are then timed as a whole; None: each decoding step is timed.
 
     simulate_link: a link such as "24GB/s,35us" to a simulated device, which runs on `simulate_threads` threads (0: the
     same number as the CPU). Without vram_cache and placement, the layers run on the device, which also holds the slots.
@@ -208,7 +209,7 @@ class Outcome:
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     cgroup_peak_bytes: int = 0  # peak memory of the cgroup; 0 without a memory limit
-    page_cache_kept_bytes: int = 0  # bytes of the file that were still in the page cache before the run
+    page_cache_kept_bytes: int = 0  # bytes of the file that were still cached after its pages had been dropped
 
 
 Runner = Callable[[BenchedSystem], Outcome]

@@ -34,7 +34,8 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-# Number of tokens in the context for a turn. A full context is truncated to the position at which decoding began.
+# Number of tokens that a context holds: in `beside_load` in total, in `against_stock` in addition to the depth and the
+# prompt. A full context is truncated to the position at which decoding began.
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
@@ -108,7 +109,7 @@ class Side:
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
     """Runs a turn. Returns the prompt time and the decoding time in seconds, the number of decoded tokens, and the mean
-    number of threads (0 for a turn without `seconds`)."""
+    number of threads during decoding (0 for a turn without `seconds`)."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -146,8 +147,8 @@ def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
 
 
 def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
-    """Calls each function once per round; every second round uses the opposite order. Returns {name: results of its
-    calls}."""
+    """Calls each function once per round. The rounds alternate between the reverse order and the order of `calls`.
+    Returns {name: results of its calls}."""
     results: dict[Key, list[Result]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls)[:: 1 if number % 2 else -1]:

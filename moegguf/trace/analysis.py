@@ -37,7 +37,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # compute time of a layer in microseconds if transfers take no time
+IN_TIME_US = 1.0  # compute time of a layer per pass, in microseconds, in a replay that prefetches without a link
 Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
 
 
@@ -107,7 +107,7 @@ class Row:
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
     """Returns the share of the gap between LRU and Belady's bound that the decode hit rate of `row` closes
     (`gap_closed`). LRU (without a predictor) and the bound are taken from the rows with the same `share`. Returns None
-    if one of them is missing."""
+    if one of them is missing, or if there is no gap."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 

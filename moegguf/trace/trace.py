@@ -23,7 +23,7 @@ Setting = str | int | float
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The origin of a trace."""
+    """Facts about the recorded model, run and requests."""
 
     model: str = ""  # name of the model
     fingerprint: str = ""  # hex digits for the model's routers (`moegguf.gguf.fingerprint`); "" if unknown

@@ -34,7 +34,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """A model whose weights are not repacked for the CPU, just as slots in an unrepacked pool are not."""
+    """A model whose weights are not repacked for the CPU, for comparison with slots that are not repacked."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)

@@ -39,7 +39,7 @@ def strict_devices(n: int) -> list[str]:
 
 
 def scheduled(run: Callable[[], object]) -> str:
-    """Calls `run`. Returns the log lines of ggml's scheduler about new graphs and about inputs copied to a device.
+    """Calls `run`. Returns ggml's log, in which the scheduler names new graphs and inputs that it copies to a device.
 
     The caller sets GGML_SCHED_DEBUG before it loads the model.
     """
@@ -168,7 +168,8 @@ INPUTS = str(sum(REMEDIES[letter] for letter in "abdef"))
 
 @dataclass(frozen=True)
 class Predicted:
-    """The logits of a run on strict devices, and counts: of the devices for the last tokens, of the store for all."""
+    """The logits of a run on strict devices, the devices' counts for the last N_MEASURED tokens, and the store's
+    counters for all tokens."""
 
     logits: Logits
     n_launches: int
@@ -237,7 +238,7 @@ def test_prediction_in_the_graph_adds_no_stop_and_no_copy(tiny: TinyModel) -> No
 
 @pytest.mark.parametrize("preset", ["tiny-gpt-oss", "tiny-deepseek2", "tiny-glm4moe"])
 def test_scores_of_other_routers_predict_like_their_inputs(tiny: TinyModel, preset: str) -> None:
-    """Routers with a bias, with groups, or with a sigmoid."""
+    """Tests routers with a bias, with groups, or with a sigmoid."""
     path = tiny(preset)
     inputs, in_graph = (predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH))
     assert np.array_equal(in_graph.logits, inputs.logits)
@@ -251,7 +252,7 @@ def test_layers_before_another_device_predict_from_inputs(tiny: TinyModel) -> No
     without, in_graph = (predicted(path, IN_GRAPH, each, 2, 36) for each in ({"predictor": "none"}, SKIP))
     assert np.array_equal(in_graph.logits, without.logits)
     assert in_graph.n_launches == without.n_launches
-    # The window is two layers. Some layers have a layer of the window on the other device.
+    # The window is two layers. For some layers, one layer in the window is on the other device.
     assert 0 < in_graph.counters["forecast_scored"] < in_graph.counters["passes"] * (n_layer - 1)
     assert in_graph.counters["prefetch_started"] > 0
 

@@ -169,7 +169,8 @@ def test_the_demo_answers_its_starters_right(quizzed: Engine) -> None:
 
 
 def test_the_demo_admits_half_of_the_unknowable_questions(quizzed: Engine) -> None:
-    """The demo must answer half of the unanswerable questions (rounded down) by admitting that it does not know.
+    """The demo must answer at least half of the unanswerable questions (rounded down) by admitting that it does not
+    know.
 
     Its model card states the measured share.
     """

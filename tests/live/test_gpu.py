@@ -117,7 +117,7 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots' worth of the VRAM budget that the staging tensors occupy.
+        # The staging tensors take as much of the VRAM budget as this number of slots.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A model with a pool smaller than a layer may process a prompt in smaller passes, in which kernels sum in another
     # order. The reference therefore uses the same n_ubatch.

@@ -196,7 +196,7 @@ def test_kv_bytes_equals_sizes_computed_by_hand(tmp_path: Path) -> None:
     assert kv_bytes(plain, 256, type_k=8, type_v=8) == 256 * 2 * (34 * 2 + 34 * 2)
     uneven = moe(n_layer=2, skip_kv=("attention.head_count_kv",))
     uneven.add_array("qwen2moe.attention.head_count_kv", U32, [2, 1]).add("qwen2moe.attention.key_length", U32, 32)
-    # the V rows of all layers are as wide as the widest one
+    # The V rows of all layers are as wide as the widest one.
     assert kv_bytes(read_layout(uneven.write(tmp_path / "m.gguf")), 256) == 256 * 2 * (32 * 2 + 32 * 1 + 2 * 16 * 2)
     latent = moe("deepseek2", n_layer=2, skip_kv=("attention.head_count_kv",))
     lengths = {"key_length": 40, "key_length_mla": 24, "value_length_mla": 16, "kv_lora_rank": 32, "head_count_kv": 1}

@@ -18,7 +18,7 @@ from tools.gpu.rig import GB
 TOTAL_S = 545.0  # time for all steps; the whole run takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
 SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that are equal to llama.cpp's
-STOP = "a stop, us"  # figure: us per layer spent waiting for experts, not counting the time to copy them
+STOP = "a stop, us"  # figure: us per layer that resident llama.cpp does not take, without the time of copies
 
 # Remedies: experimental changes that a library may contain behind switches, each with its bit. `moegguf_switches`
 # returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
