@@ -457,7 +457,7 @@ class Llama(UpstreamLlama):
             >>> llm.stats().n_slots
             48
         """
-        set_budget(self, self.context, self.session, expert_cache, vram_cache)
+        set_budget(self, self.context, self.session, {"RAM": expert_cache, "VRAM": vram_cache})
 
     def cancel(self) -> None:
         """Cancels the evaluation that another thread is running, which soon raises GenerationCancelled. Later
