@@ -30,6 +30,9 @@ verifies them."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+BUDGETS = {"RAM": "expert_cache", "VRAM": "vram_cache"}
+"""{tier: name of the option with the budget for experts in this tier}"""
+
 MAX_ANSWER_TOKENS = 1 << 22
 LOAD_PARAMETERS = {
     "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",

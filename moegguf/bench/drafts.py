@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moegguf.bench.turns import Row, take_turns
 from moegguf.engine.stats import Stats
@@ -77,18 +78,18 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     return [*texts[::step], *others[::step]]
 
 
-def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
+def speedup(model: str, *, texts: str, prompts: int, rounds: int, **loading: Any) -> Iterator[Row]:
     """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row
     contains the median ratio, the ratio of the total times, and draft counters.
 
     The answer texts come from the file `texts`, so they do not depend on the model. The model still evaluates every
-    token, as for an answer of its own.
+    token, as for an answer of its own. `loading`: keywords of `Engine`.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}
     counted: dict[str, Stats] = {}
-    with Engine(model, 1, expert_cache=expert_cache, draft=draft, n_ctx=2048) as engine:
+    with Engine(model, 1, n_ctx=2048, **loading) as engine:
         for _, prompt, text in chosen[:2]:
             answer(engine, prompt, text, with_drafts=True)
         for kind, prompt, text in chosen:

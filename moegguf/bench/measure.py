@@ -44,6 +44,7 @@ from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
+from moegguf.options import BUDGETS
 from moegguf.package import __version__
 from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
@@ -96,18 +97,11 @@ def load(spec: Spec) -> Llama:
     n_ctx = pad_context(max(test.n_tokens for test in spec.tests))
     return Llama(
         spec.model,
-        expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
-        vram_cache=spec.vram_cache,
-        mirror=spec.mirror,
-        placement=spec.placement,
+        **spec.loading | ({} if spec.system == "moegguf" else {BUDGETS["RAM"]: "100%"}),
         strategy=spec.strategy,
         store=StoreOptions(
             **find_strategy(spec.strategy).switches | spec.store | {"repack": spec.repack, "device": device}
         ),
-        policy=spec.policy,
-        predictor=spec.predictor,
-        prefetch=spec.prefetch,
-        warm_start=spec.warm_start,
         context_store=0,
         draft=spec.draft or "off",
         use_mmap=spec.system in ("mmap", "stock"),
@@ -280,7 +274,7 @@ def run_test(
         if session is None or not spec.probe_s:
             return 0.0
         return expert_read_speed(
-            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.mirror)
+            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.loading.get("mirror"))
         ).bytes_per_s
 
     def tokens_of(one: Test, repetition: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from moegguf.bench import bound
 from moegguf.bench.series import FLASH_ATTN, KILLED, BenchedSystem, Outcome, Test, speeds, test_name
 from moegguf.engine.stats import Stats
+from moegguf.options import BUDGETS
 
 Row = dict[str, Any]
 
@@ -72,7 +73,7 @@ FIGURES = {
 OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token")
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
+    "system", "note", "policy", "predictor", "prefetch", *BUDGETS.values(), "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing", "n_parallel",
     "rounds",
     "median_ts", *FIGURES, *bound.FIGURES, "bound_by",
@@ -121,7 +122,8 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
     return {
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},
-        **{name: "" if is_llama_cpp else getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")},
+        "draft": "" if is_llama_cpp else spec.draft or "",
+        **{option: "" if is_llama_cpp else spec.loading.get(option, "") for option in BUDGETS.values()},
         **shape,
         "test": test_name(shape),
         "model_filename": spec.model,

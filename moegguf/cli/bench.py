@@ -15,7 +15,7 @@ import typer
 from moegguf.cli.options import OFTEN, Flag, Given, flags, hub_name
 from moegguf.errors import OptionError
 from moegguf.options import MEMORY, MODEL, OPTIONS, OUTPUT, RESEARCH, SAMPLING
-from moegguf.quantities import parse_expert_cache, parse_size
+from moegguf.quantities import parse_size
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -195,8 +195,6 @@ def bench(*, given: Given, **chosen: Any) -> None:
     others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
     limit = _limit(chosen["memory_limit"], chosen["require_limit"])
     caches = split(chosen["expert_cache"])
-    for cache in caches:
-        parse_expert_cache(cache)
     groups = [make_systems(spec, caches, others, limit) for spec in _specs(chosen, given)]
     rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
     typer.echo(_report(rows) if chosen["report"] else FORMATS[output](rows), nl=False)
@@ -281,8 +279,7 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # checks both names before anything runs
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     as_given = (
-        "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
-        "warm_start", "bound", "verbose",
+        "repetitions", "strategy", "draft", "simulate_link", "simulate_threads", "seed", "delay_s", "bound", "verbose",
     )  # fmt: skip
     base = Spec(
         model=models[0],
@@ -293,8 +290,8 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
         feed="greedy" if chosen["greedy"] else "text" if chosen["text"] else "random",
         text=str(chosen["text"]) if chosen["text"] else None,
         warmup=not chosen["no_warmup"],
+        loading=given | {name: chosen[name] for name in ("placement", "warm_start")},
         **{name: chosen[name] for name in as_given},
-        **given,
     )
     return combinations(base, lists)
 

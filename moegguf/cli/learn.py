@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.bench import split
 from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
-from moegguf.cli.trace import showing_progress
+from moegguf.cli.trace import LOADING, showing_progress
 from moegguf.errors import BusyError, OptionError
 from moegguf.terminal.messages import print_message
 
@@ -54,7 +54,7 @@ LEARN_FLAGS = (
 )  # fmt: skip
 
 
-@flags("expert_cache", "n_threads", own=LEARN_FLAGS)
+@flags(*LOADING, own=LEARN_FLAGS)
 def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Train what the papers' strategies need for MODEL, and save it beside the model.
 

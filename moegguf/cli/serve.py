@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, loading_options, model_argument
 from moegguf.errors import OptionError
-from moegguf.options import OF_COMMANDS, OPTIONS
+from moegguf.options import BUDGETS, OF_COMMANDS, OPTIONS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class ServeCommand(Command):
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE: as in huggingface_hub")
 
 
-@flags(
-    "expert_cache", *SERVER_FLAGS, *BUDGET_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,)
-)
+@flags(*dict.fromkeys((BUDGETS["RAM"], *SERVER_FLAGS, *BUDGET_FLAGS, *LOAD_FLAGS)), own=(PORT,))
 def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
     loading = loading_options(given, [*TO_EVERY_MODEL, *OF_COMMANDS])

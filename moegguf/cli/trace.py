@@ -80,6 +80,7 @@ IMPORT_FLAGS = (
          1, int, {"min": 0}),
 )  # fmt: skip
 FORMATS = ("table", "csv", "json")
+LOADING = ("expert_cache", "n_threads")  # load options of every command that records routing
 SIMULATE_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
          "Strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve, moegguf."
@@ -181,7 +182,7 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
 
 
 @trace.command(cls=Command, short_help="Record the routing of a model.")
-@flags("expert_cache", "n_threads", "draft", own=RECORD_FLAGS)
+@flags(*LOADING, "draft", own=RECORD_FLAGS)
 def record(model: Model, *, given: Given, **chosen: Any) -> None:
     """Run MODEL on prompts and record the experts that every token is routed to.
 

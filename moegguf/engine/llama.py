@@ -271,7 +271,12 @@ class Llama(UpstreamLlama):
     @functools.cached_property
     def batch_invariant(self) -> bool:
         """True if a token's results are the same, bit for bit, in any pass and with any other sequences
-        (engine/sequences.py)."""
+        (engine/sequences.py).
+
+        The value describes the loaded model and never changes. It does not cover a sequence whose full context was
+        shifted. If other sequences are being processed, a shift evaluates the remaining tokens again. Otherwise a shift
+        moves their cells, which rounds differently.
+        """
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
@@ -457,7 +462,7 @@ class Llama(UpstreamLlama):
             >>> llm.stats().n_slots
             48
         """
-        set_budget(self, self.context, self.session, expert_cache, vram_cache)
+        set_budget(self, self.context, self.session, {"RAM": expert_cache, "VRAM": vram_cache})
 
     def cancel(self) -> None:
         """Cancels the evaluation that another thread is running, which soon raises GenerationCancelled. Later

@@ -57,7 +57,10 @@ class LoadPlan:
         """Returns the typed error for an error that the base class raised while loading. `reason`: errors that
         llama.cpp logged."""
         if isinstance(error, MemoryError):
-            return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
+            return AllocationError(
+                f"no memory left while loading {self.path}; give less memory to experts (--expert-cache), or a smaller"
+                " n_ctx."
+            )
         if "LoRA" in str(error):
             adapter = self.spec.lora_path
             return ModelFormatError(f"{adapter} does not fit this model: {reason}; give one that was trained on it.")

@@ -152,13 +152,13 @@ class Plan:
 
     @property
     def expert_cache_bytes(self) -> int:
-        """Bytes of slots in RAM, as a value for the option expert_cache: slots for experts that run on the CPU, and
+        """Bytes of slots in RAM, as a value for the budget of RAM: slots for experts that run on the CPU, and
         slots that fill the devices' slots."""
         return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
 
     @property
     def vram_cache_bytes(self) -> int:
-        """Bytes of slots and staging tensors on devices, as a value for the option vram_cache; 0 if no device has
+        """Bytes of slots and staging tensors on devices, as a value for the budget of VRAM; 0 if no device has
         slots."""
         return self.device_slots * self.slot_bytes + self.staging_slots_bytes if self.device else 0
 

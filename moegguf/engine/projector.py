@@ -157,7 +157,8 @@ class Projector:
                 if span.n_tokens > n_ubatch:
                     raise OptionError(
                         f"this model reads an image of {span.n_tokens} tokens in one pass, but was loaded for passes of"
-                        f" {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
+                        f" {n_ubatch}; load it with n_ubatch={span.n_tokens} and more memory for experts"
+                        " (--expert-cache)."
                     )
                 n_batch = n_ubatch
             self._log.forget()

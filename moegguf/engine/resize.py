@@ -7,6 +7,7 @@ more slots than it had at load time. "auto" restores that number.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moegguf.engine.load_spec import Budget
@@ -27,13 +28,11 @@ EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if ev
 
 
 def set_budget(
-    llm: UpstreamLlama,
-    context: Context,
-    session: Session | None,
-    expert_cache: Budget | None,
-    vram_cache: Budget | None,
+    llm: UpstreamLlama, context: Context, session: Session | None, given: Mapping[str, Budget | None]
 ) -> None:
-    """Implements `Llama.set_budget` for a model with this context and session. If `session` is None, the model has no
+    """Implements `Llama.set_budget` for a model with this context and session.
+
+    given: {tier: budget}; None leaves a budget unchanged. If `session` is None, the model has no
     slots, and nothing changes."""
     context.check_caller()
     with context.lock:
@@ -41,9 +40,10 @@ def set_budget(
         if session is None:
             return
         store, plan, controller = session.store, session.plan, context.controller
-        wanted = dict[Slots, int]() if vram_cache is None else {EVERY_DEVICE: _in_vram(session, vram_cache)}
-        if expert_cache is not None:
-            wanted |= _in_ram(session, parse_expert_cache(expert_cache))
+        caches = {tier: parse_expert_cache(value, tier) for tier, value in given.items() if value is not None}
+        wanted = {EVERY_DEVICE: _in_vram(session, caches["VRAM"])} if "VRAM" in caches else dict[Slots, int]()
+        if "RAM" in caches:
+            wanted |= _in_ram(session, caches["RAM"])
         on_device = plan.device is not None
         try:
             if on_device:
@@ -74,18 +74,18 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     )
 
 
-def _in_vram(session: Session, vram_cache: Budget) -> int:
+def _in_vram(session: Session, cache: ExpertCache) -> int:
     """Returns the number of slots that a budget holds on all devices together, in addition to the staging tensors that
     the budget includes. Raises BudgetError for fewer slots than passes use, and if no device has slots."""
-    cache, plan, store = parse_expert_cache(vram_cache, "vram_cache"), session.plan, session.store
+    plan, store = session.plan, session.store
     if plan.layers_on is not None:
         raise BudgetError(
-            f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load the"
+            f"{cache.as_given}: {plan.layers_on} has the experts of whole layers, which stay there; load the"
             " model again with another vram_cache, or with placement 'slots'."
         )
     if plan.device is None:
         raise BudgetError(
-            f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
+            f"{cache.as_given}: the CPU computes this model, so it has no experts in VRAM; load it with"
             " vram_cache (--vram-cache) to use a GPU."
         )
     # staging tensors whose number the user has set are not part of the budget
@@ -93,7 +93,7 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
     staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
     least = sum(device.pass_slots for device in store.devices if device.name is not None)
     n_slots = _budget_slots(session, cache, plan.device_slots + staged) - staged
-    return _checked(plan, n_slots, least, f"vram_cache={str(cache)!r}", staged)
+    return _checked(plan, n_slots, least, cache.as_given, staged)
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
@@ -103,7 +103,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """
-    store, plan, option = session.store, session.plan, f"expert_cache={str(cache)!r}"
+    store, plan, option = session.store, session.plan, cache.as_given
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:
         return {EVERY_DEVICE: _checked(plan, _budget_slots(session, cache, store.tier()["n_slots"]), least, option)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.solver import Task, plan_slots
@@ -55,10 +55,14 @@ def devices_of(
                 f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
                 " one for each."
             )
-    caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * slot_bytes(layout)) for share in shares)
+    caches = tuple(
+        ExpertCache("bytes", n_bytes=slots_of(shape, share) * slot_bytes(layout), tier="VRAM") for share in shares
+    )
     devices = tuple(Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES) for d in range(n_devices))
     memory = Memory(_ENOUGH_BYTES, _ENOUGH_BYTES, "nothing")
-    spec = LoadSpec(n_ctx=1, vram_cache=caches, tensor_split=tuple(tensor_split), store=StoreOptions(overlap=False))
+    spec = LoadSpec(
+        n_ctx=1, budgets=Budgets(vram=caches), tensor_split=tuple(tensor_split), store=StoreOptions(overlap=False)
+    )
     plan = plan_slots(Task.of(layout, Machine(memory, devices=devices), spec))
     return tuple(
         DeviceSlots(

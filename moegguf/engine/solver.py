@@ -36,7 +36,7 @@ from moegguf.engine.cost import (
     Speeds,
     request_cost,
 )
-from moegguf.engine.load_spec import AUTO, F16, LoadSpec
+from moegguf.engine.load_spec import F16, Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, choose_context, fixed_bytes, slot_work_bytes
 from moegguf.engine.plan import (
@@ -166,7 +166,7 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
     """Returns the kinds of these plans that the options allow. If there are none, raises the BudgetError of a requested
     kind."""
     spec = task.spec
-    no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
+    no_cpu = spec.refuses_cpu or (task.is_divided and spec.budgets.vram != Budgets().vram)
     asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
     if kinds := [kind for kind in asked if kind in plans]:
         return kinds
@@ -261,7 +261,6 @@ class Pool:
     memory: Memory
     sizes: Sizes  # missing sizes are chosen here
     streams: bool = False  # True: experts without a slot are streamed or staged
-    option: str = "expert_cache"  # name of the option with the budget
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
     slot_tokens: int = NO_LIMIT  # maximum tokens in a pass that is not staged (`plan.allowed_ubatch`)
@@ -314,7 +313,7 @@ class Pool:
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
                 f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
-                f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
+                f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.cache.option} a size."
             )
         fit = found[0] if found[0][1] == sizes.n_ubatch else self._best(found)
         beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
@@ -331,7 +330,7 @@ class Pool:
     def _given_fit(self) -> Fit:
         """Returns the number of slots in a given budget, and the best number of tokens in a pass. If possible, the
         buffers of the pass fit into the free memory in addition to the slots."""
-        layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, f"{self.option}={str(self.cache)!r}"
+        layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, self.cache.as_given
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
@@ -466,7 +465,7 @@ def _plan_cpu(task: Task) -> Plan:
     """Returns the plan in which everything runs on the CPU."""
     layout, memory = task.layout, task.machine.memory
     streams = task.cpu_streams and slot_sizes(layout).streams
-    pool = Pool(layout, task.spec.expert_cache, memory, task.sizes, streams)
+    pool = Pool(layout, task.spec.budgets.ram, memory, task.sizes, streams)
     n_slots, n_ubatch = pool.fit()
     needs = pool.sizes.needs(layout, n_ubatch)
     total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
@@ -527,7 +526,7 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
     if n_slots < 1:
         raise BudgetError(
-            f"expert_cache={str(cache)!r} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
+            f"{cache.as_given} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
             f" at least {format_bytes_up(slot_bytes)!r}."
         )
     return min(n_slots, layout.n_expert_total)
@@ -552,7 +551,7 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     """Returns the sizes for a device that runs every layer, and the bytes for experts on the device. A given budget is
     returned even if it does not fit. For "auto" the bytes are negative if the device cannot even hold everything
     else."""
-    budget, layout = task.spec.vram_cache[0], task.layout
+    budget, layout = task.spec.budgets.vram[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
@@ -582,20 +581,20 @@ def plan_layers(task: Task) -> Plan:
 
     Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """
-    (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.expert_cache
+    (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.budgets.ram
     sizes, room_bytes = _expert_room(task, device)
     whole = _last_layers(layout, room_bytes)
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
     size = slot_bytes(rest)
     n_slots = ram_slots(rest, cache, ram, size, sizes.usual_ubatch)
     if n_slots < rest.n_expert_used:
-        raise too_few(f"expert_cache={str(cache)!r}", n_slots, rest.n_expert_used, size)
+        raise too_few(cache.as_given, n_slots, rest.n_expert_used, size)
     streams = task.cpu_streams and slot_sizes(rest).streams
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
         raise BudgetError(
             f"an image needs a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow passes of"
-            f" {allowed}; raise expert_cache."
+            f" {allowed}; raise {cache.option}."
         )
     n_ubatch = min(sizes.usual_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)
@@ -746,7 +745,7 @@ class _SlotsPlanner:
 
     def __init__(self, task: Task, n_staging: int) -> None:
         self._task, self._n_staging = task, n_staging
-        self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.vram_cache
+        self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.budgets.vram
         self._n_layer = count_layers(task.layout)
         self._names = ", ".join(device.name for device in self._devices)
         n_devices, n_gpu_layers = len(self._devices), task.n_gpu_layers
@@ -765,7 +764,6 @@ class _SlotsPlanner:
             Memory(total, free, where, sum(device.margin for device in self._devices)),
             task.device_sizes,
             n_staging > 0,
-            "vram_cache",
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
             self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
@@ -795,13 +793,13 @@ class _SlotsPlanner:
             )
 
     def _joint_budget(self) -> ExpertCache:
-        """Returns the budget of all devices together; AUTO if one of several budgets is "auto"."""
+        """Returns the budget of all devices together; "auto" if one of several budgets is "auto"."""
         if len(self._vram) == 1:
             return self._vram[0]
         if any(cache.mode == "auto" for cache in self._vram):
-            return AUTO
+            return Budgets().vram[0]
         given = (cache.n_bytes or round(cache.fraction * self._layout.expert_bytes) for cache in self._vram)
-        return ExpertCache("bytes", n_bytes=sum(given))
+        return ExpertCache("bytes", n_bytes=sum(given), tier="VRAM")
 
     def _bytes_by_layer(self) -> list[int]:
         """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
@@ -917,18 +915,15 @@ class _SlotsPlanner:
         A memory with a slot for each expert of its layers yields nothing, because it sets no limit. Raises BudgetError
         for fewer slots than a token needs.
         """
-        least = self._layout.n_expert_used
+        least, budgets = self._layout.n_expert_used, self._task.spec.budgets
         names = [*(device.name for device in self._devices), None]
         for name, n_slots, n_experts in zip(names, slots, counts, strict=True):
             if not n_experts:
                 continue
             if n_slots < least:
-                if name is None:
-                    cache = f"expert_cache={str(self._task.spec.expert_cache)!r}"
-                    raise too_few(cache, n_slots, least, self._size, " on the CPU")
-                budgets = f"vram_cache={','.join(map(str, self._vram))!r}"
-                n_sharing = sum(n > 0 for n in counts[:-1]) if len(self._vram) == 1 else 1
-                raise too_few(budgets, n_slots, least, self._size, f" on {name}", n_sharing)
+                budget = budgets.as_given("VRAM" if name else "RAM")
+                n_sharing = sum(n > 0 for n in counts[:-1]) if name and len(self._vram) == 1 else 1
+                raise too_few(budget, n_slots, least, self._size, f" on {name or 'the CPU'}", n_sharing)
             if n_slots < n_experts:
                 cpu_streams = self._task.cpu_streams and slot_sizes(self._layout).streams
                 streams = cpu_streams if name is None else self._n_staging > 0
@@ -942,7 +937,7 @@ class _SlotsPlanner:
         """
         if n_on_cpu + n_below == 0:
             return 0, 0
-        memory, cache = self._task.machine.memory, self._task.spec.expert_cache
+        memory, cache = self._task.machine.memory, self._task.spec.budgets.ram
         taken = self._bytes_of(cpu_layers) + (self._needs.compute_bytes if n_on_cpu else 0)
         left = replace(memory, available_bytes=max(0, memory.available_bytes - taken))
         total = min(ram_slots(self._layout, cache, left, self._size, self._n_ubatch), n_on_cpu + n_below)
@@ -950,7 +945,7 @@ class _SlotsPlanner:
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self._size)
             raise BudgetError(
-                f"expert_cache={str(cache)!r} holds {total} experts, but the CPU needs {least_cpu} for its layers and"
+                f"{cache.as_given} holds {total} experts, but the CPU needs {least_cpu} for its layers and"
                 f" the devices need {least_below}; give at least {least!r}, or put more layers on devices"
                 " (n_gpu_layers)."
             )

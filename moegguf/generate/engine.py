@@ -84,7 +84,7 @@ class Engine:
 
     Example:
         >>> import moegguf
-        >>> with moegguf.Engine("demo", expert_cache="50%") as engine:
+        >>> with moegguf.Engine("demo") as engine:
         ...     answers = engine.generate(["Once upon a time", "The capital of France is"], max_tokens=4)
         >>> len(answers)
         2

@@ -72,12 +72,13 @@ class KvSequences:
 
     def place(self, sequence: Sequence) -> None:
         """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest tokens
-        (see `loss`). A sequence with images gets place 0. Drops the place's tokens after the shared prefix."""
+        (see `loss`). A sequence that is processed alone gets place 0. Drops the place's tokens after the shared
+        prefix."""
         free = [kv for kv in self._all if kv.sequence is None]
         if len(self._all) == 1:  # `Llama`'s own methods also change this place, so its tokens come from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
-        if sequence.prompt.images is not None:
-            free = self._all[:1]  # images are evaluated in place 0; the sequence is processed alone
+        if sequence.alone:
+            free = self._all[:1]  # images are evaluated in place 0, and only the cells of place 0 can be moved
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 
         def loss(kv: KvSequence) -> tuple[int, bool, int]:

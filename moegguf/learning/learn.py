@@ -104,17 +104,13 @@ class Learning:
     evaluated.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
-    model, with too few requests, or without decoded tokens in the held-out requests.
+    model or of an unknown one, with too few requests, or without decoded tokens in the held-out requests.
     """
 
     def __init__(
         self, trace: Trace, artifacts: Artifacts, options: Mapping[str, Any] | None = None, seed: int = 0
     ) -> None:
-        if artifacts.fingerprint != trace.header.fingerprint:
-            raise OptionError(
-                f"the trace was recorded from another model ({trace.header.model or 'unnamed'}); name that model, or"
-                " record this one."
-            )
+        trace.header.check_model(artifacts.fingerprint)
         requests = trace.sequences()
         if len(requests) < LEAST_REQUESTS:
             raise OptionError(

@@ -197,7 +197,7 @@ class _Scrape:
             ("n_decode_total", "Total number of passes through models.", n_passes),
             ("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", prompt_rate),
             ("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", rate),
-            ("requests_processing", "Number of models generating answers.", sum(model.busy for model in self._loaded)),
+            ("requests_processing", "Number of requests being answered.", sum(m.n_answering for m in self._loaded)),
             ("requests_deferred", "Number of waiting requests.", sum(model.queue for model in self._loaded)),
         ):
             yield f"llamacpp:{name}", text, (), [((), value)]

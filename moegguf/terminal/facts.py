@@ -25,9 +25,8 @@ from moegguf.models.details import details, files_of, main_type, parameters, par
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import fetchable_name, library
 from moegguf.models.sources import demo_path, hub_offline
-from moegguf.options import load_options_of
+from moegguf.options import BUDGETS, load_options_of
 from moegguf.quantities import Link, parse_link, parse_size
-from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
@@ -128,7 +127,9 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         plan = plan_here(layout, spec)
         reads = is_here and layout.is_moe and not plan.resident
         disk = expert_read_speed(layout, DISK_SECONDS, spec.store, spec.mirror) if reads else None
-        default = "auto" if plan.placement or plan.on_device else None
+        budgets: Facts = {**spec.budgets.texts}
+        if not (plan.placement or plan.on_device):
+            budgets[BUDGETS["VRAM"]] = None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
         if device:  # predicts with unlimited RAM, and with the context length of the plan for this machine
@@ -143,8 +144,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
             "name": layout.name,
             "path": _shown_path(entry, is_here),
             "fetched": is_here,
-            "expert_cache": str(spec.expert_cache),
-            "vram_cache": options.get("vram_cache") or read_load_keywords().get("vram_cache") or default,
+            **budgets,
             "cache_types": [GGML_TYPES[number][0].lower() for number in (spec.type_k, spec.type_v)],
             "n_ctx": plan.n_ctx,
             "n_expert_total": layout.n_expert_total,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from moegguf.engine.cost import PROMPT_TOKENS
 from moegguf.models.entry import ModelEntry
+from moegguf.options import BUDGETS
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
 from moegguf.text import without_surrogates
@@ -230,9 +231,10 @@ def print_estimate(facts: Facts) -> None:
     print_renderable(Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
-        title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
+        ram, vram = (facts[option] for option in BUDGETS.values())
+        title += f" and --expert-cache {ram.replace(' ', '')}"
         device = plan["device"] or plan["layers_on"]
-        title += f", on {device} with --vram-cache {facts['vram_cache']}" if device else ""
+        title += f", on {device} with --vram-cache {vram.replace(' ', '')}" if device else ""
     _section(title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section("What to expect while it answers", _expectation_rows(facts))

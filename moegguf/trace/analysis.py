@@ -160,11 +160,8 @@ class TraceAnalysis:
         if not trace.decode().n_pass:
             raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
         layout = read_layout(model) if model else None
-        if layout is not None and Artifacts(layout).fingerprint != trace.header.fingerprint:
-            raise OptionError(
-                f"{path} was recorded from another model ({trace.header.model or 'unnamed'}) than {model};"
-                " name that model, or record this one."
-            )
+        if layout is not None:
+            trace.header.check_model(Artifacts(layout).fingerprint)
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
@@ -448,11 +445,7 @@ class TraceAnalysis:
             ),
             bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
-        if not self.artifacts.fingerprint:
-            raise OptionError(
-                "hit rates are saved for the model whose fingerprint the trace has, but this one has none; import it"
-                " again with --model FILE.gguf."
-            )
+        self.trace.header.check_model(self.artifacts.fingerprint)
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)
         return path

@@ -33,7 +33,6 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.sources import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
-from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, n_parallel
@@ -77,7 +76,7 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
 def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
     """Returns the load configuration that a server with these settings and 4 GiB of memory sends to a worker."""
     entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
-    size = measure(entry, LoadOverrides(n_ctx=256), settings, Memory(1 << 32, 1 << 32, "a test", 0))
+    size = measure(entry, {"n_ctx": 256}, settings, Memory(1 << 32, 1 << 32, "a test", 0))
     return size.load_config(size.plan_within({"RAM": 1 << 32}))
 
 

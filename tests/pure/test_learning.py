@@ -220,6 +220,10 @@ def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(trace: Tr
         Learning(trace.select(range(3)), artifacts)
     with pytest.raises(OptionError, match="recorded from another model"):
         Learning(replace(trace, header=replace(trace.header, fingerprint="0" * 32)), artifacts)
+    with pytest.raises(
+        OptionError, match=r"does not state from which model .* import it again with --model FILE\.gguf"
+    ):
+        Learning(replace(trace, header=replace(trace.header, fingerprint="")), artifacts)
     with pytest.raises(OptionError, match="the trace has none; give --max-tokens above 0"):
         Learning(trace.keep(trace.phase_of == 0), artifacts)
     with pytest.raises(OptionError, match="record it with inputs"):

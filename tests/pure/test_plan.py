@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
 from moegguf.engine.cost import HitRates, ModelBytes, Speeds, prompt_tokens_per_s, request_cost, touched_bytes
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
 from moegguf.engine.memory import Sizes, choose_context, kv_bytes, logits_tokens, pass_bytes
 from moegguf.engine.plan import Plan, slot_bytes
@@ -43,7 +43,9 @@ def plan(
     layout: ExpertLayout, budget: str | int | ExpertCache, memory: Memory = PLENTY, streams: bool = True, **sizes: Any
 ) -> Plan:
     store = StoreOptions(overlap=streams)
-    spec = LoadSpec(**{"n_ctx": 4096, "n_batch": 4096, **sizes}, expert_cache=parse_expert_cache(budget), store=store)
+    spec = LoadSpec(
+        **{"n_ctx": 4096, "n_batch": 4096, **sizes}, budgets=Budgets(parse_expert_cache(budget)), store=store
+    )
     return make_plan(layout, Machine(memory), spec)
 
 

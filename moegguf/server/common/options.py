@@ -26,7 +26,7 @@ from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole, explain, integral
 from moegguf.server.common.errors import HttpError
-from moegguf.serving.events import LoadedModel, LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadOverrides, load_overrides
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Loading(Body):
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
         if options.num_thread:  # more threads than processors would busy-wait, and slow the whole machine down
             given["num_thread"] = min(options.num_thread, count_cpus())
-        return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
+        return load_overrides({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
         """Returns how long the idle model stays loaded, in seconds. inf means forever, and None means the server's

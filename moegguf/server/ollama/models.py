@@ -115,7 +115,7 @@ def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, pro
         entry = None
     known = details_or_none(entry) if entry else None
     all_bytes = model.stats.n_experts * int(model.plan.get("slot_bytes", 0))
-    most_bytes = max(model.expert_cache_bytes, model.vram_cache_bytes - int(model.plan.get("staging_bytes", 0)))
+    most_bytes = max(model.cache_bytes["RAM"], model.cache_bytes["VRAM"] - int(model.plan.get("staging_bytes", 0)))
     return {
         "name": loaded.name,
         "model": loaded.name,

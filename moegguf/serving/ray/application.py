@@ -31,7 +31,7 @@ from moegguf.generate.request import Request
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Event, LoadedModel, LoadedName, LoadOverrides
+from moegguf.serving.events import Event, LoadedModel, LoadedName
 from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
@@ -128,7 +128,7 @@ class Replica:
             loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
         )  # fmt: skip
         self._name = config.name
-        self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)
+        self._overrides = config.load_options()
         self._counters = {
             name: metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
             for name, text in COUNTERS.items()

@@ -67,6 +67,10 @@ class ModelConfig(BaseModel):
     autoscaling_config: dict[str, Any] = Field(default_factory=dict)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
+    def load_options(self) -> dict[str, Any]:
+        """Returns the options with which a replica loads the model."""
+        return self.model_dump(include={"n_ctx", "n_threads", "expert_cache"}, exclude_none=True)
+
     def ongoing_requests(self, n_parallel: int) -> int:
         """Returns the maximum number of requests that one replica accepts at once. The default is twice the number of
         requests that a replica processes together, but at least MIN_ONGOING. So the next requests already wait in the
