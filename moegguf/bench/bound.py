@@ -67,9 +67,9 @@ class LeastBytes:
 class LinkSpeeds:
     """Speeds in bytes per second. A speed of 0 means that the speed is unknown; times computed from it are 0."""
 
-    disk: float  # reads from the file
-    copies: float = 0.0  # copies from RAM to a device
-    memory: float = 0.0  # reads from RAM
+    disk: float  # speed of reads from the file
+    copies: float = 0.0  # speed of copies from RAM to a device
+    memory: float = 0.0  # speed of reads from RAM
 
 
 def bound_figures(

@@ -20,7 +20,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # smaller differences between hit rates are treated as noise between traces
+LEAST_GAIN = 0.005  # a policy replaces LRU only if its hit rate is at least this much higher; less may be noise
 NEAR_SHARE = 0.05  # two shares of experts in memory are treated as equal if they differ by at most this
 
 T = TypeVar("T")
@@ -233,8 +233,8 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the range from the lowest to the highest hit rate published for models of this shape, or for all models
-    if none has this shape. If there are fewer slots than the experts that one token uses over all layers, the range
+    """Returns the range from the lowest to the highest hit rate that the published curves give for this number of slots:
+    the curves of models of this shape, or all curves if none has this shape. If there are fewer slots than the experts that one token uses over all layers, the range
     begins at 0, because LRU then has almost no hits."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)

@@ -76,7 +76,7 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
 
 def _in_vram(session: Session, cache: ExpertCache) -> int:
     """Returns the number of slots that a budget holds on all devices together, in addition to the staging tensors that
-    the budget includes. Raises BudgetError for fewer slots than passes use, and if no device has slots."""
+    the budget includes. Raises BudgetError if there are fewer slots than passes use, or if no device has slots."""
     plan, store = session.plan, session.store
     if plan.layers_on is not None:
         raise BudgetError(

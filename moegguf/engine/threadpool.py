@@ -48,7 +48,8 @@ class Threadpool:
         llama.llama_attach_threadpool(context, single, batch)
 
     def _create(self, n_threads: int, option: str) -> int:
-        """Creates a pool of `n_threads` threads. `option` names the option with this number in errors."""
+        """Creates a pool of `n_threads` threads. `option`: the name of the option that sets this number, for the error
+        message."""
         new = c.CFUNCTYPE(c.c_void_p, c.c_void_p)(library.cpu_function("ggml_threadpool_new"))
         base = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*"))))
         params = c.create_string_buffer(PARAMS_BYTES)

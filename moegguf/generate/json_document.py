@@ -135,7 +135,7 @@ class Facts:
     @functools.cached_property
     def fewest_items(self) -> int:
         """The minimum number of items: the largest `minItems`, or the length of the longest tuple (a user's
-        `prefixItems` without `items` and `minItems`) if this length is greater."""
+        `prefixItems` without `items` or `minItems`) if this length is greater."""
         tuples = (len(part["prefixItems"]) for part in self.parts if _is_tuple(part) and "minItems" not in part)
         return max([self.least("minItems"), *tuples])
 

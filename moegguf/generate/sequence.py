@@ -182,8 +182,8 @@ class Sequence:
     def alone(self) -> bool:
         """True if the sequence must be processed alone: if it has images, or if it has `exact` and other sequences
         could change bits of the answer. This is possible if the model is not batch-invariant or if the context may
-        shift. If other sequences are being processed, a shift re-evaluates tokens instead of moving their cells, which
-        rounds differently."""
+        shift. A shift moves cells if the sequence is processed alone. In a context with several places, it otherwise
+        re-evaluates tokens, which rounds differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx

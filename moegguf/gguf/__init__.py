@@ -2,6 +2,6 @@
 
 Every value is checked before it is used. A value that breaks a rule of the format raises ModelFormatError, which names
 the key or tensor. Some faults are found only by llama.cpp, which may abort: a trial load in a separate process
-(`engine/trial.py`) finds these files. Of the weights, only the routers and small samples for digests are read. Files
+(`engine/trial.py`) finds such faults. Of the weights, only the routers and small samples for digests are read. Files
 are not memory-mapped. Layouts are immutable. Apart from `moegguf.errors`, this package imports nothing from moegguf.
 """

@@ -31,8 +31,8 @@ HEADS_TENSOR = "nextn.eh_proj.weight"  # every multi-token-prediction head has t
 # Architectures whose multi-token-prediction heads may draft, because moegguf's tests cover them. For these heads
 # llama.cpp needs only a KV cache, and the models can roll back drafted tokens.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
-# llama.cpp reads the embedding row by row from the file if it is not also the output matrix (row-embeddings.patch), and
-# ROW_TABLE if the model has one of the architectures in ROW_TABLE_ARCHS (TENSOR_READ_LAZY in src/models).
+# llama.cpp reads the embedding row by row from the file if it is not also the output matrix (row-embeddings.patch). It
+# reads ROW_TABLE in this way for the architectures in ROW_TABLE_ARCHS (TENSOR_READ_LAZY in src/models).
 EMBEDDING = "token_embd.weight"
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")

@@ -176,7 +176,7 @@ def _projector(model: str, paths: Iterable[str]) -> str | None:
 
 def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
     """Returns the first of these tags that selects the selection's files among `paths`: the quantisation, the name
-    without and with shard numbers and ".gguf", `latest`. Returns None if no tag does."""
+    without shard numbers and ".gguf", the whole name, `latest`. Returns None if no tag does."""
     first = selection.files[0]
     name = _base(_shard(first).prefix)
     quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]

@@ -32,7 +32,7 @@ class Done:
     """The last event of an answer."""
 
     summary: AnswerSummary
-    load_s: float  # seconds of the load that the request waited for; 0: the model was already loaded
+    load_s: float  # duration in seconds of the load that the request waited for; 0: the model was loaded
     decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
 
 

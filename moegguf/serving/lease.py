@@ -132,7 +132,7 @@ class ManagedModel:
         self.waiting: list[LeaseRequest] = []  # waiting requests in their order of arrival
         self._served: dict[str, int] = {}  # {waiting client: ticket when one of its requests last began or ended}
         self.unloads: set[str] = set()  # names that stop using the model after their current answer
-        self.users: set[LeaseRequest] = set()  # requests that were granted and have not ended
+        self.users: set[LeaseRequest] = set()  # requests that were granted and have not been released
         self.process: WorkerProcess | None = None  # the process that has loaded the model; None: not loaded
         self.load_share = 0.0  # share of the model that was read in the current or last load, 0 to 1
         self.ending = asyncio.Event()  # set when the process must end, or has ended

@@ -102,7 +102,7 @@ class ModelManager:
 
     def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # {process_key: model that is loaded or requested}
-        self.kept: set[str] = set()  # names whose models stay loaded unless a request sets a keep-alive time
+        self.kept: set[str] = set()  # names whose models have no default limit on their idle time
         self._limits = memory_budget.MemoryLimits(self.settings)
         self._admission = asyncio.Lock()  # held for the model whose load waits for memory
         self._short: ManagedModel | None = None  # the model whose load waits for memory

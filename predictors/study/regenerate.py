@@ -444,8 +444,8 @@ def take_step(step: str, bench: Bench, again: bool) -> None:
 
 
 def write_result(step: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
-    """Writes a result file: the figures of a step, and the command, commit, machine, recording and key for which they
-    were computed."""
+    """Writes a result file: the figures of a step, with the command, commit, machine, recording and key that produced
+    them."""
     facts = {
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),

@@ -50,8 +50,8 @@ class Reuse:
     # Skew within samples of tokens from all requests, averaged over samples. Each sample is as long as one request.
     same_size: Skew
     merged: Skew  # skew of the summed uses in all requests
-    windows_same: dict[int, float]  # the n tokens belong to the token's own request
-    windows_other: dict[int, float]  # the n tokens belong to another request
+    windows_same: dict[int, float]  # {n: share}, where the n tokens belong to the token's own request
+    windows_other: dict[int, float]  # {n: share}, where the n tokens belong to another request
     # {upper bound of the number of tokens since the request last used the expert: share of uses}. 0: first use, -1:
     # above all bounds
     reuse_distances: dict[int, float]

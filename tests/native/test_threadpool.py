@@ -13,7 +13,7 @@ from moegguf.native import library
 def test_a_pool_that_cannot_be_created_names_its_option(
     monkeypatch: pytest.MonkeyPatch, n_pools: int, option: str
 ) -> None:
-    """Lets ggml create `n_pools` pools. The next pool fails."""
+    """Replaces ggml's function with one that creates `n_pools` fake pools and then fails."""
     left = list(range(1, n_pools + 1))
     freed: list[int] = []
     create = c.CFUNCTYPE(c.c_void_p, c.c_void_p)(lambda _params: left.pop() if left else None)

@@ -1,4 +1,4 @@
-"""Builds a wheel that contains only one of ggml's GPU backends, for "moegguf[cuda]".
+"""Builds a wheel that contains only one of ggml's GPU backends, for an extra such as "moegguf[cuda]".
 
 python -m tools.gpu.plugin cuda13                     # for every card since Turing; takes hours of CPU time
 python -m tools.gpu.plugin cuda13 --architectures 90-real --flag=-DGGML_CUDA_FA=OFF

@@ -148,8 +148,8 @@ class Replica:
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
         """Yields the events of an answer if `kind` is "generate", otherwise one item: the value that `Calls.value`
-        returns. A moegguf error is yielded as a `Failure`. Closing the generator stops an answer after the current
-        pass.
+        returns. A moegguf error is yielded as a `Failure`. Closing the generator stops an answer, after the
+        current pass at the latest.
 
         Only the router uses `conversation`. `client` determines the request's position in the queue.
         """
