@@ -233,9 +233,9 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the range from the lowest to the highest hit rate that the published curves give for this number of slots:
-    the curves of models of this shape, or all curves if none has this shape. If there are fewer slots than the experts that one token uses over all layers, the range
-    begins at 0, because LRU then has almost no hits."""
+    """Returns the range from the lowest to the highest hit rate that published curves give for this number of slots.
+    Uses the curves of models of this shape, or all curves if none has this shape. If there are fewer slots than the
+    experts that one token uses over all layers, the range begins at 0, because LRU then has almost no hits."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)

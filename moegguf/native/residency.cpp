@@ -88,7 +88,8 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     order_.follow(ordered ? &policy : nullptr);
-    int best[2] = {-1, -1}; // slot of the best victim: [0] in a layer at or below its floor, [1] in a layer above its floor
+    // slot of the best victim: [0] in a layer at or below its floor, [1] in a layer above its floor
+    int best[2] = {-1, -1};
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::Entry * first = order_.first(il);

@@ -70,8 +70,8 @@ def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
     """Returns the facts that `moegguf show` prints about a model (a path or a name). `verbose` adds the metadata of the
-    first file, without long texts, long arrays and arrays of strings. `verbose` also adds the names, shapes and types of
-    the tensors in all files."""
+    first file, without long texts, long arrays and arrays of strings. `verbose` also adds the names, shapes and types
+    of the tensors in all files."""
     with described(model) as (entry, is_here):
         facts = facts_of(entry, is_here)
         if verbose:

@@ -18,7 +18,8 @@ struct Avx2 {
     static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
     // true: for many rows, interleaved weights are unpacked into panels, because tiles have few rows
     static constexpr bool unpacks_interleaved = true;
-    static constexpr bool signed_codes = true; // 8-bit codes are signed: with unsigned codes, sums would overflow in maddubs
+    // 8-bit codes are signed: with unsigned codes, sums would overflow in maddubs
+    static constexpr bool signed_codes = true;
     using I = __m256i;
     using F = __m256;
 
