@@ -154,8 +154,8 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the token with the largest logit. `row` is the index of the logits row; -1: the row of the last token of
-    sequence 0."""
+    """Returns the token with the largest logit. `row` is the token's index in the pass; -1: the last token of sequence
+    0."""
     return int(llama.context.logits(row).argmax())
 
 

@@ -272,11 +272,11 @@ class Context:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
-        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of the logits row of each
-        chunk's last token before its draft, or None if the KV cache has no room for the tokens. The rows of the draft
-        tokens directly follow that row. After an exception the caller must truncate the sequences, because some of the
-        tokens may be in the context. After a pass with drafts the caller must also truncate the sequences, because
-        rejected draft tokens stay in the context."""
+        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index in the pass of each chunk's
+        last token before its draft, or None if the KV cache has no room for the tokens. `logits` accepts this index.
+        The draft tokens directly follow that token. After an exception the caller must truncate the sequences, because
+        some of the tokens may be in the context. After a pass with drafts the caller must also truncate the sequences,
+        because rejected draft tokens stay in the context."""
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -286,8 +286,8 @@ class Context:
         return None
 
     def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
-        """Evaluates the chunks in one call of llama_decode. Returns the index of the logits row of each chunk's last
-        token before its draft."""
+        """Evaluates the chunks in one call of llama_decode. Returns the index in the pass of each chunk's last token
+        before its draft."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
@@ -444,9 +444,9 @@ class Context:
     # Logits.
 
     def check_logits(self, row: int = -1) -> None:
-        """Raises OptionError unless the current request has evaluated the token whose logits are in this row.
+        """Raises OptionError unless the current request has evaluated the token with this index.
 
-        `row`: a row that `eval_sequences` has returned; -1: the row of the last token in sequence 0.
+        `row`: an index that `eval_sequences` has returned; -1: the last token of sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(

@@ -449,8 +449,8 @@ class Llama(UpstreamLlama):
         not change. The change happens immediately if the model is idle. If another thread is evaluating tokens, the
         change happens after that evaluation.
 
-        vram_cache also holds the buffers in which prompts are staged. These buffers stay. So do experts of whole
-        layers, which are not part of any budget. If a device had a slot for every expert, prompts may be processed in
+        vram_cache also holds the buffers in which prompts are staged. These buffers stay. If the GPU holds whole
+        layers, only expert_cache can be changed. If a device had a slot for every expert, prompts may be processed in
         shorter passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that

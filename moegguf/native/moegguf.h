@@ -177,7 +177,7 @@ struct moegguf_counters {
     uint64_t tokens; // number of tokens in all passes
     uint64_t routing_events;
     uint64_t bytes_missed;     // number of bytes read because a layer waited for them
-    uint64_t bytes_prefetched; // number of bytes read for prefetches and for free slots
+    uint64_t bytes_prefetched; // number of bytes read for prefetches and to fill free slots
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors; // failed reads, and failed copies between slots
@@ -219,7 +219,8 @@ struct moegguf_tier_info {
     uint64_t prefetch_wasted; // prefetched experts that lost their slot before they were used
     // Number of bytes transferred into the tier's slots on demand, from the file or from other slots.
     uint64_t bytes_missed;
-    uint64_t bytes_prefetched; // number of bytes transferred into the tier's slots for prefetches and free slots
+    // Number of bytes transferred into the tier's slots for prefetches and to fill free slots.
+    uint64_t bytes_prefetched;
     // Time compute threads spent waiting for this tier's experts; RAM: only the part during which bytes still had to
     // arrive from the file.
     uint64_t stall_ns;

@@ -8,8 +8,8 @@
 // prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
-// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
-// device usually occupies a slot on the device and one in RAM. If no slot in RAM can be assigned, the bytes are read
+// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch
+// usually occupies a slot on the device and one in RAM. If no slot in RAM can be assigned, the bytes are read
 // directly into the device's slot. This class may assign, borrow, fill and vacate slots of every tier.
 #pragma once
 

@@ -1,7 +1,7 @@
 """Draws a map of a model's experts as text. The map shows where each expert is and whether it was used. Rows are
 layers, columns are experts.
 
-If the width or height is too small, several experts or layers share a cell. Each state has its own letter, so the map
+If the width or height is too small, several experts or layers share a cell. Each state has its own symbol, so the map
 can also be read without colours.
 """
 
@@ -101,14 +101,14 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        # One span is added for each run of equal letters, because few spans are drawn faster.
+        # One span is added for each run of equal symbols, because few spans are drawn faster.
         for letter, run in groupby(map(str, line)):
             drawn.append("".join(run), STYLES[letter])
     return drawn
 
 
 def legend(width: int, vram: bool = False) -> Text:
-    """Returns the meaning of the letters, wrapped to `width` characters. `vram`: True if VRAM has slots."""
+    """Returns the meaning of the symbols, wrapped to `width` characters. `vram`: True if VRAM has slots."""
     text = Text(end="")
     column = 0
     for letters, meaning in VRAM_LEGEND if vram else LEGEND:

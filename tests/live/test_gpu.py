@@ -32,7 +32,7 @@ TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 @pytest.fixture(scope="session")
 def devices() -> list[Device]:
-    """Returns all GPUs that ggml sees. Skips the test if ggml sees none."""
+    """Returns all GPUs that ggml sees, except integrated ones. Skips the test if there are none."""
     found = gpus()
     if not found:
         pytest.skip("ggml sees no GPU: `make test-vulkan` makes a software one")

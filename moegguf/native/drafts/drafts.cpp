@@ -171,9 +171,10 @@ struct drafts {
     }
 
     // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes, from each sequence
-    // of the pass, the positions at and after its first token in the pass. They are left over from drafts. If positions
-    // before the pass are missing, as in a restored or copied context, removes the whole sequence, and the heads start
-    // over at this pass. If the heads cannot evaluate the pass, removes all sequences.
+    // of the pass, the positions at and after its first token in the pass. They are left over from drafts, or from
+    // tokens that the target has removed. If positions before the pass are missing, as in a restored or copied context,
+    // removes the whole sequence, and the heads start over at this pass. If the heads cannot evaluate the pass, removes
+    // all sequences.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -182,7 +182,8 @@ def too_large(limit: int) -> BodyRefusedError:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parses JSON text. A lone surrogate becomes U+FFFD. Raises ValueError for invalid JSON, NaN and infinity."""
+    """Parses JSON text. A lone surrogate becomes U+FFFD, and a number that is too large for a float becomes infinity.
+    Raises ValueError for invalid JSON, which includes the words NaN and Infinity."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -186,7 +186,8 @@ Kind = TypeVar("Kind", bound=RequestBody)
 
 
 def conversation(path: str, kind: type[RequestBody]) -> Route:
-    """Returns a route for POST requests at `path`, whose bodies a model answers."""
+    """Returns a route for POST requests at `path`. `kind` is the class of their bodies, and a model answers each
+    body."""
 
     async def respond(request: HttpRequest) -> Response:
         body = await read_body(request, kind, kind.limit)
