@@ -13,7 +13,7 @@ namespace {
 // once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
-// The number of nodes in a graph that runs until a stop. A layer has about this many nodes.
+// The number of nodes that run before each measured stop. A layer has about this many nodes.
 constexpr int n_part_ops = 25;
 constexpr int least_runs = 3;
 // No run starts after longest * `seconds`, even if there were fewer than least_runs.

@@ -115,7 +115,7 @@ def _mean_skew(counts: Counts) -> Skew:
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
     """Returns `windows_same` and `windows_other`. For `windows_other`, each request is compared with another request,
     chosen at random."""
-    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [uses, uses of recently used experts] x [window]
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other request] x [uses, recent uses] x [window]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
