@@ -126,7 +126,7 @@ void Copies::run() {
 // most_ahead or few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long.
 // Returns false if no queued job is still needed.
 bool Copies::take_batch() {
-    const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
+    const size_t most = to_.id != TierId::staging ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;
     for (Job job; jobs.empty() || !demand_.empty() || (!jobs.back().demand && jobs.size() < most);) {
         if (!begin_next(job)) { break; }
@@ -195,7 +195,7 @@ void Copies::copy(std::vector<Job> & jobs) const {
 }
 
 // Returns the number of jobs, starting with jobs[first], that one copy can move: jobs for the same matrix whose slots
-// are adjacent in both tiers. Returns 1 for an interleaved matrix.
+// are adjacent in both tiers. Returns 1 for an interleaved matrix, and if slots have different sizes in the two tiers.
 int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const {
     const Job & job = jobs[first];
     size_t n = 1;
@@ -203,9 +203,10 @@ int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const 
         return next.il == job.il && next.kinds == job.kinds && next.source.tier == job.source.tier &&
                next.destination.slot == job.destination.slot + (int)n && next.source.slot == job.source.slot + (int)n;
     };
-    while (!to_.pool()->repacked(matrix_of(layout_, job)) && first + n < jobs.size() && follows(jobs[first + n])) {
-        n += 1;
-    }
+    const int matrix = matrix_of(layout_, job);
+    const Pool &from = *tiers_.of(job.source, job.il).pool(), &to = *to_.pool();
+    if (to.repacked(matrix) || from.stride(matrix) != to.stride(matrix)) { return 1; }
+    while (first + n < jobs.size() && follows(jobs[first + n])) { n += 1; }
     return (int)n;
 }
 

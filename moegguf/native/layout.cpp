@@ -33,20 +33,22 @@ bool is_matrix(const moegguf_matrix & m) {
            ggml_blck_size((ggml_type)m.type) > 0 && m.ne0 % ggml_blck_size((ggml_type)m.type) == 0;
 }
 
-Strides::Strides(const moegguf_matrix * matrices, int n) {
-    uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
+void Strides::add(moegguf_kind kind, ggml_type type, uint64_t bytes) {
+    unit_[kind] = std::lcm(unit_[kind], (uint64_t)ggml_type_size(type));
+    of_kind[kind] = round_up(std::max(of_kind[kind], bytes), unit_[kind]);
+}
+
+Strides strides_for(const moegguf_matrix * matrices, int n) {
+    Strides strides;
     for (int i = 0; i < n; i++) {
         const moegguf_matrix & m = matrices[i];
         if (m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.type < 0 || m.type >= GGML_TYPE_COUNT ||
             ggml_type_size((ggml_type)m.type) == 0) {
             invalid("matrix '" + std::string(m.name ? m.name : "?") + "' has a kind or type that does not exist");
         }
-        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t)ggml_type_size((ggml_type)m.type));
+        strides.add((moegguf_kind)m.kind, (ggml_type)m.type, m.expert_bytes + m.padding_bytes);
     }
-    for (int i = 0; i < n; i++) {
-        const moegguf_matrix & m = matrices[i];
-        of_kind[m.kind] = std::max(of_kind[m.kind], round_up(m.expert_bytes + m.padding_bytes, unit[m.kind]));
-    }
+    return strides;
 }
 
 uint64_t Strides::slot_bytes() const { return std::accumulate(of_kind, of_kind + MOEGGUF_MAX_KINDS, uint64_t(0)); }
@@ -59,8 +61,7 @@ uint64_t Strides::pool_bytes(int n_slots) const {
     return bytes;
 }
 
-Layout::Layout(const moegguf_config & config)
-    : strides(config.matrices, config.matrices ? std::max(0, config.n_matrices) : 0) {
+Layout::Layout(const moegguf_config & config) {
     if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || !config.matrices ||
         !config.n_expert_used) {
         invalid(
@@ -124,7 +125,12 @@ void Layout::add(const moegguf_matrix & m) {
                         m.expert_bytes, (uint64_t)m.padding_bytes});
 }
 
-void LayerSet::add(int il, const Layer & layer) {
+void LayerSet::add(int il, const Layout & layout) {
+    const Layer & layer = layout.layers[il];
+    for (uint8_t kinds = layer.chunks; kinds; kinds &= kinds - 1) {
+        const Matrix & m = layout.matrices[layer.matrix[__builtin_ctz(kinds)]];
+        strides.add(m.kind, m.type, m.expert_bytes + m.padding_bytes);
+    }
     has[il] = 1;
     moe_layers.push_back(il);
     n_experts += layer.n_expert;

@@ -57,19 +57,24 @@ struct Strides {
 
     uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // distance in bytes, by kind; 0: there are no such matrices
 
-    Strides(const moegguf_matrix * matrices, int n); // Throws Error(INVALID) for a kind or type that does not exist.
-
+    // Makes room for a matrix of `bytes` bytes, including its padding.
+    void add(moegguf_kind kind, ggml_type type, uint64_t bytes);
     uint64_t slot_bytes() const;
     uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
     uint64_t pool_bytes(int n_slots) const; // size of all arenas in bytes, including guard bytes
+
+  private:
+    uint64_t unit_[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64}; // every distance is a multiple of this number of bytes
 };
+
+// Returns the strides of a pool for these matrices. Throws Error(INVALID) for a kind or type that does not exist.
+Strides strides_for(const moegguf_matrix * matrices, int n);
 
 struct Layout {
     std::vector<Matrix> matrices;
     std::vector<Layer> layers;
     std::vector<std::string> shards;
     std::vector<std::vector<std::string>> mirrors; // paths of the same shards on other drives
-    Strides strides;
     int n_expert_max = 0;
     int n_experts = 0; // number of experts in all layers
     int n_moe_layers = 0;
@@ -103,17 +108,18 @@ struct LayerSet {
     int n_chunks = 0;            // number of matrices of all these experts
     int token_cycle = 0;         // total number of experts that one token uses in these layers
     int n_used_max = 0;          // largest number of experts that a token uses in one layer
+    Strides strides;             // strides of a pool whose slots can hold an expert of any of these layers
 
     // Selects the MoE layers for which holds(il) is true.
     template <typename Holds>
     LayerSet(const Layout & layout, Holds holds) : has(layout.layers.size(), 0) {
         for (int il : layout.moe_layers) {
-            if (holds(il)) { add(il, layout.layers[il]); }
+            if (holds(il)) { add(il, layout); }
         }
     }
 
   private:
-    void add(int il, const Layer & layer);
+    void add(int il, const Layout & layout);
 };
 
 // The range of slots that a layer's pool tensor covers. Slot id 0 is slot `first_slot`.

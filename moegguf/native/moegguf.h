@@ -15,8 +15,9 @@
 //   layers use these windows in turn.
 //
 //   Each layer belongs to one entry of moegguf_config::devices. Each entry has its own tier for its layers: arenas,
-//   residency and numbering (tier.h). A device may have several entries. A tier may be filled from slots in host
-//   memory, and may have staging tensors for prompts (staged_supply.cpp).
+//   residency and numbering (tier.h). A device may have several entries, so that layers with small experts have small
+//   slots. A tier may be filled from slots in host memory. The entries of a device may share staging tensors for
+//   prompts (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
@@ -68,7 +69,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 28
+#define MOEGGUF_ABI_VERSION 29
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -133,7 +134,8 @@ struct moegguf_device {
     int32_t n_slots;
     // 1: missing experts are copied from slots in RAM, if the store has such slots; 0: they are read from the file.
     int32_t through_ram;
-    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2.
+    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2. All entries of a
+    // device with the same number share these tensors.
     int32_t n_staging_tensors;
     // Number of slots that a layer may need at once in a pass that is not staged; moegguf_store_resize refuses fewer.
     // The store raises it to the number of experts that one token uses in a layer, if it is lower.
@@ -224,7 +226,7 @@ struct moegguf_tier_info {
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
-    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas
+    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas; mean of several tiers
     uint64_t read_buffer_bytes; // total size in bytes of the store's read buffers
     int32_t direct;             // 1: all shards in use are read with O_DIRECT
     int32_t n_experts;          // number of the model's experts in all layers
@@ -383,6 +385,9 @@ MOEGGUF_API uint32_t moegguf_abi_version(void);
 
 // Returns the bits of all remedies that the environment variable MOEGGUF_SWITCHES can switch on or off (switches.h).
 MOEGGUF_API uint32_t moegguf_switches(void);
+
+// Returns the bits of the remedies that are on.
+MOEGGUF_API uint32_t moegguf_switched_on(void);
 
 // Returns the reason for the failure of this thread's last call that returned a moegguf_status; empty if that call
 // succeeded. The text is valid until the thread's next such call.

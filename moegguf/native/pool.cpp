@@ -205,7 +205,7 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
 }
 
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
-    const Strides strides(matrices, n);
+    const Strides strides = strides_for(matrices, n);
     const uint64_t largest = most_buffer_bytes(device);
     // The previous matrix; a matrix with the same type, kind and row length has the same limit.
     const moegguf_matrix * last = nullptr;
@@ -231,7 +231,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
 
 Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory)
     : memory_(memory),
-      strides_(layout.strides),
+      strides_(layers.strides),
       host_(ggml_backend_buft_is_host(memory.buft)) {
     const size_t n = layout.matrices.size();
     context_ = tensor_context(2 * n);
@@ -410,9 +410,7 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     }
 }
 
-uint8_t * Pool::data(int matrix, int slot) const {
-    return arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
-}
+uint8_t * Pool::data(int matrix, int slot) const { return arenas_[kind_[matrix]].base + slot * stride(matrix); }
 
 void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
     ggml_tensor slots = slots_view(matrix, slot, n);
@@ -435,7 +433,9 @@ ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
     ggml_tensor slots = *slot_[matrix];
     slots.data = data(matrix, slot);
     if (!interleaved_[matrix]) {
-        const size_t bytes = ggml_nbytes(&slots) + padding_[matrix], stride = strides_.of_kind[kind_[matrix]];
+        const size_t bytes = ggml_nbytes(&slots) + padding_[matrix];
+        // The distance between rows does not matter for one slot. It must be equal in two pools with different strides.
+        const size_t stride = n > 1 ? this->stride(matrix) : bytes;
         slots.type = GGML_TYPE_I8;
         const int64_t ne[] = {(int64_t)bytes, n, 1, 1};
         const size_t nb[] = {1, stride, stride * n, stride * n};

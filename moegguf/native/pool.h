@@ -74,11 +74,14 @@ class Pool {
     // row of the matrix, zeros are written as padding. Reader threads call this without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
     uint8_t * data(int matrix, int slot) const; // address of a matrix in a slot
-    // Writes whole matrices of n neighbouring slots with their padding. `data` has the layout of this pool. The
-    // function may return before the copy has ended: synchronize the backend before `data` changes.
+    // Returns the distance in bytes between neighbouring slots in the arena of a matrix.
+    uint64_t stride(int matrix) const { return strides_.of_kind[kind_[matrix]]; }
+    // Writes whole matrices of n neighbouring slots with their padding. `data` has the layout of this pool; if n is
+    // above 1, the distance between slots must be equal, too. The function may return before the copy has ended:
+    // synchronize the backend before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
-    // Copies whole matrices of n neighbouring slots from another pool on the same device. The function may return
-    // before the copy has ended.
+    // Copies whole matrices of n neighbouring slots from another pool on the same device. If n is above 1, both pools
+    // must have the same distance between slots. The function may return before the copy has ended.
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 

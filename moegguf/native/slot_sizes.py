@@ -11,6 +11,7 @@ from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.native import abi, library
 
 KIND = abi.enum("kind")
+SIZE_CLASSES = 128  # bit of the remedy size_classes (switches.h)
 
 
 def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any:
@@ -68,6 +69,12 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes))
     strides = {kind: sizes.stride_bytes[KIND[kind]] for kind in layout.kinds}
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, bool(sizes.streams))
+
+
+def has_size_classes() -> bool:
+    """Returns True if plans may give layers with large experts slots of their own size (the remedy size_classes is
+    on)."""
+    return bool(library.load().moegguf_switched_on() & SIZE_CLASSES)
 
 
 def slot_tokens(device: str | None) -> int:

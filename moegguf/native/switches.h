@@ -27,9 +27,12 @@ enum class Remedy : uint32_t {
     // scores are copied with the expert ids. Off: the layer's router input is copied, and the predictor's thread
     // computes the scores.
     graph_scores = 64,
+    // Layers with larger experts than other layers have slots of their own size on a device. moegguf/engine/solver.py
+    // plans these slots; the library itself does not read this bit.
+    size_classes = 128,
 };
 
-constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64;
+constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128;
 // All remedies except own_copies and graph_scores are on by default. With own_copies, two threads use one backend's
 // stream, and no test on a GPU has shown that this is safe. With graph_scores, a simulated device was not 5 % faster
 // (docs/gpu.md).

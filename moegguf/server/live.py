@@ -174,7 +174,7 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
         "expert_cache_bytes": loaded.expert_cache_bytes,
         "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
         "vram_cache_bytes": loaded.vram_cache_bytes,
-        "n_vram_slots": in_vram // slot_bytes if slot_bytes else 0,
+        "n_vram_slots": in_vram // loaded.plan.get("device_slot_bytes", slot_bytes) if slot_bytes else 0,
         "staging_bytes": staging_bytes,
         "slot_bytes": slot_bytes,
         "n_experts": loaded.stats.n_experts,

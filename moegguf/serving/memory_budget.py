@@ -152,7 +152,9 @@ class _Owner:
             self._settled(wanted),
             placement="slots" if wanted.on_device else "cpu",
             expert_cache=_at_most(self.spec.expert_cache, n_experts, one_slot),
-            vram_cache=tuple(_at_most(cache, n_experts, one_slot) for cache in self.spec.vram_cache),
+            vram_cache=tuple(
+                _at_most(cache, n_experts, wanted.mean_slot_bytes or one_slot) for cache in self.spec.vram_cache
+            ),
         )
         gpus = [replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0) for gpu in self._devices(wanted)]
         memory = Memory(room[RAM], room[RAM], "the models' budget", 0)

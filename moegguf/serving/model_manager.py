@@ -328,8 +328,9 @@ class ModelManager:
                 " RAM; give vram_cache."
             )
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
+        sizes = {"expert_cache": slot_bytes, "vram_cache": plan.get("device_slot_bytes", slot_bytes)}
         wanted: dict[str, Any] = {
-            name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
+            name: memory_budget.expert_cache_within(cache, n_experts, sizes[name], reserved[name])
             for name, cache in given.items()
         }
         before = {name: model.cache_bytes[name] for name in wanted}

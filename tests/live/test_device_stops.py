@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
 # The bits of SWITCHES in tools/gpu/short_plan.py
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64, "i": 128}
 
 
 def strict_devices(n: int) -> list[str]:
@@ -143,7 +143,9 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
         return in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
 
 
-@pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefg"])
+@pytest.mark.parametrize(
+    "letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefgi"]
+)
 def test_remedies_change_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:
@@ -162,8 +164,8 @@ def test_every_remedy_has_a_switch() -> None:
 
 N_MEASURED = 12
 SKIP = {"predictor": "skip", "prefetch": PrefetchOptions(watchdog=False)}
-IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefg"))
-INPUTS = str(sum(REMEDIES[letter] for letter in "abdef"))
+IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefgi"))
+INPUTS = str(sum(REMEDIES[letter] for letter in "abdefi"))
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,7 @@ def compare_predicting(path: Path, scenario: Scenario) -> None:
 def test_prediction_in_the_graph_has_the_resident_bits(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, scenario: Scenario
 ) -> None:
-    monkeypatch.setenv("MOEGGUF_SWITCHES", str(switch_bits("abdefg")))
+    monkeypatch.setenv("MOEGGUF_SWITCHES", str(switch_bits("abdefgi")))
     in_new_process(compare_predicting, tiny("tiny-mix", "q4_k_m"), scenario)
 
 

@@ -11,7 +11,7 @@ import pytest
 from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.plan import Plan
+from moegguf.engine.plan import Plan, divide_slots, slot_bytes
 from moegguf.engine.run_hits import RunHits, read_run_hits
 from moegguf.engine.solver import make_plan
 from moegguf.engine.speeds import cpu_pool_bytes
@@ -57,7 +57,7 @@ def plan(layout: ExpertLayout, device: Device, cpu_bytes_per_s: float = 45e9, **
 
 @pytest.mark.parametrize(
     ("name", "n_bytes", "share"),
-    [("qwen1.5-moe-a2.7b", 8 * GB, 0.55), ("qwen3-30b-a3b", 8 * GB, 0.28), ("qwen3-30b-a3b", 16 * GB, 0.70)],
+    [("qwen1.5-moe-a2.7b", 8 * GB, 0.63), ("qwen3-30b-a3b", 8 * GB, 0.31), ("qwen3-30b-a3b", 16 * GB, 0.76)],
 )
 def test_plan_of_an_unused_card_has_slots_for_the_expected_share(
     layouts: Layouts, name: str, n_bytes: int, share: float
@@ -66,6 +66,30 @@ def test_plan_of_an_unused_card_has_slots_for_the_expected_share(
     found = plan(layout, card(n_bytes), placement="slots")
     assert found.n_slots >= share * layout.n_expert_total
     assert found.total_bytes <= n_bytes - 384 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "n_bytes", "least"),
+    [("qwen1.5-moe-a2.7b", 8 * GB, 1.09), ("qwen3-30b-a3b", 8 * GB, 1.07), ("qwen3-30b-a3b", 16 * GB, 1.07)],
+)
+def test_slots_of_two_sizes_leave_memory_for_more_slots(
+    layouts: Layouts, monkeypatch: pytest.MonkeyPatch, name: str, n_bytes: int, least: float
+) -> None:
+    layout = layouts(name)
+    found = plan(layout, card(n_bytes), placement="slots")
+    small, large = found.size_classes
+    assert sorted((*small, *large)) == [layer.il for layer in layout.layers]
+    sizes = [slot_bytes(layout.only(of)) for of in (small, large)]
+    n_each = divide_slots(layout, found.size_classes, found.n_slots)
+    assert n_each[0] / n_each[1] == pytest.approx(len(small) / len(large), rel=0.01)
+    taken = sum(n * size for n, size in zip(n_each, sizes, strict=True))
+    assert sizes[0] < sizes[1] and abs(taken - found.budget_bytes) < found.n_slots + sizes[1]
+    monkeypatch.setattr("moegguf.engine.solver.has_size_classes", lambda: False)
+    without = plan(layout, card(n_bytes), placement="slots")
+    assert not without.size_classes and without.budget_bytes == without.n_slots * without.slot_bytes
+    assert found.n_ubatch == without.n_ubatch and found.n_staging == without.n_staging
+    assert found.n_slots >= least * without.n_slots
+    assert found.vram_cache_bytes <= without.vram_cache_bytes + without.slot_bytes
 
 
 def test_plan_counts_embeddings_and_host_bytes_only_in_ram(layouts: Layouts) -> None:

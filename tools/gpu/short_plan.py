@@ -23,7 +23,7 @@ STOP = "a stop, us"  # figure: us per layer spent waiting for experts, not count
 # Remedies: experimental changes that a library may contain behind switches, each with its bit. `moegguf_switches`
 # returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
 # on.
-SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
+SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64, "i": 128}
 
 Kind = Literal["facts", "micro", "measure", "batches", "tests"]
 Predicted = Mapping[str, tuple[float, float]]  # predicted range: {name of the figure: (minimum, maximum)}
