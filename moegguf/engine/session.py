@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
+from moegguf.engine.pinning import note_pinning
 from moegguf.engine.plan import MemoryPlan, Plan, divide_slots, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, DriveStats, Stats, TierStats
 from moegguf.errors import AllocationError
@@ -30,6 +31,7 @@ from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, ListenOptions, Store, StoreOptions, Tier
 
+REFUSED = "was refused pinned memory"  # part of the store's note
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
 
@@ -90,8 +92,13 @@ def open_store(
             stacklevel=2,
         )
     for tier in store.tiers:
-        if note := store.tier(tier)["note"]:
-            warnings.warn(f"{note}.", stacklevel=2)
+        figures = store.tier(tier)
+        is_refused = REFUSED in figures["note"]
+        if figures["note"]:
+            next_time = "; the next plan for this model uses the speed of such copies" * is_refused
+            warnings.warn(f"{figures['note']}{next_time}.", stacklevel=2)
+        if is_refused or figures["pinned_memory"]:
+            note_pinning(layout, figures["pool_bytes"], is_refused)
     return store
 
 

@@ -367,6 +367,9 @@ struct moegguf_speeds {
     double copy_ns;             // fixed overhead of a batch of copies, in addition to the time for the bytes
     double stop_ns;      // extra time of a stop at a layer: the device finishes its work, the host reads and writes ids
     double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
+    // The figures of copies if the slots in host memory are not pinned.
+    double pageable_bytes_per_ns;
+    double pageable_ns;
 };
 
 typedef struct moegguf_store moegguf_store;

@@ -5,6 +5,7 @@ link. A strict simulated device reveals errors that could occur on CUDA. Its row
 poison, and copies complete late (moegguf/testing/link_device.cpp).
 """
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +19,17 @@ from rpc_device import on_servers
 from running import N_NEW, Llama, Logits, Meddler, Own, TinyModel, greedy_logits, hooks_off, random_prompt, share_for
 
 from moegguf.controller.watchdog import WatchdogOptions
+from moegguf.engine import loader
 from moegguf.engine.devices import find_gpus
-from moegguf.engine.session import Place
+from moegguf.engine.pinning import refused_bytes
+from moegguf.engine.session import Place, Session
 from moegguf.engine.warm_start import most_used
-from moegguf.errors import AllocationError, BudgetError, OptionError
+from moegguf.errors import AllocationError, BudgetError, ClosedError, GenerationCancelled, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.slot_sizes import padded, slot_sizes
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
-from moegguf.testing.library import arm_fault
+from moegguf.testing.library import ABI, arm_fault
 from moegguf.testing.link_device import add_link_device
 from tools.models import PRESETS
 
@@ -140,6 +143,38 @@ def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> Non
                 assert store.tier()["n_slots_usable"] == 34
     for other in logits[1:]:
         assert np.array_equal(other, logits[0])
+
+
+@on_servers()
+def test_slow_pinning_reports_progress_and_a_refusal_is_remembered(path: Path) -> None:
+    opened = list[Session]()
+
+    def slow_session(*arguments: Any) -> Session:
+        time.sleep(0.3)
+        opened.append(Session(*arguments))
+        return opened[-1]
+
+    loader.Session, loader.REPORT_S = slow_session, 0.05  # type: ignore[assignment, misc]
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, pinned=ABI.PINNED_NOT)
+    options = {"vram_cache": "50%", "expert_cache": "100%", "placement": "slots", "store": StoreOptions(device=device)}
+    layout, shares = read_layout(path), list[float]()
+    assert refused_bytes(layout) == 0
+
+    def cancel(_: float) -> bool:
+        shares.append(2.0)
+        return shares.count(2.0) < 3
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Llama(path, **options, progress=shares.append, **OPTIONS) as llm:
+            assert shares.count(0.0) >= 3
+            assert refused_bytes(layout) == llm.session.store.tier(Tier.RAM)["pool_bytes"]
+        with pytest.raises(GenerationCancelled):
+            Llama(path, **options, progress=cancel, **OPTIONS)
+    assert "pinned memory: slots in RAM are pageable" in str(told[0].message)
+    assert str(told[0].message).endswith("the next plan for this model uses the speed of such copies.")
+    with pytest.raises(ClosedError):
+        opened[1].store.info()
 
 
 @on_servers()

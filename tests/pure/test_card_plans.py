@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from moegguf.engine.cost import HitRates, Speeds
+from moegguf.engine.load import plan_load
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.pinning import note_pinning
 from moegguf.engine.plan import Plan, divide_slots, slot_bytes
 from moegguf.engine.run_hits import RunHits, read_run_hits
 from moegguf.engine.solver import make_plan
@@ -136,6 +138,31 @@ def test_saved_hit_rate_counts_for_about_the_same_share_of_slots(
     assert found is not None and found.chosen.kind == "layers" and "and of answers here" in found.reason
     curve = HitRates.of(layout).curve()
     assert curve.at(0.56) == pytest.approx(0.43) and curve.at(0.49) > 0.7 and curve.at(1.0) == 1
+
+
+def test_refused_pinning_makes_later_plans_expect_pageable_copies(
+    layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    layout, there = layouts("qwen3-30b-a3b"), Machine(RAM, devices=(card(8 * GB),))
+    measured = replace(speeds(45e9), pageable=Link(2e9))
+
+    def planned() -> Plan:
+        return plan_load(layout, LoadSpec(n_ctx=2048), there, lambda _: measured)
+
+    pinned = planned()
+    ram_bytes = pinned.n_ram_slots * pinned.slot_bytes
+    note_pinning(layout, ram_bytes + 1, is_refused=True)
+    assert pinned.device == "CUDA0" and planned() == pinned
+    note_pinning(layout, ram_bytes, is_refused=True)
+    pageable = planned()
+    assert pageable.device is None and pageable.placement is not None
+    assert pageable.placement.speeds.copies == measured.pageable
+    assert "copies from pageable memory are expected, at 2.0 GB/s" in pageable.reasons[-1]
+    note_pinning(layout, ram_bytes - 1, is_refused=False)
+    assert planned() == pageable
+    note_pinning(layout, ram_bytes, is_refused=False)
+    assert planned() == pinned
 
 
 @pytest.mark.parametrize("cpu_bytes_per_s", [45e9, 60e9, 80e9])
