@@ -70,7 +70,7 @@ class Plan:
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     # Layers of each pool on the device, if layers with large experts have a pool of their own; (): one pool.
     size_classes: tuple[tuple[int, ...], ...] = ()
-    mean_slot_bytes: int = 0  # mean bytes of the device's slots if there are size classes; otherwise 0
+    mean_slot_bytes: int = 0  # mean bytes of the devices' slots; 0: as slot_bytes
     whole_layers: tuple[int, ...] = ()  # layers whose experts are all on a device as plain weights, without slots
     n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer
     # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided
@@ -217,10 +217,13 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
-def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
+def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = (), on_device: bool = False) -> int:
     """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, including the
-    padding for these devices. Returns 0 for a model without experts."""
-    return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
+    padding for these devices. Returns 0 for a model without experts.
+
+    on_device: True if the slot is on a device other than the CPU, or fills slots on such a device.
+    """
+    return slot_sizes(padded(layout, devices) if devices else layout, 0, on_device or bool(devices)).slot_bytes
 
 
 def size_classes(layout: ExpertLayout) -> tuple[tuple[int, ...], ...]:
@@ -230,13 +233,13 @@ def size_classes(layout: ExpertLayout) -> tuple[tuple[int, ...], ...]:
     In a Q4_K_M file, the down matrices of about half of the layers have a larger type. One pool would give every expert
     a slot for the larger type.
     """
-    sizes = {layer.il: slot_bytes(layout.only([layer.il])) for layer in layout.layers}
+    sizes = {layer.il: slot_bytes(layout.only([layer.il]), on_device=True) for layer in layout.layers}
     pairs = [
         tuple(tuple(il for il in sizes if (sizes[il] > most) == is_large) for is_large in (False, True))
         for most in sorted(set(sizes.values()))[:-1]
     ]
     best = min(pairs, key=lambda pair: mean_slot_bytes(layout, pair), default=())
-    saves = best and mean_slot_bytes(layout, best) * (1 + LEAST_SAVING) <= slot_bytes(layout)
+    saves = best and mean_slot_bytes(layout, best) * (1 + LEAST_SAVING) <= slot_bytes(layout, on_device=True)
     return best if saves else ()
 
 
@@ -245,8 +248,8 @@ def mean_slot_bytes(layout: ExpertLayout, classes: Sequence[Sequence[int]]) -> i
     n_bytes = 0
     for layers in classes:
         of_class = layout.only(layers)
-        n_bytes += of_class.n_expert_total * slot_bytes(of_class)
-    return -(-n_bytes // layout.n_expert_total)
+        n_bytes += of_class.n_expert_total * slot_bytes(of_class, on_device=True)
+    return -(-n_bytes // max(1, layout.n_expert_total))
 
 
 def divide_slots(layout: ExpertLayout, groups: Sequence[Sequence[int]], n_slots: int) -> list[int]:
@@ -274,7 +277,7 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
 def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
     """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
-    return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
+    return slot_sizes(layout, n_tensors * layout.n_expert, on_device=True).pool_bytes if n_tensors else 0
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:

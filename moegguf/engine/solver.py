@@ -450,7 +450,7 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
     """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
-        slot_bytes=slot_bytes(layout),
+        slot_bytes=others.pop("slot_bytes", 0) or slot_bytes(layout),
         n_experts=layout.n_expert_total,
         n_ctx=sizes.n_ctx or 0,
         n_ubatch=n_ubatch,
@@ -792,12 +792,12 @@ class _SlotsPlanner:
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
             self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
-            mean_slot_bytes(self._layout, self._classes) if self._classes else 0,
+            mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
         self._size = self._pool.slot_bytes  # mean bytes of a slot on a device
-        self._ram_size = slot_bytes(self._layout)
+        self._ram_size = max(slot_bytes(self._layout), slot_bytes(self._layout, on_device=True))
         counts = {layer.il: layer.n_expert for layer in self._layout.layers}
         self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
         embedding_bytes = self._layout.n_vocab * row_bytes(F16, self._layout.hparams.n_embd)
@@ -875,7 +875,8 @@ class _SlotsPlanner:
             slot_tokens=self._slot_tokens,
             n_staging=self._n_staging,
             size_classes=self._classes,
-            mean_slot_bytes=size if self._classes else 0,
+            slot_bytes=self._ram_size,
+            mean_slot_bytes=size if size != self._ram_size else 0,
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,

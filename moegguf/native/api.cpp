@@ -169,15 +169,16 @@ uint32_t moegguf_switched_on(void) { return remedies_on; }
 
 const char * moegguf_last_error(void) { return last_error.c_str(); }
 
-int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, moegguf_sizes * sizes) {
+int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, int32_t on_device,
+                       moegguf_sizes * sizes) {
     return guarded([&] {
         if (n_matrices < 0 || n_slots < 0 || (n_matrices > 0 && !matrices)) {
             throw Error(MOEGGUF_INVALID,
                         "slot sizes need a number of matrices and a number of slots, each 0 or more, and the matrices");
         }
-        const Strides strides = strides_for(matrices, n_matrices);
+        const Strides strides = strides_for(matrices, n_matrices, on_device && is_on(Remedy::one_arena));
         moegguf_sizes & out = given(sizes);
-        std::copy(std::begin(strides.of_kind), std::end(strides.of_kind), out.stride_bytes);
+        std::copy(std::begin(strides.of_arena), std::end(strides.of_arena), out.stride_bytes);
         out.slot_bytes = strides.slot_bytes();
         out.pool_bytes = strides.pool_bytes(n_slots);
         out.streams = cpu_kernels_ask_for_order(matrices, n_matrices);

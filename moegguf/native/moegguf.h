@@ -9,6 +9,9 @@
 //                         after it, rounded up to a multiple of 64 and of the block sizes of that kind's types
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
 //
+//   With the remedy one_arena (switches.h), slots on devices and in RAM below them are packed instead: one arena, in
+//   which the matrices of an expert lie one after another.
+//
 //   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
 //   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
 //   layers share one window of all slots. Staging tensors form a resident tier with a window for each tensor, and its
@@ -283,9 +286,11 @@ struct moegguf_predictor {
 
 // Slot and pool sizes. Every arena has guard bytes after its last slot.
 struct moegguf_sizes {
-    uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // distance between slots in the arena of each kind; 0: no such matrices
-    uint64_t slot_bytes;                      // size of one slot, summed over all arenas
-    uint64_t pool_bytes;                      // size of all arenas, including guard bytes
+    // Distance between slots in the arena of each kind; 0: there is no such arena. If slots are packed (the remedy
+    // one_arena), the first arena holds all kinds.
+    uint64_t stride_bytes[MOEGGUF_MAX_KINDS];
+    uint64_t slot_bytes; // size of one slot, summed over all arenas
+    uint64_t pool_bytes; // size of all arenas, including guard bytes
     // 1: the CPU kernels can stream experts, so a pass of several tokens may use more experts of a layer than there are
     // slots.
     uint64_t streams;
@@ -396,10 +401,11 @@ MOEGGUF_API uint32_t moegguf_switched_on(void);
 // succeeded. The text is valid until the thread's next such call.
 MOEGGUF_API const char * moegguf_last_error(void);
 
-// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. INVALID: a number is negative, or a
-// matrix has a kind or a type that does not exist.
+// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. on_device: 1: the pool is on a device
+// other than the CPU, or fills slots on such a device. INVALID: a number is negative, or a matrix has a layer, a kind
+// or a type that does not exist.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
-                                   struct moegguf_sizes * sizes);
+                                   int32_t on_device, struct moegguf_sizes * sizes);
 
 // Raises padding_bytes of these matrices to the number of bytes that a device's kernels read after each expert. device:
 // ggml's name. Does nothing for NULL (the CPU) or for a device that ggml does not know.

@@ -191,7 +191,8 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const PoolM
         return run_ns(seconds, [&] {
             for (int i = 0; i < n_experts; i++, next = (next + 1) % experts.n_slots()) {
                 for (size_t m = 0; m < experts.layout.matrices.size(); m++) {
-                    to.write_slots(backend, (int)m, next, 1, from.data((int)m, next));
+                    const uint64_t n = to.end((int)m, next) - to.data((int)m, next);
+                    to.write_bytes(backend, (int)m, next, n, from.data((int)m, next));
                 }
             }
             ggml_backend_synchronize(backend);

@@ -69,7 +69,10 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     if (config.n_ram_slots < 0) {
         invalid("the number of slots in RAM must be 0 or more, not " + std::to_string(config.n_ram_slots));
     }
-    const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); });
+    const auto packs = [&](int d) { return has_memory && packs_slots(find_device(config.devices[d].name)); };
+    bool packs_any = false;
+    for (int d = 0; d < config.n_devices; d++) { packs_any = packs_any || (has_ram(d) && packs(d)); }
+    const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); }, packs_any);
     if (!in_ram.moe_layers.empty()) {
         std::vector<ggml_backend_dev_t> devices;
         for (int d = 0; has_memory && d < config.n_devices; d++) {
@@ -83,7 +86,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     }
     for (int d = 0; d < config.n_devices; d++) {
         const moegguf_device & device = config.devices[d];
-        const LayerSet layers(layout, [&](int il) { return device_of_layer[il] == d; });
+        const LayerSet layers(layout, [&](int il) { return device_of_layer[il] == d; }, packs(d));
         if (layers.moe_layers.empty() || device.n_slots <= 0) {
             invalid("each device of a store must have a layer with experts and at least one slot");
         }
@@ -123,7 +126,7 @@ void Tiers::add_staging(const Layout & layout, const moegguf_config & config, in
     };
     Tier & first = *compute[d];
     if (device.n_staging_tensors == 0 || first.staging || !shares(d)) { return; }
-    const LayerSet layers(layout, [&](int il) { return shares(device_of_layer[il]); });
+    const LayerSet layers(layout, [&](int il) { return shares(device_of_layer[il]); }, first.layers.strides.packed);
     Memory memory;
     if (first.pool()) { memory = first.pool()->memory(); }
     staging.push_back(
