@@ -107,6 +107,7 @@ class Speeds:
     cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
     source: str = ""  # origin of these speeds, as text
+    pageable: Link | None = None  # copies if the system refuses pinned memory for the slots in RAM; None: not known
     device_dense_bytes_per_s: float = 0.0  # speed for weights outside experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 

@@ -22,12 +22,14 @@ from moegguf.engine.drafts import drafted
 from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context, is_embedding
+from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.plan import Plan
 from moegguf.engine.solver import make_plan
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import AllocationError, CapabilityError, ExpertIOError, ModelFormatError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
+from moegguf.quantities import format_bytes
 from moegguf.settings import read_environment
 
 # Known wrappers (LangChain) pass these keywords for old llama.cpp versions. The keywords have no effect here.
@@ -199,6 +201,13 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
             " layer"
         )
     found = make_plan(layout, machine, spec, speeds, hits)
+    refused = refused_bytes(layout) if speeds and speeds.pageable else 0
+    if speeds and speeds.pageable and 0 < refused <= found.n_ram_slots * found.slot_bytes:
+        found = make_plan(layout, machine, spec, replace(speeds, copies=speeds.pageable), hits)
+        reasons.append(
+            f"{format_bytes(refused)} of RAM could not be pinned before: copies from pageable memory are expected, at"
+            f" {speeds.pageable.bytes_per_s / 1e9:.1f} GB/s"
+        )
     return replace(found, reasons=(*found.reasons, *reasons))
 
 

@@ -47,15 +47,16 @@ class Budgets:
             tuple(parse_expert_cache(part, "VRAM") for part in parts),
         )
 
-    def as_limits(self, n_experts: int, slot_bytes: int) -> Budgets:
+    def as_limits(self, n_experts: int, ram_slot_bytes: int, vram_slot_bytes: int) -> Budgets:
         """Returns automatic budgets (as much as fits) with these budgets as their maxima. A share of all `n_experts`
-        experts counts as slots of `slot_bytes` bytes."""
+        experts counts as slots of `ram_slot_bytes` or `vram_slot_bytes` bytes."""
 
-        def limit(cache: ExpertCache) -> ExpertCache:
+        def limit(cache: ExpertCache, slot_bytes: int) -> ExpertCache:
             n_bytes = int(cache.fraction * n_experts + 1e-9) * slot_bytes
             return replace(cache, mode="auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 
-        return Budgets(limit(self.ram), tuple(map(limit, self.vram)))
+        in_vram = tuple(limit(cache, vram_slot_bytes) for cache in self.vram)
+        return Budgets(limit(self.ram, ram_slot_bytes), in_vram)
 
     @property
     def texts(self) -> dict[str, str]:

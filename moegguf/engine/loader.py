@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[float], object]
 ADVICE_BYTES = 4 << 20
+REPORT_S = 0.5  # seconds between reports while memory is pinned
 
 
 class Loader:
@@ -76,7 +77,7 @@ class Loader:
             store = replace(store, device=None)  # `device` names the device of the slots; here they are in RAM
         if load_plan.hooks:
             mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
-            self.session = Session(plan.slots_layout(load_plan.layout), plan, store, mirrors)
+            self.session = self._open(lambda: Session(plan.slots_layout(load_plan.layout), plan, store, mirrors))
             if is_logged():
                 self.session.listeners.add(EvictionLog(self.session))
             self.session.store.pause_fill(True)  # until llama.cpp has read the weights
@@ -99,8 +100,26 @@ class Loader:
             self._ended_by.__cause__ = error
         return self._ended_by is None
 
+    def _open(self, open_session: Callable[[], Session]) -> Session:
+        """Opens the store. If it has slots in RAM below a device, their memory is pinned, which may take a minute. The
+        progress callback is then called with 0.0 every REPORT_S seconds. If the callback cancels the load, the store is
+        closed as soon as it is open."""
+        if not self.load_plan.plan.n_ram_slots:
+            return open_session()
+        with ThreadPoolExecutor(1, "moegguf-store") as beside:
+            opening = beside.submit(open_session)
+            try:
+                while wait([opening], REPORT_S).not_done:
+                    self._report_waiting()
+            except BaseException:
+                with suppress(MoeggufError):
+                    opening.result().close()
+                raise
+            return opening.result()
+
     def _report_waiting(self) -> None:
-        """Calls the progress callback with 0.0 during the trial load. Raises if the callback cancels the load."""
+        """Calls the progress callback with 0.0, during the trial load or while memory is pinned. Raises if the callback
+        cancels the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by

@@ -55,9 +55,8 @@ def devices_of(
                 f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
                 " one for each."
             )
-    caches = tuple(
-        ExpertCache("bytes", n_bytes=slots_of(shape, share) * slot_bytes(layout), tier="VRAM") for share in shares
-    )
+    size = slot_bytes(layout, on_device=True)
+    caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * size, tier="VRAM") for share in shares)
     devices = tuple(Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES) for d in range(n_devices))
     memory = Memory(_ENOUGH_BYTES, _ENOUGH_BYTES, "nothing")
     spec = LoadSpec(

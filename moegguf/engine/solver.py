@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,7 +46,10 @@ from moegguf.engine.plan import (
     PlacementPlan,
     Plan,
     allowed_ubatch,
+    divide_slots,
     layer_slots,
+    mean_slot_bytes,
+    size_classes,
     slot_bytes,
     slots_for,
     staging_bytes,
@@ -54,7 +58,7 @@ from moegguf.engine.recurrent import row_bytes
 from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import has_size_classes, padded, slot_sizes, slot_tokens
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
@@ -264,11 +268,12 @@ class Pool:
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
     slot_tokens: int = NO_LIMIT  # maximum tokens in a pass that is not staged (`plan.allowed_ubatch`)
+    slot_bytes: int = 0  # mean bytes of a slot; 0: as large as the largest expert
 
     def __post_init__(self) -> None:
         """Chooses the context. Raises OptionError for an impossible one."""
         self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
-        self.slot_bytes = slot_bytes(self.layout)
+        self.slot_bytes = self.slot_bytes or slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
         self.pass_reason: tuple[str, ...] = ()  # a sentence about the tokens of a pass, which `fit` sets
 
@@ -445,7 +450,7 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
     """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
-        slot_bytes=slot_bytes(layout),
+        slot_bytes=others.pop("slot_bytes", 0) or slot_bytes(layout),
         n_experts=layout.n_expert_total,
         n_ctx=sizes.n_ctx or 0,
         n_ubatch=n_ubatch,
@@ -690,14 +695,14 @@ def plan_slots(task: Task) -> Plan:
     without: Plan | None = None
     refused: BudgetError | None = None
     try:
-        without = _SlotsPlanner(task, 0).plan()
+        without = _plan_slots(task, 0)
     # also raised if an image needs a longer pass than the slots allow, which staging may solve
     except BudgetError as error:
         refused = error
     tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
     for n in tensors if without is None or without.n_ram_slots else ():  # only if some expert has no slot on a device
         try:
-            staged = _SlotsPlanner(task, n).plan()
+            staged = _plan_slots(task, n)
         except BudgetError:
             continue
         if wanted is not None or _pays(task.layout, n, staged, without):
@@ -725,7 +730,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
         return False
     if n > 1:
         n_bytes = staged.staging_bytes
-        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.slot_bytes)
+        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.device_slot_bytes)
     if without is None:
         return True
     if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
@@ -737,13 +742,31 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     return cost < otherwise
 
 
+def _plan_slots(task: Task, n_staging: int) -> Plan:
+    """Returns a plan with `n_staging` staging tensors on each device. Layers with large experts have a pool of their
+    own if all layers are on one device, this saves memory, and each pool has enough slots for a pass.
+
+    Raises the same errors as `_SlotsPlanner`.
+    """
+    if classes := size_classes(task.layout) if has_size_classes() else ():
+        with suppress(BudgetError):
+            found = _SlotsPlanner(task, n_staging, classes).plan()
+            n_slots = divide_slots(task.layout, classes, found.device_slots)
+            if not found.size_classes or min(n_slots) >= found.pass_slots(task.layout, on_device=True):
+                return found
+    return _SlotsPlanner(task, n_staging).plan()
+
+
 class _SlotsPlanner:
     """Creates a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
+
+    classes: layers whose slots have the same size (`plan.size_classes`). They are ignored if layers are divided among
+    several memories.
 
     Raises BudgetError, and OptionError for a split or budgets that do not fit the devices.
     """
 
-    def __init__(self, task: Task, n_staging: int) -> None:
+    def __init__(self, task: Task, n_staging: int, classes: tuple[tuple[int, ...], ...] = ()) -> None:
         self._task, self._n_staging = task, n_staging
         self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.budgets.vram
         self._n_layer = count_layers(task.layout)
@@ -752,6 +775,7 @@ class _SlotsPlanner:
         self._is_alone = n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
+        self._classes = classes if self._is_alone else ()
         # True: one given budget is for all devices together
         self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"
         self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes of the staging tensors on each device
@@ -767,10 +791,12 @@ class _SlotsPlanner:
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
             self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
+            mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
-        self._size = self._pool.slot_bytes
+        self._size = self._pool.slot_bytes  # mean bytes of a slot on a device
+        self._ram_size = max(slot_bytes(self._layout), slot_bytes(self._layout, on_device=True))
         counts = {layer.il: layer.n_expert for layer in self._layout.layers}
         self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
         embedding_bytes = self._layout.n_vocab * row_bytes(F16, self._layout.hparams.n_embd)
@@ -830,7 +856,7 @@ class _SlotsPlanner:
             pass_reasons = (
                 pass_reason(n_ubatch, "the slots hold the experts of at most this number of tokens", self._n_ubatch),
             )
-        host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
+        host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * self._ram_size + self._bytes_of(on_cpu)
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):
             n_bytes = self._bytes_without_slots(of) + n * size
@@ -847,6 +873,9 @@ class _SlotsPlanner:
             streams=cpu_streams if n_cpu else self._n_staging > 0,
             slot_tokens=self._slot_tokens,
             n_staging=self._n_staging,
+            size_classes=self._classes,
+            slot_bytes=self._ram_size,
+            mean_slot_bytes=size if size != self._ram_size else 0,
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
@@ -940,10 +969,10 @@ class _SlotsPlanner:
         memory, cache = self._task.machine.memory, self._task.spec.budgets.ram
         taken = self._bytes_of(cpu_layers) + (self._needs.compute_bytes if n_on_cpu else 0)
         left = replace(memory, available_bytes=max(0, memory.available_bytes - taken))
-        total = min(ram_slots(self._layout, cache, left, self._size, self._n_ubatch), n_on_cpu + n_below)
+        total = min(ram_slots(self._layout, cache, left, self._ram_size, self._n_ubatch), n_on_cpu + n_below)
         least_cpu, least_below = min(n_on_cpu, self._layout.n_expert_used), min(1, n_below)
         if total < least_cpu + least_below:
-            least = format_bytes_up((least_cpu + least_below) * self._size)
+            least = format_bytes_up((least_cpu + least_below) * self._ram_size)
             raise BudgetError(
                 f"{cache.as_given} holds {total} experts, but the CPU needs {least_cpu} for its layers and"
                 f" the devices need {least_below}; give at least {least!r}, or put more layers on devices"
@@ -961,9 +990,15 @@ class _SlotsPlanner:
                 )
         ram = parts[-1]
         if ram.n_below:
-            yield f"{ram.n_below} experts ({format_bytes(ram.n_below * self._size)}) fit into RAM below the devices"
+            yield f"{ram.n_below} experts ({format_bytes(ram.n_below * self._ram_size)}) fit into RAM below the devices"
         elif not ram.n_slots:
             yield "every expert has a slot on a device: none is kept in RAM"
+        if self._classes:
+            n_large, more = len(self._classes[-1]), self._ram_size / self._size - 1
+            yield (
+                f"{n_large} layers with larger experts have larger slots of their own, which leaves memory for"
+                f" {more:.0%} more slots"
+            )
 
 
 _WAYS: Mapping[Kind, Callable[[Task], Plan]] = {"slots": plan_slots, "layers": plan_layers, "cpu": _plan_cpu}

@@ -58,7 +58,7 @@ class Copies final : public Link {
     void submit(Batch & batch, Lock & lock);
     void complete(Batch & batch, Lock & lock);
     void copy(std::vector<Job> & jobs) const;
-    int count_neighbours(const std::vector<Job> & jobs, size_t first) const;
+    bool continues(const Job & job, const Job & next) const;
 
     Tier & to_;
     ggml_backend_ptr backend_;

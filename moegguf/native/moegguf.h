@@ -10,14 +10,18 @@
 //                         kind's types
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
 //
+//   With the remedy one_arena (switches.h), slots on devices and in RAM below them are packed instead: one arena, in
+//   which the matrices of an expert lie one after another.
+//
 //   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
 //   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
 //   layers share one window of all slots. Staging tensors form a resident tier with a window for each tensor, and its
 //   layers use these windows in turn.
 //
 //   Each layer belongs to one entry of moegguf_config::devices. Each entry has its own tier for its layers: arenas,
-//   residency and numbering (tier.h). A device may have several entries. A tier may be filled from slots in host
-//   memory, and may have staging tensors for prompts (staged_supply.cpp).
+//   residency and numbering (tier.h). A device may have several entries, so that layers with small experts have small
+//   slots. A tier may be filled from slots in host memory. The entries of a device may share staging tensors for
+//   prompts (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
@@ -70,7 +74,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 28
+#define MOEGGUF_ABI_VERSION 29
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -136,7 +140,8 @@ struct moegguf_device {
     int32_t n_slots;
     // 1: missing experts are copied from slots in RAM, if the store has such slots; 0: they are read from the file.
     int32_t through_ram;
-    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2.
+    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2. All entries of a
+    // device with the same number share these tensors.
     int32_t n_staging_tensors;
     // Number of slots that a layer may need at once in a pass that is not staged; moegguf_store_resize refuses fewer.
     // The store raises it to the number of experts that one token uses in a layer, if it is lower, and limits it to
@@ -229,7 +234,7 @@ struct moegguf_tier_info {
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
-    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas
+    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas; mean of several tiers
     uint64_t read_buffer_bytes; // total size in bytes of the store's read buffers
     int32_t direct;             // 1: all shards in use are read with O_DIRECT
     int32_t n_experts;          // number of the model's experts in all layers
@@ -286,9 +291,11 @@ struct moegguf_predictor {
 
 // Slot and pool sizes. Every arena has guard bytes after its last slot.
 struct moegguf_sizes {
-    uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // distance between slots in the arena of each kind; 0: no such matrices
-    uint64_t slot_bytes;                      // size of one slot, summed over all arenas
-    uint64_t pool_bytes;                      // size of all arenas, including guard bytes
+    // Distance between slots in the arena of each kind; 0: there is no such arena. If slots are packed (the remedy
+    // one_arena), the first arena holds all kinds.
+    uint64_t stride_bytes[MOEGGUF_MAX_KINDS];
+    uint64_t slot_bytes; // size of one slot, summed over all arenas
+    uint64_t pool_bytes; // size of all arenas, including guard bytes
     // 1: the CPU kernels can stream experts, so a pass of several tokens may use more experts of a layer than there are
     // slots.
     uint64_t streams;
@@ -370,6 +377,9 @@ struct moegguf_speeds {
     double copy_ns;             // fixed overhead of a batch of copies, in addition to the time for the bytes
     double stop_ns;      // extra time of a stop at a layer: the device finishes, then the host reads and writes ids
     double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
+    // The figures of copies if the slots in host memory are not pinned.
+    double pageable_bytes_per_ns;
+    double pageable_ns;
 };
 
 typedef struct moegguf_store moegguf_store;
@@ -389,14 +399,18 @@ MOEGGUF_API uint32_t moegguf_abi_version(void);
 // Returns the bits of all remedies that the environment variable MOEGGUF_SWITCHES can switch on or off (switches.h).
 MOEGGUF_API uint32_t moegguf_switches(void);
 
+// Returns the bits of the remedies that are on.
+MOEGGUF_API uint32_t moegguf_switched_on(void);
+
 // Returns the reason for the failure of this thread's last call that returned a moegguf_status; empty if that call
 // succeeded. The text is valid until the thread's next such call.
 MOEGGUF_API const char * moegguf_last_error(void);
 
-// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. INVALID: a number is negative, or a
-// matrix has a kind or a type that does not exist.
+// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. on_device: 1: the pool is on a device
+// other than the CPU, or fills slots on such a device. INVALID: a number is negative, or a matrix has a layer, a kind
+// or a type that does not exist.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
-                                   struct moegguf_sizes * sizes);
+                                   int32_t on_device, struct moegguf_sizes * sizes);
 
 // Raises padding_bytes of these matrices to the number of bytes that a device's kernels read after each expert. device:
 // ggml's name. Does nothing for NULL (the CPU) or for a device that ggml does not know. INVALID: a matrix has an

@@ -21,8 +21,9 @@ constexpr int least_tokens_to_evict = 2;
 // choose evenly would then use about half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
-// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn. If a device has
-// two, experts of the next layer can be copied into one tensor while a layer is computed with the other.
+// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn, even if the slots of
+// these layers are in several tiers. If a device has two tensors, experts of the next layer can be copied into one
+// tensor while a layer is computed with the other.
 class StagedSupply final : public Supply {
   public:
     StagedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tiers & tiers)
@@ -56,6 +57,7 @@ class StagedSupply final : public Supply {
     // Pins the event's experts in the layer's staging tensor, and queues demands for the absent ones. First waits for
     // copies that an earlier layer queued, so that later choices do not depend on the speed of copies.
     bool place(Context & context, Lock & lock) override {
+        context.pinned.tier->staged_for = &tiers_.of(context.event.il);
         if (!take_tensor(context, lock)) {
             context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
@@ -232,7 +234,7 @@ class StagedSupply final : public Supply {
             const int s = tier.residency.find(il, expert);
             return s >= 0 && tier.residency.complete(s) ? s : -1;
         };
-        Tier & from = whole(*to.staged_for) >= 0 ? *to.staged_for : *to.ram();
+        Tier &slots = tiers_.of(il), &from = whole(slots) >= 0 ? slots : *to.ram();
         const int source = whole(from), s = source >= 0 ? to.assign(il, expert, {il, false, false, 0}) : -1;
         if (s < 0) { return false; }
         to.residency.mark_prefetched(s);

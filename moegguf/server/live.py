@@ -176,7 +176,7 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
         "expert_cache_bytes": in_ram,
         "n_slots": in_ram // max(1, slot_bytes),
         "vram_cache_bytes": in_vram,
-        "n_vram_slots": max(0, in_vram - staging_bytes) // max(1, slot_bytes),
+        "n_vram_slots": max(0, in_vram - staging_bytes) // max(1, loaded.plan.get("device_slot_bytes", slot_bytes)),
         "staging_bytes": staging_bytes,
         "slot_bytes": slot_bytes,
         "n_experts": loaded.stats.n_experts,

@@ -147,10 +147,13 @@ class _Owner:
         otherwise `least`."""
         if _fits(wanted, room):
             return wanted
+        one_slot = self._slot_bytes(wanted)
         smaller = replace(
             self._settled(wanted),
             placement="slots" if wanted.on_device else "cpu",
-            budgets=self.spec.budgets.as_limits(self.layout.n_expert_total, self._slot_bytes(wanted)),
+            budgets=self.spec.budgets.as_limits(
+                self.layout.n_expert_total, one_slot, wanted.mean_slot_bytes or one_slot
+            ),
         )
         gpus = [replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0) for gpu in self._devices(wanted)]
         memory = Memory(room[RAM], room[RAM], "the models' budget", 0)

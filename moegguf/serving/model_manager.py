@@ -324,8 +324,9 @@ class ModelManager:
                 f" {BUDGETS[has_slots[0]]}."
             )
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
+        sizes = {"RAM": slot_bytes, "VRAM": plan.get("device_slot_bytes", slot_bytes)}
         wanted: dict[str, Any] = {
-            tier: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[tier])
+            tier: memory_budget.expert_cache_within(cache, n_experts, sizes[tier], reserved[tier])
             for tier, cache in given.items()
         }
         before = {tier: model.cache_bytes[tier] for tier in wanted}

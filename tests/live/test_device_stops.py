@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
 # The bits of SWITCHES in tools/gpu/short_plan.py
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64, "i": 128, "k": 256}
 
 
 def strict_devices(n: int) -> list[str]:
@@ -143,7 +143,9 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
         return in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
 
 
-@pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefg"])
+@pytest.mark.parametrize(
+    "letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefgik"]
+)
 def test_remedies_change_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:
@@ -158,12 +160,38 @@ def test_every_remedy_has_a_switch() -> None:
     assert library.load().moegguf_switches() == sum(REMEDIES.values())
 
 
+def copied(path: Path) -> tuple[int, int, Logits]:
+    """Decodes tokens with few slots, without prefetching. Returns the number of copies to the device, the number of
+    experts that were copied, and the logits."""
+    [device] = strict_devices(1)
+    options = {"vram_cache": share_for(path, 24, device), "expert_cache": "100%", "placement": "slots"}
+    store = StoreOptions(device=device, staging=0, fill=False)
+    with Llama(path, store=store, policy="lru", prefetch=False, **options, **OPTIONS | {"n_ubatch": 1}) as llm:
+        llm.n_batch = 1
+        greedy_logits(llm)  # reads experts into RAM
+        before, misses = link_figures(device), llm.session.tiers()["VRAM"]["misses"]
+        logits = greedy_logits(llm)
+        after = link_figures(device)
+        n_copies = after.copies - before.copies - (after.copies_to_host - before.copies_to_host)
+        return n_copies, llm.session.tiers()["VRAM"]["misses"] - misses, logits
+
+
+def test_one_arena_copies_an_expert_at_once(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = tiny("tiny-qwen2moe", "q4_k_m"), list[tuple[int, int, Logits]]()
+    for letters in ("abdefi", "abdefik"):
+        monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))
+        found.append(in_new_process(copied, path))
+    (n_apart, n_experts, apart), (n_together, n_misses, together) = found
+    assert n_misses == n_experts > 0 and np.array_equal(apart, together)
+    assert 1.5 * n_experts <= n_apart - n_together <= 2 * n_experts
+
+
 # Prediction in the graph
 
 N_MEASURED = 12
 SKIP = {"predictor": "skip", "prefetch": PrefetchOptions(watchdog=False)}
-IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefg"))
-INPUTS = str(sum(REMEDIES[letter] for letter in "abdef"))
+IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefgi"))
+INPUTS = str(sum(REMEDIES[letter] for letter in "abdefi"))
 
 
 @dataclass(frozen=True)

@@ -172,13 +172,17 @@ def test_published_curve_interpolates_and_falls_back_to_the_middle_curve() -> No
 
 
 def test_best_of_takes_the_best_value_of_each_figure() -> None:
-    first = abi.Speeds(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9, copy_bytes_per_ns=1, copy_ns=10)
-    second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
+    first = abi.Speeds(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9)
+    second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8)
+    for kind in ("copy", "pageable"):
+        for turn, bytes_per_ns, ns in ((first, 1, 10), (second, 2, 70)):
+            setattr(turn, f"{kind}_bytes_per_ns", bytes_per_ns)
+            setattr(turn, f"{kind}_ns", ns)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
     # Both copy figures come from the measurement with the shortest time to copy `n_bytes`.
-    assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)
-    assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
+    assert (few.copy_bytes_per_ns, few.copy_ns) == (few.pageable_bytes_per_ns, few.pageable_ns) == (1, 10)
+    assert (many.copy_bytes_per_ns, many.copy_ns) == (many.pageable_bytes_per_ns, many.pageable_ns) == (2, 70)
 
 
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
