@@ -69,7 +69,8 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     Its answer consists of 90 different words chosen at random from the file. Raises OptionError if `path` is empty."""
     if not path:
         raise OptionError(
-            "this preset needs texts; give --set texts=FILE, a JSON list of objects with kind, prompt and answer."
+            "the preset drafts needs texts; give --set texts=FILE, where FILE has a JSON list of objects with kind,"
+            " prompt and answer."
         )
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
     words = sorted({word for _, prompt, text in texts for word in (prompt + text).split()})

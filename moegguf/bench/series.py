@@ -148,7 +148,7 @@ class Spec:
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
         if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
-            raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
+            raise OptionError("there is nothing to measure; give -p, -n or -pg a number above zero.")
         if any(test.n_parallel < 1 for test in self.tests):
             raise OptionError(f"--parallel must be at least 1, but is {min(test.n_parallel for test in self.tests)}.")
         ggml_type(self.type_k), ggml_type(self.type_v)
@@ -233,8 +233,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", "plain", "repacked"):
         raise OptionError(
-            f"--against does not know {name!r}; it takes stock, mmap, resident or moegguf, each also with -plain or"
-            f" -repacked, or {', '.join([*DECIDING, *VARIANTS])}."
+            f"--against must name stock, mmap, resident or moegguf (each also with -plain or -repacked), or one of"
+            f" {', '.join([*DECIDING, *VARIANTS])}, but names {name!r}."
         )
     if system == "moegguf":
         return BenchedSystem(

@@ -167,13 +167,15 @@ def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
     store = ResponseStore(data_folder() / "responses", read_settings().responses_age_s)
     if not store.stores:
         raise OptionError(
-            "--from-server reads stored responses, but with MOEGGUF_RESPONSES_AGE=0 no responses are stored; change"
-            " it, or give --prompts."
+            "--from-server reads stored responses, but with MOEGGUF_RESPONSES_AGE=0 no responses are stored; give"
+            " --prompts, or set another age and use the server first."
         )
     try:
         turns = store.turns()
     except BusyError as error:
-        raise OptionError("--from-server: a running server has its stored responses open; stop it first.") from error
+        raise OptionError(
+            "--from-server: a running server has its stored responses open; stop the server first."
+        ) from error
     finally:
         store.close()
     found = [Prompt(text, "server") for text in turns if text.strip()]

@@ -52,7 +52,9 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     settings = replace(serve_settings(port, given), loading=loading)
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
-        raise OptionError(f"{named} belongs to one model; name exactly one, as in `moegguf serve MODEL`.")
+        raise OptionError(
+            f"with {named}, exactly one model must be named, as in `moegguf serve MODEL`, but {len(models or ())} are."
+        )
     entries = []
     for model in models or ():
         from moegguf.models.sources import file_name

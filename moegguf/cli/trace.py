@@ -359,7 +359,7 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
         )
     if strategies and (len(policies) > 1 or len(predictors) > 1):
         raise OptionError(
-            "with --strategy, --policy and --predictor each replace one part of it; give at most one name to each."
+            "--policy and --predictor each replace one part of a strategy (--strategy); give at most one name to each."
         )
 
 

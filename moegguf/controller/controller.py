@@ -289,8 +289,8 @@ class Controller:
     def _tell(self, what: str, going_on: str) -> None:
         if self.options.strict:
             raise CallbackError(
-                "a simulation stops at the first error in a policy or predictor; correct it and simulate again:"
-                f" {what}."
+                f"a simulation stops at the first error in a policy or predictor: {what}; correct this error and"
+                " simulate again."
             )
         if not self.stopped:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)

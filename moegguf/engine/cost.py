@@ -116,8 +116,8 @@ class Speeds:
         times = (self.stop_s, self.cpu_layer_s, self.device_node_s, self.cpu_node_s, self.copies.latency_s)
         if not all(0 < speed < math.inf for speed in speeds) or not all(0 <= time_s < 1 for time_s in times):
             raise OptionError(
-                f"speeds must be above 0 and finite, but are {speeds} bytes/s; and latencies must be from 0 to below 1"
-                f" s, but are {times} s; give other numbers."
+                f"speeds must be above 0 and finite, and latencies from 0 to below 1 s, but the speeds are {speeds}"
+                f" bytes/s, and the latencies are {times} s; give other numbers."
             )
 
     @classmethod

@@ -137,7 +137,7 @@ def read_pin() -> dict[str, str]:
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(
-            f"{folder} has no file UPSTREAM, because an older moegguf built the library; build it again."
+            f"{folder} has no file UPSTREAM, so an older moegguf probably built the library; build moegguf again."
         )
     return pin
 

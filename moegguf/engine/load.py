@@ -92,8 +92,8 @@ def prepare(
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
-            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token by token, and cannot"
-            " be run here; choose another model."
+            f"{layout.shards[0].path.name}: {layout.arch} models generate text by diffusion, not token by token, and"
+            " moegguf cannot run them; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
     # divides: True if the plan, not the caller's options, decides which layers run on devices

@@ -222,9 +222,11 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == -signal.SIGXCPU:
         return f"{TOO_LONG} {cpu_s} s of computing", not has_gpu()
     if code == -signal.SIGBUS:
-        raise ExpertIOError("reading it failed in a trial load (SIGBUS); check the disk that it is on")
+        raise ExpertIOError("reading the file failed in a trial load (SIGBUS); check the disk")
     if -code in OUTSIDE_SIGNALS:
-        raise AllocationError(f"the system ended a trial load ({name}), most likely for memory; free memory")
+        raise AllocationError(
+            f"a trial load was ended from outside ({name}), for example because memory ran out; free memory"
+        )
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
     if NO_MEMORY in why:
         raise AllocationError(f"a trial load took more memory than planned ({why}); free memory")

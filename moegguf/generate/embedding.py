@@ -52,7 +52,9 @@ def embed(
     CapabilityError for a reranker, and the errors of `Llama.eval`.
     """
     if ranks(llm):
-        raise CapabilityError("this model scores documents and returns no vectors; send it a query to /v1/rerank.")
+        raise CapabilityError(
+            "this model scores documents and returns no vectors; send a query and documents to /v1/rerank."
+        )
     limit = min(_limit(llm), num_ctx or llm.n_ctx())
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]

@@ -101,7 +101,9 @@ class Engine:
     ) -> None:
         if isinstance(model, Llama) and (options or kv_tokens is not None):
             names = ", ".join([*options, *["kv_tokens"] * (kv_tokens is not None)])
-            raise OptionError(f"{names} are load options, but the model is already loaded; give them to Llama.")
+            raise OptionError(
+                f"load options cannot change a loaded model, but these are given: {names}; give them to Llama."
+            )
         options = {"verbose": False, "flash_attn": None, "n_seq_max": parallel, "kv_tokens": kv_tokens} | options
         self._is_own = not isinstance(model, Llama)
         self._llm = model if isinstance(model, Llama) else Llama(model, **options)

@@ -51,8 +51,8 @@ def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str
     except RecursionError:
         depth = max(accumulate((piece[0] == "(") - (piece[0] == ")") for piece in parser.pieces))
         raise SchemaError(
-            f"parentheses in the grammar are nested {depth} deep, which is too much; move inner groups into rules of"
-            " their own."
+            f"parentheses in the grammar are nested {depth} deep, which is too deep to read; move inner groups"
+            " into rules of their own."
         ) from None
 
 

@@ -85,7 +85,7 @@ def read_image(data: bytes) -> Image:
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(
             f"an image's longer side may be at most {MAX_ASPECT_RATIO} times the shorter side, but this one is"
-            f" {width} x {height}; cut it."
+            f" {width} x {height}; crop the image."
         )
     return Image(data, width, height)
 

@@ -350,9 +350,8 @@ class ModelManager:
         if n_bytes > free_bytes:
             where = ", ".join(places)
             raise BudgetError(
-                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit, because the"
-                f" other models leave only {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give"
-                " less."
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit, because only"
+                f" {format_bytes(free_bytes)} are free for models; unload another model (`moegguf stop`), or give less."
             )
 
     def _release(self, request: LeaseRequest) -> None:

@@ -379,9 +379,9 @@ class TraceAnalysis:
         ahead_of = [name for name, part in parts.items() if part[2]]
         if ahead_of and not options.timed and not prefetch:
             raise OptionError(
-                f"{', '.join(ahead_of)} prefetches, and prefetching needs a modelled link, because transfers take no"
-                " time without one; give --link or --no-prefetch, or give --prefetch to let each expert arrive in"
-                " time."
+                "prefetching needs a modelled link, because transfers take no time without a link, but these strategies"
+                f" prefetch: {', '.join(ahead_of)}; give --link or --no-prefetch, or --prefetch to let each expert"
+                " arrive in time."
             )
         rows = list[Row]()
         step = step_reporter(progress, "hit rates", len(strategies) * len(shares))

@@ -139,7 +139,7 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     assert catalog.find(entry.name) is entry  # The entry remains, although its adapter's file is gone.
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
-        with pytest.raises(OptionError, match="--mmproj belongs to one model"):
+        with pytest.raises(OptionError, match="with --mmproj, exactly one model must be named"):
             serve(models=models, mmproj=str(projector))
     with pytest.raises(ModelFormatError, match="is not a LoRA adapter"):
         serve(models=[str(path)], lora_path=str(projector))

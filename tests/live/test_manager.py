@@ -206,7 +206,7 @@ async def test_set_budget_grows_only_into_memory_free_of_other_models(files: Fil
         await manager.set_budget("a", parse_expert_cache("40%"))
         await manager.load("b", ONE_THREAD)
         assert len(manager.loaded()) == 2
-        with pytest.raises(BudgetError, match="because the other models leave only"):
+        with pytest.raises(BudgetError, match="are free for models"):
             await manager.set_budget("a", parse_expert_cache("100%"))
         await manager.unload("b")
         full = await manager.set_budget("a", parse_expert_cache("100%"))

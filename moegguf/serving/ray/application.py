@@ -223,8 +223,8 @@ class ReplicaManager:
     async def unload(self, name: str | ModelEntry) -> bool:
         """Raises OptionError: a request cannot unload a model that Ray's replicas serve."""
         raise OptionError(
-            f"{(await self._find(name)).name!r} is not unloaded by requests; set its autoscaling_config in the config"
-            " file, then `serve deploy` it."
+            f"{(await self._find(name)).name!r} cannot be unloaded by a request; set its autoscaling_config in the"
+            " config file, then `serve deploy` the file."
         )
 
     def loaded(self) -> list[LoadedModel]:
@@ -305,8 +305,8 @@ def ray_errors() -> Iterator[None]:
         raise
     except (RayError, RayServeException) as error:
         raise WorkerError(
-            f"the replica that processed this request stopped ({type(error).__name__}); send it again: another replica"
-            " will process it, and Ray starts a new one."
+            f"the replica that processed this request failed ({type(error).__name__}); send the request again, because"
+            " Ray replaces a failed replica."
         ) from None
 
 
