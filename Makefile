@@ -85,7 +85,7 @@ lab: $(READY)
 	@$(PY) tools/check_machine.py --requirements lab | $(PIP) install -r /dev/stdin
 
 evidence: lab
-	@for model in demo laboratory eight; do $(PY) -m predictors.study.regenerate --model $$model || exit 1; done
+	@for model in demo deep laboratory eight; do $(PY) -m predictors.study.regenerate --model $$model || exit 1; done
 	@$(PY) -m predictors.study.render
 
 evidence-quick: $(READY)

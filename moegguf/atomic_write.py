@@ -1,7 +1,7 @@
 """Replaces files atomically: a reader sees either the old contents or the new ones, never partial contents.
 
-A temporary file is locked while it is written. A temporary file without a lock was left by a killed process, and
-`remove_abandoned` removes it.
+On a file system with locks, a temporary file is locked while it is written. A temporary file without a lock was left by
+a killed process, and `remove_abandoned` removes it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DESCRIPTOR = re.compile(r"/dev/(stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Returns True if a new file can replace `path`, that is, if `path` is a regular file or does not exist. Pipes,
-    devices, folders and paths that match DESCRIPTOR cannot be replaced."""
+    """Returns True if a new file can replace `path`: a regular file, a path that does not exist, or a symbolic link to
+    one of these. Pipes, devices, folders and paths that match DESCRIPTOR cannot be replaced."""
     return (path.is_file() or not path.exists()) and not DESCRIPTOR.fullmatch(os.path.abspath(path))
 
 
 def make_private(path: Path) -> None:
     """Makes a file or folder inaccessible to its group and to other users. Leaves symbolic links unchanged. Raises
-    OSError."""
+    OSError if the file is missing or its mode cannot be changed."""
     mode = path.lstat().st_mode
     if mode & 0o077 and not stat.S_ISLNK(mode):
         path.chmod(mode & 0o700)
@@ -72,7 +72,8 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes the temporary files in `paths` that no process has locked. Killed processes left these files behind."""
+    """Removes the temporary files in `paths` that no process has locked. Killed processes left these files behind.
+    Leaves a file that it cannot open, lock or remove, without raising an error."""
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

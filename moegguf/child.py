@@ -22,7 +22,7 @@ def child_command(module: str) -> tuple[str, ...]:
 
 def child_environment(**more: str) -> dict[str, str]:
     """Returns the environment variables for a child: this process's variables, with PYTHONPATH set to the entries of
-    `sys.path`. The variables in `more` are added, or replace variables with the same names."""
+    `sys.path` that are not empty. The variables in `more` are added, or replace variables with the same names."""
     path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))
     return {**os.environ, "PYTHONPATH": path, **more}
 

@@ -1,4 +1,5 @@
-"""Logs moegguf's decisions, such as a chosen placement, if MOEGGUF_LOG is "debug" (docs/decisions.md).
+"""Logs moegguf's decisions, such as a chosen placement, if MOEGGUF_LOG is "debug" when `start_log` is called. See
+docs/decisions.md.
 
 Each decision is a record of Python's `logging`. The record's message and its attribute `decision` both contain the
 event's name and fields.

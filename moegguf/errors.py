@@ -16,8 +16,8 @@ class MoeggufError(Exception):
 
 
 class ModelNotFoundError(MoeggufError, FileNotFoundError):
-    """A model or a file of a model is missing, or the name or path matches several. `hint` is the part of the message
-    with the next step; "" if the message has no separate hint."""
+    """A model or one of its files is missing or cannot be read, or a name or path matches several models. `hint` is the
+    part of the message that states the next step, or "" if that part was not passed separately."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class OptionError(MoeggufError, TypeError):
     def unknown(
         cls, name: str, known: Iterable[str], listed: str = "help(moegguf.Llama)", what: str = "option"
     ) -> OptionError:
-        """Returns the error for an unknown option. The message has the most similar known name, or the place where all
-        names are listed."""
+        """Returns the error for an unknown option. The message suggests the most similar name in `known`. If no name is
+        similar, the message contains `listed`, the place where all names are listed."""
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"see {listed} for the list."
         return cls(f"unknown {what} {name!r}; {hint}")
@@ -80,8 +80,8 @@ class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not a
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A user's callback, policy or predictor raised an exception, or used the model that was waiting for it. A
-    callback's exception is the `__cause__`."""
+    """A user's callback, policy or predictor failed, or used the model that was waiting for it. If a callback raised an
+    exception, that exception is the `__cause__`."""
 
 
 class ModelNameError(MoeggufError, ValueError):
@@ -89,8 +89,8 @@ class ModelNameError(MoeggufError, ValueError):
 
 
 class PullError(MoeggufError, OSError):
-    """A request to a model hub failed, or a downloaded model could not be removed. A repeated download continues after
-    the received bytes, unless these bytes were wrong."""
+    """A model could not be fetched or removed, for example because a request to a model hub failed or the disk is full.
+    A repeated download continues after the received bytes, unless these bytes were wrong."""
 
 
 class TemplateError(MoeggufError, ValueError):
@@ -126,12 +126,13 @@ class QueueFullError(BusyError):
 
 
 class WorkerError(MoeggufError, RuntimeError):
-    """A worker process could not be started, has exited, made no progress with a load, or sent an invalid message."""
+    """A process that holds a model could not be started, has exited, made no progress with a load, or sent an invalid
+    message."""
 
 
 class DeviceLostError(WorkerError):
-    """A GPU failed while it ran a model, and the worker process exited. The next request reloads the model without this
-    GPU."""
+    """A GPU failed while it ran a model, and the worker process that held the model exited. The next request reloads
+    the model without this GPU."""
 
 
 class BatchFileError(MoeggufError, ValueError):

@@ -1,7 +1,8 @@
 """A table of options, with their keywords, flags, environment variables and help texts.
 
-Commands take the flags of these options from the table, `settings` reads the environment with it, and `python -m
-moegguf.options` prints it as docs/options.md. This module imports nothing that is slow, because `--help` needs it.
+Commands take the flags of these options from the table, `settings` finds in it the environment variables to read, and
+`python -m moegguf.options` prints it as docs/options.md. This module imports only modules that load fast, because
+`--help` needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SERVER = "Server"
 GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""Types of a KV cache, by the names that llama.cpp's tools accept."""
+"""Data types of the KV cache, by the names that llama.cpp's tools accept."""
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_KV_TOKENS = 1 << 28  # limit on the total tokens in a context, over all its sequences
 MAX_BATCH_PARALLEL = 256
@@ -24,9 +25,13 @@ MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "slots-mapped", "cpu")
 """Ways to place experts on a machine with a GPU: see engine/solver.py."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
-"""Values of the option `draft` other than a path: ways to guess the next tokens, which a pass then verifies."""
+"""Values of the option `draft` other than a path. The option selects how the next tokens are guessed before one pass
+verifies them."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+BUDGETS = {"RAM": "expert_cache", "VRAM": "vram_cache"}
+"""{tier: name of the option with the budget for experts in this tier}"""
 
 MAX_ANSWER_TOKENS = 1 << 22
 LOAD_PARAMETERS = {
@@ -46,10 +51,10 @@ class Option:
     """One option of the table."""
 
     name: str  # usually a keyword of `Llama`, a parameter of a request, or a field of `Settings` or `Environment`
-    scope: Literal["load", "request", "server"]  # concerns loading, a request, or the server
+    scope: Literal["load", "request", "server"]  # the option applies to a load, to a request, or to the server
     group: str
     help: str
-    flags: tuple[str, ...] = ()  # names of the flag; empty: no command has a flag for the option
+    flags: tuple[str, ...] = ()  # names of the flag; empty: the option has no flag
     metavar: str = ""
     variable: str = ""  # environment variable without the prefix MOEGGUF_; "": no variable
     kind: Kind = "text"  # decides how the option's text is parsed
@@ -280,15 +285,15 @@ OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 OF_EVERY_LOAD = (
     "expert_cache", "vram_cache", "placement", "warm_start", "context_store", "strategy", "policy", "draft",
 )  # fmt: skip
-"""Load options whose environment variables apply wherever a model is loaded: in the Python API, in commands and in
+"""Options whose environment variables apply wherever a model is loaded: in the Python API, in commands and in
 servers."""
 OF_COMMANDS = ("n_ctx", "n_parallel", "kv_tokens", "kv_cache_type", "flash_attention")
-"""Load options whose environment variables apply only in commands and servers. These variables may also begin with
+"""Options of a load whose environment variables apply only in commands and servers. These variables may also begin with
 OLLAMA_."""
 COMMAND_DEFAULTS: Mapping[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
-"""Keywords of `Llama` that have other defaults in commands. There, the context is chosen for the memory, fused
-attention is used where devices have it, and the file's header decides whether texts are pooled. `Llama` has
-llama-cpp-python's own defaults: 512, False, False."""
+"""Defaults in commands of keywords whose defaults in `Llama` are llama-cpp-python's: 512, False, False. None means that
+the context length is chosen to fit the memory, that fused attention is used if the devices support it, and that an
+embedding model is recognized by its file's header."""
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "n_parallel": ("n_seq_max",),
     "kv_cache_type": ("type_k", "type_v"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
 from moegguf.errors import BudgetError, OptionError
+from moegguf.options import BUDGETS
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -72,7 +73,8 @@ def parse_size(value: str | int) -> int:
 
 
 def parse_store_size(value: str | int) -> int | None:
-    """Returns 0 for "0", None for "auto", and otherwise the number of bytes from `parse_size`. Raises ValueError."""
+    """Returns 0 for 0 or "0", None for "auto", and otherwise the number of bytes from `parse_size`. Raises ValueError
+    for anything that `parse_size` rejects."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
     try:
@@ -106,6 +108,17 @@ class ExpertCache:
     mode: Literal["auto", "fraction", "bytes"]
     fraction: float = 0.0  # share of all experts' bytes, in (0, 1]; only for mode "fraction"
     n_bytes: int = 0  # the budget in mode "bytes"; the limit in mode "auto", 0: no limit
+    tier: str = field(default="RAM", compare=False)  # the tier that the budget is for, a key of BUDGETS
+
+    @property
+    def option(self) -> str:
+        """The name of the option that sets this budget."""
+        return BUDGETS[self.tier]
+
+    @property
+    def as_given(self) -> str:
+        """The option and its value, for messages, in the form NAME='50%'."""
+        return f"{self.option}={str(self)!r}"
 
     def __str__(self) -> str:
         if self.mode == "auto":
@@ -113,8 +126,8 @@ class ExpertCache:
         return f"{self.fraction * 100:g}%" if self.mode == "fraction" else format_bytes(self.n_bytes)
 
 
-def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "expert_cache") -> ExpertCache:
-    """Parses a budget for experts. A whole number is in bytes. `option` names the option in errors.
+def parse_expert_cache(value: str | int | float | ExpertCache, tier: str = "RAM") -> ExpertCache:
+    """Parses a budget for experts in a tier, a key of BUDGETS. A whole number is in bytes.
 
     Raises BudgetError, which lists the accepted forms, for anything else and for numbers that are not positive. A
     string from "1" to "100" is an error, too, since it probably means percent.
@@ -125,21 +138,21 @@ def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "ex
     if isinstance(value, str):
         text = value.strip()
         if text.lower() == "auto":
-            return ExpertCache("auto")
+            return ExpertCache("auto", tier=tier)
         if match := _PERCENT.fullmatch(text):
             fraction = float(match.group(1)) / 100
             if 0 < fraction <= 1:
-                return ExpertCache("fraction", fraction=fraction)
+                return ExpertCache("fraction", fraction=fraction, tier=tier)
         if _UP_TO_100.fullmatch(text):
             hint = f'did you mean "{text}%"? '
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
     if not isinstance(value, float) and not hint:
         try:
-            return ExpertCache("bytes", n_bytes=parse_size(value))
+            return ExpertCache("bytes", n_bytes=parse_size(value), tier=tier)
         except ValueError:
             pass
-    raise BudgetError(f"{option} is {shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
+    raise BudgetError(f"{BUDGETS[tier]} is {shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,7 @@ class Link:
     """A link between two memories, such as RAM and VRAM."""
 
     bytes_per_s: float  # bandwidth
-    latency_s: float = 0.0  # additional seconds that each copy takes
+    latency_s: float = 0.0  # seconds that each copy takes in addition to n_bytes / bytes_per_s
 
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
@@ -263,5 +276,5 @@ def processor_split(size_bytes: int, vram_bytes: int) -> str:
 
 
 def percent(share: float | None, unknown: str = "-") -> str:
-    """Formats a share as percent: "47.1%" for 0.471. Returns `unknown` for None and NaN."""
+    """Formats a share as a percentage: "47.1%" for 0.471. Returns `unknown` for None and NaN."""
     return unknown if share is None or math.isnan(share) else f"{share:.1%}"

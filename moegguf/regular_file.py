@@ -12,7 +12,7 @@ from pathlib import Path
 
 def open_regular(path: Path, *, own: bool = False) -> BufferedReader:
     """Opens a regular file for reading. With `own`, the file must belong to this user and must not be a symbolic link.
-    Raises OSError."""
+    Raises OSError for any other file, and if the file cannot be opened."""
 
     def opener(name: str, flags: int) -> int:
         handle = os.open(name, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if own else 0))

@@ -1,8 +1,8 @@
-"""Reads environment variables: for every command (`Environment`), for loads, and for the server and its clients
-(`Settings`).
+"""Reads environment variables: `Environment` holds variables that apply everywhere, `read_load_keywords` returns
+keywords for loading a model, and `Settings` configures the server and its clients.
 
-A field of `Settings` is read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset. Where Ollama has a variable, names
-and forms follow Ollama's envconfig and Python client.
+A field of `Settings` is read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset. Where Ollama has a variable, the
+name and the format of its value follow Ollama's envconfig and Python client.
 """
 
 from __future__ import annotations
@@ -66,13 +66,16 @@ def logs_decisions() -> bool:
 
 
 def shows_tracebacks() -> bool:
-    """Returns True if MOEGGUF_DEBUG is set, and is neither empty nor 0. Works even if other variables have invalid
-    values."""
-    return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
+    """Returns True if MOEGGUF_DEBUG is on or has an invalid value. Does not read other variables."""
+    try:
+        return bool(_read(["debug"], ("MOEGGUF_",), None).get("debug"))
+    except OptionError:
+        return True
 
 
 def data_folder() -> Path:
-    """Returns the folder for names, history and learnt data of models: MOEGGUF_HOME, or the user's data folder."""
+    """Returns the folder for models' names, chat history and data learnt about models: MOEGGUF_HOME, or `moegguf` in
+    the user's data folder."""
     import platformdirs
 
     return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
@@ -84,7 +87,8 @@ def models_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for data that can be recomputed: `cache` in MOEGGUF_HOME, or the user's cache folder."""
+    """Returns the folder for data that can be recomputed: `cache` in MOEGGUF_HOME, or `moegguf` in the user's cache
+    folder."""
     import platformdirs
 
     home = read_environment().home
@@ -116,17 +120,17 @@ class Host:
 
 
 def parse_host(text: str | None) -> Host:
-    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". An empty string or
-    None is the default address. The default port is 11434 without a scheme, and the scheme's port with a scheme.
+    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". For None and an empty
+    string, returns the default address. The default port is 11434 without a scheme, 80 for http and 443 for https.
 
-    Raises OptionError for anything else, such as an unknown scheme, an invalid port, or a user and password.
+    Raises OptionError for anything else, such as an unknown scheme, an invalid port, a query, or a user and password.
     """
     given = (text or "").strip()
     scheme, found, rest = given.partition("://")
     scheme, rest = (scheme.lower(), rest) if found else ("http", given)
     port = _PORTS.get(scheme, DEFAULT_PORT) if found else DEFAULT_PORT
     try:
-        if scheme not in _PORTS or "@" in rest or any(c.isspace() or not c.isprintable() for c in rest):
+        if scheme not in _PORTS or any(c in "@?#" or c.isspace() or not c.isprintable() for c in rest):
             raise ValueError
         with suppress(ValueError):  # an IPv6 address without brackets
             rest = f"[{ipaddress.IPv6Address(rest)}]"
@@ -136,7 +140,8 @@ def parse_host(text: str | None) -> Host:
     except ValueError:
         raise OptionError(
             f"{without_password(given)[:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port',"
-            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user and password."
+            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user, password,"
+            " query and fragment."
         ) from None
 
 
@@ -151,7 +156,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the server and of its clients. The table in `options` describes them.
+    """Options of the server and of its clients. The table in `options` describes each option except `loading`.
 
     The duration `math.inf` means no limit, and None means a default that is chosen later.
     """
@@ -182,8 +187,8 @@ class Settings:
 
     @property
     def tells_clients_apart(self) -> bool:
-        """True if the server can distinguish clients: there are several keys, or a key and trusted networks without
-        one."""
+        """True if the server can distinguish clients: there are several keys, or there is a key and clients in trusted
+        networks need none."""
         return len(set(self.api_keys)) + bool(self.trusted) > 1
 
 

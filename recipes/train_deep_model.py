@@ -80,7 +80,7 @@ def make(output: Path, work: Path, minutes: float) -> None:
         "n_layer": model.shape.n_layer,
         "n_parameters": sum(weight.numel() for weight in model.parameters()),
         "file_bytes": output.stat().st_size,
-        "available_tokens": {"corpus": len(sources.corpus.rows), "texts": len(sources.texts.rows)},
+        "available_tokens": {"corpus": len(sources.corpus.rows), "texts": len(sources.same_kinds.rows)},
         "trained_tokens": progress.tokens,
         "steps": progress.steps,
         "minutes": round(progress.seconds / 60),
@@ -96,19 +96,19 @@ class Sources:
     """The two sources of training rows."""
 
     corpus: data.Windows  # the demo model's corpus
-    texts: data.Windows  # texts of the requests' kinds
+    same_kinds: data.Windows  # texts of the requests' kinds
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, found: Mapping[str, texts.Texts]) -> Sources:
         """Collects and tokenises both sources."""
         documents = [document.text for document in corpus.select(corpus.gather()) if not document.heldout]
-        same_kinds = [text for kind in found.values() for text in first_chars(kind.fit, MAX_KIND_CHARS)]
-        general, own = tokens_of(tokenizer, documents), tokens_of(tokenizer, same_kinds)
+        chosen = [text for kind in found.values() for text in first_chars(kind.fit, MAX_KIND_CHARS)]
+        general, own = tokens_of(tokenizer, documents), tokens_of(tokenizer, chosen)
         return cls(data.Windows(general, N_CTX), data.Windows(own, N_CTX))
 
     def batch(self, step: int) -> data.Batch:
         """Returns the batch of a training step: N_ROWS rows from each source."""
-        parts = [source.batch(step, N_ROWS) for source in (self.corpus, self.texts)]
+        parts = [source.batch(step, N_ROWS) for source in (self.corpus, self.same_kinds)]
         return data.Batch(torch.cat([part.ids for part in parts]), torch.cat([part.targets for part in parts]))
 
 

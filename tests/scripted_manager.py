@@ -19,7 +19,7 @@ from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, Request
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import LoadOverrides
+from moegguf.serving.events import NO_OVERRIDES, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.memory_budget import RAM, ModelSize, Room
 from moegguf.serving.model_manager import ModelManager
@@ -70,7 +70,7 @@ class FakeCatalog:
             return Plan((ram,), room[RAM], 1, 4096, 1)
 
         def load_config(chosen: Plan) -> LoadConfig:
-            n_ctx = overrides.n_ctx or 4096
+            n_ctx = overrides.get("n_ctx", 4096)
             return LoadConfig(entry.name, str(entry.path), chosen, {"n_ctx": n_ctx})
 
         wanted, minimum = self.sizes[entry.name]
@@ -108,7 +108,7 @@ async def answer_text(lease: Lease, prompt: str) -> str:
 
 
 async def generate(
-    manager: ModelManager, name: str, prompt: str, overrides: LoadOverrides = LoadOverrides(), **options: Any
+    manager: ModelManager, name: str, prompt: str, overrides: LoadOverrides = NO_OVERRIDES, **options: Any
 ) -> str:
     """Acquires a model, requests an answer, and releases the model. Returns the text."""
     async with manager.lease(name, overrides, **options) as lease:

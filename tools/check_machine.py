@@ -57,7 +57,7 @@ def install_chromium():
 
 
 def main():
-    """Runs the command line; returns the exit status."""
+    """Runs the program with the command line's options. Returns the exit status."""
     if sys.argv[1:2] == ["--requirements"]:
         print_requirements(sys.argv[2])
         return 0

@@ -1,6 +1,6 @@
 """Injects faults into moegguf's code, one at a time, and runs the tests that must catch each fault.
 
-    python tools/fault_check.py                 # all of tools/faults.toml; minutes, as each C++ fault is a build
+    python tools/fault_check.py                 # all faults of tools/faults.toml; each C++ fault needs a build
     python tools/fault_check.py pin engine/     # faults whose name or file contains one of these words
     python tools/fault_check.py --anchors       # only checks that each fault's old text still occurs once
 
@@ -142,7 +142,7 @@ def check_all(faults: Sequence[Fault], is_native: bool) -> int:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the program with the command line's options. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="of the names of faults; without any: all of them")
     parser.add_argument("--anchors", action="store_true", help="only look whether every fault still has its place")

@@ -245,7 +245,7 @@ def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the program with the command line's options. Returns the exit status."""
     args = arguments()
     if args.pack is not None:
         try:

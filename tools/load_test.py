@@ -4,11 +4,13 @@
 
 A single client sends every question first. Then N clients send the questions repeatedly and read streamed answers. Each
 answer must equal the single client's answer for the same seed. If the model is not batch-invariant, one answer in
-several thousand may differ on a server with --parallel. The differing answer is printed. --dialects sends the questions
-in the formats of several APIs. `make soak` runs this test together with kills, disconnects and budget changes.
+several thousand may differ on a server with --parallel. The first differing answer is printed. --dialects sends the
+questions in the formats of several APIs. `make soak` runs this test together with kills, disconnects and budget
+changes.
 
-The exit status is 1 if an answer differs, a connection breaks, or memory of the server and its workers grows by more
-than --most-growth MB in the second half. Memory should stay constant over 2,000 requests:
+The exit status is 1 if an answer differs, or if a request fails although the server is not busy. It is also 1 if no
+answer arrives, or if memory of the server and its workers grows by more than --most-growth MB in the second half.
+Memory should stay constant over 2,000 requests:
 
     python -m tools.load_test --requests 2000 --seconds 3600 --max-tokens 8
 """
@@ -395,7 +397,7 @@ def lines(outcome: Outcome) -> Iterator[str]:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the test with the command line's options. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:11434", help="the server")
     parser.add_argument("--model", default="demo", help="a model of that server")

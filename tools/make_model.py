@@ -34,7 +34,7 @@ DIMENSIONS = [field.name for field in fields(Shape) if field.type == "int"]
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the program with the command line's options. Returns the exit status."""
     parser = _parser()
     args = parser.parse_args()
     if args.list:

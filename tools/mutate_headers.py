@@ -130,7 +130,7 @@ def run(path: Path, text_model: Path | None, folder: Path, limit_s: float, trial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the program with the command line's options. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="good models of one file each, small ones")
     parser.add_argument("--text-model", type=Path, help="the good model that the files, all projectors, belong to")

@@ -37,7 +37,8 @@ TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K",
 def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
     """Runs turns of `n_passes` passes endlessly. Yields each turn's mean CPU time per pass, in seconds.
 
-    Weights are plain if the kernels cannot multiply interleaved weights of this type.
+    Weights are interleaved only if `is_interleaved` is True and the kernels can multiply interleaved weights of this
+    type.
     """
     random = np.random.default_rng(1)
     one = ggml.quantized(ggml_type, random.standard_normal((N_OUT, N_IN)))
@@ -115,7 +116,7 @@ def compare(name: str, n_rounds: int, is_interleaved: bool) -> str:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the program with the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", default=TYPES)
     parser.add_argument("--rounds", type=int, default=5)

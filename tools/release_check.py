@@ -71,7 +71,7 @@ class ReleaseError(Exception):
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
-    """Raises ReleaseError if no name matches one of the `needed` patterns, or if a name matches `unwanted`."""
+    """Raises ReleaseError if a pattern in `needed` matches no name, or if a name matches `unwanted`."""
     found = list(names)
     missing = [pattern for pattern in needed if not any(re.fullmatch(pattern, name) for name in found)]
     if missing:
@@ -195,7 +195,7 @@ def check(path: Path, version: str, from_source: bool) -> str:
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Checks the files, or writes their checksums. Returns 1 if a file fails a check, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--from-source", action="store_true", help="build the source distribution")

@@ -88,7 +88,8 @@ def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[
 
 
 def main() -> int:
-    """Runs the command line. Returns the first non-zero exit status of a run, or 0 if all runs passed."""
+    """Builds with the sanitizer and runs the tests. Returns the first non-zero exit status of a run, or 0 if all runs
+    passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizer", choices=FOLDER)
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="run the tests N times")

@@ -2,10 +2,9 @@
 
 Python is counted in code tokens, without comments, docstrings and imports. C++, CUDA and JavaScript are counted in
 lines of code, without comments and blank lines. Comments and white space are free, so a sentence that explains
-something costs nothing. The folder recipes/ is not counted, because each of its programs made one model, and no other
-package imports them. A new limit is set 5 % above the package's current size. The commit that raises a limit explains
-why. A package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often expresses two
-thoughts.
+something costs nothing. The folder recipes/ is not counted, because each of its programs made one model, and only tests
+import them. A new limit is set 5 % above the package's current size. The commit that raises a limit explains why. A
+package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often expresses two thoughts.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ TOKEN_LIMITS = {
     "tests": 432_000,
     "tools": 61_000,
 }
-NATIVE_LIMITS = {"moegguf/native": 12_000, "moegguf/server": 1_920, "moegguf/testing": 1_180, "tools": 510}
+NATIVE_LIMITS = {"moegguf/native": 12_300, "moegguf/server": 1_920, "moegguf/testing": 1_180, "tools": 510}
 
 _LAYOUT = frozenset(
     {

@@ -248,7 +248,7 @@ def listed(shape: Shape, header: Header) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints the table. Returns the exit status."""
+    """Prints the table of types, or the list of files. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--files", action="store_true", help="list the files instead of the types")
     options = parser.parse_args()

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
 VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
-# The build reads these files; the rest of the distribution (its tests, media and web page) is not unpacked.
+# The build reads these files.
 BUILT = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
-# Tests read these files.
+# Tests read these files. The rest of llama.cpp, such as its own tests, media and web page, is not unpacked.
 TESTED = (
     "grammars/", "models/templates/", "models/ggml-vocab-bert-bge.gguf", "models/ggml-vocab-llama-bpe.gguf",
     "models/ggml-vocab-llama-spm.gguf", "models/ggml-vocab-qwen35.gguf",
@@ -45,7 +45,7 @@ UV_VARIABLES = {
 
 
 class VendorError(RuntimeError):
-    """The pinned source cannot be fetched, or its digest is not the pinned one."""
+    """The pinned source cannot be fetched, its digest is not the pinned one, or a patch cannot be applied."""
 
 
 def read_pin() -> dict[str, str]:
@@ -68,7 +68,8 @@ def sha256(path: Path) -> str:
 
 
 def fetch(pin: dict[str, str]) -> Path:
-    """Returns the checked source distribution, and downloads it if it is missing. Raises VendorError."""
+    """Returns the path of the source distribution after checking its digest: the file that MOEGGUF_LLAMA_SDIST names,
+    else a file in the user's cache, which is downloaded if it is missing. Raises VendorError."""
     given = os.environ.get("MOEGGUF_LLAMA_SDIST")
     path = Path(given) if given else cache_path(pin)
     if not given and not path.exists():
@@ -191,7 +192,7 @@ def keep_unchanged(old: Path, new: Path) -> None:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Prepares the source. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Fetch the pinned llama.cpp and apply our patches.")
     parser.add_argument("--print-llama-dir", action="store_true", help="print where the patched tree is")
     options = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Prints, checks or sets the version, which is written in several files.
+"""Prints, checks or sets the version, which is written in several files. Also sets the project's addresses.
 
 python -m tools.version               # prints the version; fails if two files differ
 python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md describes it
 python -m tools.version --set v0.2.0  # writes the tag's version into the files: the first step of a release
+python -m tools.version --urls https://host/owner/name   # writes the repository's address into pyproject.toml
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ PLACES = (  # (file, regular expression of the text before the version)
     ("moegguf/package.py", r'^__version__ = "'),
     ("CITATION.cff", r'^version: "'),
 )
+# The pages of the project, as paths below the repository's address.
+PAGES = {
+    "Homepage": "",
+    "Documentation": "/tree/HEAD/docs",
+    "Changelog": "/blob/HEAD/CHANGELOG.md",
+    "Issues": "/issues",
+}
+URLS = re.compile(r"^\[project\.urls\]\n(?:.+\n)*\n", re.MULTILINE)
 
 
 def version_of(tag: str) -> str:
@@ -52,6 +61,17 @@ def write_version(version: str, root: Path = ROOT) -> None:
         path.write_text(re.sub(rf'({before})[^"]+"', rf'\g<1>{version}"', path.read_text(), flags=re.MULTILINE))
 
 
+def write_urls(address: str, root: Path = ROOT) -> None:
+    """Writes the section [project.urls] of pyproject.toml, for the repository at `address`. Replaces an existing
+    section. Raises ValueError if `address` does not have a form like https://host/owner/name."""
+    if not re.fullmatch(r"https://[\w.:-]+/[\w.-]+/[\w.-]+", address):
+        raise ValueError(f"a repository's address is https://host/owner/name, but is {address!r}; use another address")
+    lines = [f'{name} = "{address}{path}"\n' for name, path in PAGES.items()]
+    section = "".join(["[project.urls]\n", *lines, "\n"])
+    path = root / "pyproject.toml"
+    path.write_text(URLS.sub("", path.read_text()).replace("[project.scripts]\n", f"{section}[project.scripts]\n"))
+
+
 def check_tag(tag: str, root: Path = ROOT) -> str:
     """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md contain it."""
     version = version_of(tag)
@@ -69,13 +89,16 @@ def is_released(version: str, root: Path = ROOT) -> bool:
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Prints, checks or sets the version. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--is", dest="tag", metavar="TAG")
     what.add_argument("--set", dest="new_tag", metavar="TAG")
+    what.add_argument("--urls", dest="address", metavar="ADDRESS")
     args = parser.parse_args()
     try:
+        if args.address:
+            write_urls(args.address)
         if args.new_tag:
             write_version(version_of(args.new_tag))
         print(check_tag(args.tag) if args.tag else read_version())

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Build the library with ggml's Vulkan backend in build/vulkan, and run tests/live/test_gpu.py on a software driver.
 
-It needs Mesa's software driver and the tools that build the backend. If something is missing, the program names it and
-runs nothing. The first build is slow, because it compiles hundreds of shaders. The first run is slow, too, because the
-driver compiles each kernel at its first use. This takes 15 to 35 seconds of CPU time for each new number of tokens in a
-pass and each quantisation. Kernels are kept in build/vulkan/shaders, so later runs take half a second.
+The program needs Mesa's software driver and the tools that build the backend. If something is missing, the program
+names it and runs nothing. The first build is slow, because it compiles hundreds of shaders. The first run is slow, too,
+because the driver compiles each kernel at its first use. This takes 15 to 35 seconds of CPU time for each new number of
+tokens in a pass and each quantisation. Kernels are kept in build/vulkan/shaders, so later runs take only half a second
+for each.
 
 python tools/vulkan_tests.py
 python tools/vulkan_tests.py --devices 0,0 -- -k second     # the software device twice, as two GPUs
-python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some tests, which take minutes even on the first run
+python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some tests, which take only minutes on the first run
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test(driver: Path, devices: str, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Runs the command line. Returns the exit status of pytest, or 0 if something is missing."""
+    """Builds the library and runs the tests. Returns the exit status of pytest, or 0 if something is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="0,0", help="numbers of the driver's devices; one twice is two GPUs")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")

@@ -3,8 +3,8 @@
 ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
 quantisation that ggml can make, as plain weights and, where the processor has a layout for them, as interleaved
-weights. Attention reads a cache of several sequences. The cells of other sequences must not change a single bit,
-either. This is a property of a whole graph, so tests/live/test_width.py checks it instead.
+weights. Attention reads a cache of several sequences. The cells of other sequences must not change a single bit of a
+row's result, either. This is a property of a whole graph, so tests/live/test_width.py checks it instead.
 
 Operations with a recurrent state are computed for several sequences together, in passes of each width. The program
 compares every token's output, and every returned state, with the results for the sequence alone, token by token.
@@ -42,7 +42,7 @@ N_CELLS = 512
 N_STATES = 3  # number of sequences with recurrent states
 N_BACK = 3  # some operations return N_BACK states: one after each of the last N_BACK tokens
 
-# Operations that move or repeat values, and compute nothing.
+# Operations that only move, repeat or generate values, so their bits cannot depend on the number of rows.
 MOVES = {
     "ARANGE", "CONCAT", "CONT", "CPY", "FILL", "GET_ROWS", "NONE", "PAD", "PERMUTE", "REPEAT", "RESHAPE", "SET_ROWS",
     "TRANSPOSE", "VIEW",

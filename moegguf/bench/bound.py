@@ -1,9 +1,10 @@
-"""Computes the bound of a measurement: the maximum number of tokens per second that its file, slots and link allow.
+"""Computes the bound of a measurement: the maximum number of tokens per second that its file, slots, link and
+computation allow.
 
 There are three kinds of work: reading experts from the file, copying experts to a device, and computation. The bound
 assumes that they overlap completely, so the slowest kind determines the bound. `least_misses` computes the smallest
-possible set of reads from the routing of the measured tokens and the contents of the slots at the beginning. To record
-this routing, the same tokens are evaluated again, without timing.
+possible number of reads from the routing of the measured tokens and the contents of the slots at the beginning. To
+record this routing, the same tokens are evaluated again, without timing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LIMITS = {
     "copies": "bound_copy_ms_per_token",
     "computing": "bound_compute_ms_per_token",
 }
-"""{kind of work that may limit the speed: key in FIGURES of the time that this work takes per token}."""
+"""{kind of work that may limit the speed: the figure in FIGURES that holds the time of this work per token}."""
 FIGURES = (
     "bound_ts", "bound_reached_pct", "bound_read_mb_per_token", *LIMITS.values(), "bound_weights_ms_per_token",
     "bound_memory_gb_per_s",
@@ -52,11 +53,13 @@ class Held:
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """Lower bounds on the bytes that must be moved to evaluate the tokens of a repetition."""
+    """The bytes that must be moved to evaluate the tokens of a repetition, with the fewest possible reads and copies of
+    experts. They are lower bounds if the experts of all layers have the same size."""
 
-    read: int  # fewest bytes that must be read from the file
-    copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the copy speed is unknown
-    # Bytes of weights that computation reads from memory: each pass reads its experts and all other weights once
+    read: int  # bytes of the fewest experts that must be read from the file
+    copied: int = 0  # bytes of the fewest experts that must be copied to a device; 0: none, or unknown copy speed
+    # Bytes of weights that computation reads from memory. Each pass reads its experts and all other weights once,
+    # except tables in which it only looks up rows.
     weights: int = 0
 
 
@@ -64,9 +67,9 @@ class LeastBytes:
 class LinkSpeeds:
     """Speeds in bytes per second. A speed of 0 means that the speed is unknown; times computed from it are 0."""
 
-    disk: float  # reads from the file
-    copies: float = 0.0  # copies from RAM to a device
-    memory: float = 0.0  # reads from RAM
+    disk: float  # speed of reads from the file
+    copies: float = 0.0  # speed of copies from RAM to a device
+    memory: float = 0.0  # speed of reads from RAM
 
 
 def bound_figures(
@@ -144,8 +147,8 @@ class Bounds:
             return read(path)
 
     def least_bytes(self, routing: Trace, held: Held) -> LeastBytes:
-        """Returns lower bounds on the bytes that this routing needs if only the experts in `held` are in slots at the
-        beginning."""
+        """Returns the bytes of the fewest reads and copies that this routing needs if only the experts in `held` are in
+        slots at the beginning."""
         store = self._session.store
         lookups = Lookups.of(routing)
         sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers])

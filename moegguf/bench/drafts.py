@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moegguf.bench.turns import Row, take_turns
 from moegguf.engine.stats import Stats
@@ -65,10 +66,11 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
     otherwise at least `n_prompts`, evenly spaced. For each item, adds an item of the kind "other" with the same prompt.
-    Its answer consists of 90 different words chosen at random from the file."""
+    Its answer consists of 90 different words chosen at random from the file. Raises OptionError if `path` is empty."""
     if not path:
         raise OptionError(
-            "this preset needs texts; give --set texts=FILE, a JSON list of objects with kind, prompt and answer."
+            "the preset drafts needs texts; give --set texts=FILE, where FILE has a JSON list of objects with kind,"
+            " prompt and answer."
         )
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
     words = sorted({word for _, prompt, text in texts for word in (prompt + text).split()})
@@ -77,18 +79,18 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
     return [*texts[::step], *others[::step]]
 
 
-def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
+def speedup(model: str, *, texts: str, prompts: int, rounds: int, **loading: Any) -> Iterator[Row]:
     """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row
     contains the median ratio, the ratio of the total times, and draft counters.
 
     The answer texts come from the file `texts`, so they do not depend on the model. The model still evaluates every
-    token, as for an answer of its own.
+    token, as for an answer of its own. `loading`: keywords of `Engine`.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}
     counted: dict[str, Stats] = {}
-    with Engine(model, 1, expert_cache=expert_cache, draft=draft, n_ctx=2048) as engine:
+    with Engine(model, 1, n_ctx=2048, **loading) as engine:
         for _, prompt, text in chosen[:2]:
             answer(engine, prompt, text, with_drafts=True)
         for kind, prompt, text in chosen:

@@ -3,7 +3,7 @@
 Load, prompt and generation are timed separately. Tokenisation and sampling are not timed. After each timed step, the
 most probable next token of each sequence is recorded, so that the systems' tokens can be compared. With `draft`, a
 greedy answer is timed as a whole, including drafts and sampling. The module bench/series.py starts such a process for
-each system.
+each run.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
+from moegguf.options import BUDGETS
 from moegguf.package import __version__
 from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
@@ -96,18 +97,11 @@ def load(spec: Spec) -> Llama:
     n_ctx = pad_context(max(test.n_tokens for test in spec.tests))
     return Llama(
         spec.model,
-        expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
-        vram_cache=spec.vram_cache,
-        mirror=spec.mirror,
-        placement=spec.placement,
+        **spec.loading | ({} if spec.system == "moegguf" else {BUDGETS["RAM"]: "100%"}),
         strategy=spec.strategy,
         store=StoreOptions(
             **find_strategy(spec.strategy).switches | spec.store | {"repack": spec.repack, "device": device}
         ),
-        policy=spec.policy,
-        predictor=spec.predictor,
-        prefetch=spec.prefetch,
-        warm_start=spec.warm_start,
         context_store=0,
         draft=spec.draft or "off",
         use_mmap=spec.system in ("mmap", "stock"),
@@ -160,8 +154,8 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the token with the largest logit. `row` is the index of the logits row; -1: the row of the last token of
-    sequence 0."""
+    """Returns the token with the largest logit. `row` is the token's index in the pass; -1: the last token of sequence
+    0."""
     return int(llama.context.logits(row).argmax())
 
 
@@ -221,7 +215,7 @@ class Sample:
 
     prompt_ns: int  # time to evaluate the timed prompt tokens
     token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
-    tokens: list[int]  # most probable tokens after the prompt and after each step, or the engine's answer
+    tokens: list[int]  # most probable tokens after the prompt; then those after each step, or an engine's answer
     stats: Stats  # growth of the counters during the repetition
 
     @property
@@ -243,7 +237,7 @@ def measure(
 ) -> Sample:
     """Runs one repetition after `begin`. `tokens` holds the tokens of each sequence. An `engine` generates the answer
     if the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
-    one, else the one in `tokens`."""
+    one, else the one in `tokens`. The first token of an empty context always comes from `tokens`."""
     llama = sequences.llama
     before = llama.stats()
     sample = Sample(0, [], [], before)
@@ -280,7 +274,7 @@ def run_test(
         if session is None or not spec.probe_s:
             return 0.0
         return expert_read_speed(
-            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.mirror)
+            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.loading.get("mirror"))
         ).bytes_per_s
 
     def tokens_of(one: Test, repetition: int) -> list[list[int]]:
@@ -383,7 +377,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
-    library output does not mix with the result. Also makes this process exit when its parent exits."""
+    library output does not mix with the result. On Linux, the kernel also kills this process when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,7 +1,7 @@
 """Runs a child process under a memory limit, and drops files from the page cache.
 
 The limit is set on a new memory cgroup, v1 or v2, inside this process's cgroup or inside one of the cgroups above it.
-The new cgroup is removed afterwards. The limit counts anonymous memory and the page cache that the child fills.
+The new cgroup is removed afterwards. Anonymous memory and the page cache that the child fills count towards the limit.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class MemoryGroup:
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
-        """Removes the group. Tries for 5 seconds, because the kernel may take a while to free the group's last
-        pages."""
+        """Removes the group. Tries for about 5 seconds, because the kernel may take a while to free the group's last
+        pages. If all tries fail, the group remains, and no error is raised."""
         for _ in range(50):
             try:
                 _rmdir(self.folder)
@@ -150,8 +150,8 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
     """Drops the pages of these files from the page cache. Returns the number of bytes that remain cached, usually
     because a process maps them.
 
-    On systems without posix_fadvise (macOS, Windows), drops nothing and returns 0. Also returns 0 if the cached pages
-    cannot be counted.
+    On systems without posix_fadvise (macOS, Windows), drops nothing and returns 0. A file whose cached pages cannot be
+    counted adds 0 to the result.
     """
     kept = 0
     for path in paths:
@@ -167,10 +167,10 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def cached_bytes(fd: int) -> int:
-    """Returns how many bytes of an open file are in the page cache; 0 if the system does not disclose the number to
-    this user."""
+    """Returns how many bytes of an open file are in the page cache; 0 if this number cannot be determined."""
     stat = os.fstat(fd)
-    # mincore() reports all pages as cached if the user has no write access to the file, so its answer may be wrong.
+    # mincore() reports all pages as cached to a user who neither owns the file nor may write to it. Only the answers to
+    # root and to the owner are used.
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:

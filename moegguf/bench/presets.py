@@ -51,8 +51,8 @@ def find_preset(name: str) -> Preset:
 
 
 def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of a preset with changes such as "rounds=5". Raises OptionError for an unknown setting or a
-    value that is not allowed."""
+    """Returns a preset's settings after changes such as "rounds=5". Raises OptionError for an unknown preset, an
+    unknown setting or a value that is not allowed."""
     defaults = find_preset(name).settings
     changed = dict(defaults)
     for change in changes:

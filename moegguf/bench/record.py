@@ -27,8 +27,8 @@ Progress = Callable[[str, float], object]
 class RecordOptions:
     """Options for recording a trace, in addition to the options of `Llama`.
 
-    If the option `draft` of `Llama` is set, the recorded passes also contain the drafted tokens. A simulation replays
-    these passes, including the drafted tokens that the model rejected.
+    If the option `draft` of `Llama` turns on drafting, the recorded passes also contain the drafted tokens. A
+    simulation replays these passes, including the drafted tokens that the model rejected.
     """
 
     n_predict: int = 128  # maximum number of tokens to generate, for prompts that do not set a number
@@ -86,7 +86,8 @@ def record(
 
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
     """Runs one request. At most half of the context is kept free for the answer. A completion is evaluated token by
-    token; without a completion the model generates the answer. Returns True if the prompt or the completion was cut."""
+    token; without a completion the model generates the answer. Returns True if the prompt or the completion was cut to
+    fit the context."""
     n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
     forced = None
     if prompt.completion is not None:

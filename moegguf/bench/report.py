@@ -9,6 +9,7 @@ from typing import Any
 from moegguf.bench.rows import Row
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import fingerprint, header_digest
+from moegguf.options import BUDGETS
 from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
@@ -59,7 +60,7 @@ def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
                     f" {format_bytes(memory['total_bytes'])} RAM{limit}; GPU: {', '.join(cards) or 'none'}"),
         ("drive", drive),
         ("model", f"{row.get('model_type', layout.arch)}, {format_bytes(layout.n_bytes)}; {digests}"),
-        ("memory for experts", f"{row['expert_cache']}, {slots} experts"),
+        ("memory for experts", f"{row[BUDGETS['RAM']]}, {slots} experts"),
         ("build", f"llama.cpp {build.get('llama.cpp pin', '-')}; {doctor['moegguf'].get('system', '-')}"),
         ("input", _input(row["feed"])),
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from moegguf.bench import bound
 from moegguf.bench.series import FLASH_ATTN, KILLED, BenchedSystem, Outcome, Test, speeds, test_name
 from moegguf.engine.stats import Stats
+from moegguf.options import BUDGETS
 
 Row = dict[str, Any]
 
@@ -72,7 +73,7 @@ FIGURES = {
 OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token")
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
+    "system", "note", "policy", "predictor", "prefetch", *BUDGETS.values(), "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing", "n_parallel",
     "rounds",
     "median_ts", *FIGURES, *bound.FIGURES, "bound_by",
@@ -86,7 +87,7 @@ LOCALITY_KEY = "moegguf.locality"
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:
     """Returns the text of the field `routing`. The text names the model whose routing the random weights of a GGUF file
-    imitate. Returns "" for other files."""
+    imitate. Returns "" if the metadata have no such name, or an unusual one."""
     name = metadata.get(LOCALITY_KEY)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name):
         return ""
@@ -121,7 +122,8 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
     return {
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},
-        **{name: "" if is_llama_cpp else getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")},
+        "draft": "" if is_llama_cpp else spec.draft or "",
+        **{option: "" if is_llama_cpp else spec.loading.get(option, "") for option in BUDGETS.values()},
         **shape,
         "test": test_name(shape),
         "model_filename": spec.model,
@@ -199,7 +201,7 @@ def _stall_ms(test: Row) -> float:
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
     """Returns the speed of `own` relative to `other` in the same round (median over rounds), and whether both systems
     chose the same tokens. Also returns the relative stall, if both have stall figures and `other` stalled in every
-    round."""
+    round. If no round succeeded for both systems, returns only `other`'s error."""
     theirs = _tests(other, index)
     pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs from the same round
     row: Row = {"error": _error(other)}
@@ -291,7 +293,8 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Returns a text table with a column for each key. All rows have the same keys."""
+    """Returns a text table with a column for each key. There must be at least one row, and all rows must have the same
+    keys."""
 
     def text(value: object) -> str:
         return f"{value:.3f}" if isinstance(value, float) else str(value)
@@ -342,7 +345,8 @@ def _failed(row: Row) -> str:
 
 
 def _process_table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of load time and memory, with one line for each system and its budget."""
+    """Returns a table of load time and memory, with one line for each combination of model, system, budget, number of
+    threads and n_ubatch. Rows without a load time are left out."""
     keys = ("model_filename", "system", "expert_cache", "n_threads", "n_ubatch")
     seen = {tuple(row[key] for key in keys): row for row in reversed(rows) if "load_s" in row}
     mib = 1 / (1 << 20)
@@ -423,7 +427,7 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _gb_per_s(rows: Sequence[Row], name: str) -> str:
-    """Formats a speed's median over the rows with three digits and "GB/s"."""
+    """Formats a speed's median over the rows with three significant digits and "GB/s"."""
     return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
 
 

@@ -1,9 +1,9 @@
 """Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
 separate process, under the memory limit if one is set.
 
-Unless the options say otherwise, the model's pages are dropped from the page cache before each run, so that no run
-benefits from pages that another run has read. After a run that fails, for example because the limit killed it, its
-system is not run again and its rows contain the error. The module bench/measure.py measures one run.
+Unless `ProcessRunner.drop_cache` is False, the model's pages are dropped from the page cache before each run, so that
+no run benefits from pages that another run has read. After a run that fails, for example because the limit killed it,
+its system is not run again and its rows contain the error. The module bench/measure.py measures one run.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.child import child_command, child_environment
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, read_memory
 from moegguf.engine.memory import Sizes
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native.store import STAGING_TENSORS
-from moegguf.options import DRAFTS, PLACEMENTS
+from moegguf.options import BUDGETS, DRAFTS, PLACEMENTS
 from moegguf.quantities import parse_link
-from moegguf.settings import parse_option
 
 SYSTEMS = ("moegguf", "stock", "mmap", "resident")
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # {option: value of llama.cpp's parameter}
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
-# leaves out moegguf's own strategy, whose name is already a system's name
+# The names of all strategies except moegguf's own, whose name is already a system's name.
 DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
     # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all
     # prefetches (off in "no-demand-first"), and a routing event drops the stale prefetches of its layer (off in
     # "no-dropping"). ProMoE's reordered inference (off in "no-reordering") computes expert by expert, and begins with
     # the experts that have slots.
-    "no-prefetch": {"prefetch": False},
+    "no-prefetch": {"loading": {"prefetch": False}},
     "no-chunks": {"store": {"chunked": False}},
     "no-demand-first": {"store": {"demand_first": False}},
     "no-dropping": {"store": {"preempt": False}},
@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
     # Variants that change only --placement or only --draft.
-    **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
+    **{f"placed-{choice}": {"loading": {"placement": choice}} for choice in PLACEMENTS},
     **{f"draft-{choice}": {"draft": choice} for choice in DRAFTS},
 }
 
@@ -66,7 +66,8 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0."""
+    """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0, but not
+    both n_prompt and n_gen."""
 
     n_prompt: int  # number of timed prompt tokens per sequence, which are evaluated together
     n_gen: int  # number of timed tokens per sequence that are evaluated one by one after the prompt
@@ -92,29 +93,29 @@ class Spec:
     is moegguf's build without the expert cache, with the file mapped. "resident" is moegguf's build with every weight
     in memory.
 
-    strategy: a name in controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
-    strategy.
+    strategy: a name in controller.strategies. `store`, and a policy, a predictor or prefetching in `loading`, replace
+    parts of the strategy.
 
-    repack: weights are stored in the layout of the CPU's fastest kernels.
+    repack: True: weights are stored in the layout of the CPU's fastest kernels.
 
     feed: "random" tokens as in llama-bench, tokens of the file `text` ("text"), or the model's own most probable tokens
     in the decoding steps ("greedy").
 
-    warm_start: starts with the experts that earlier runs used most, and saves this run's expert uses.
+    loading: other keywords of `Llama`, with values that JSON can express: budgets, placement, mirrors, a warm start,
+    and parts of the strategy.
 
-    vram_cache, mirror, placement: as in `Llama`.
-
-    draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
+    draft: as in `Llama`. Greedy answers are then timed as a whole; None: each decoding step is timed.
 
     simulate_link: a link such as "24GB/s,35us" to a simulated device, which runs on `simulate_threads` threads (0: the
-    same number as the CPU). Without vram_cache and placement, the layers run on the device, which also holds the slots.
+    same number as the CPU). Without a budget for GPUs and a placement, the layers run on the device, which
+    also holds the slots.
     """
 
     model: str
     tests: tuple[Test, ...]
     system: str = "moegguf"
     repack: bool = True
-    expert_cache: str = "auto"
+    loading: dict[str, Any] = field(default_factory=dict)
     repetitions: int = 5
     n_threads: int = 1
     n_batch: int = 2048
@@ -125,15 +126,8 @@ class Spec:
     flash_attn: str = "auto"
     store: dict[str, Any] = field(default_factory=dict)
     strategy: str = "moegguf"
-    policy: str = "auto"
-    predictor: str | None = None
-    prefetch: bool | None = None
-    warm_start: bool = False
     feed: str = "random"
     text: str | None = None
-    vram_cache: str | None = None
-    mirror: tuple[str, ...] = ()
-    placement: str | None = None
     draft: str | None = None
     simulate_link: str | None = None
     simulate_threads: int = 0
@@ -154,14 +148,13 @@ class Spec:
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
         if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
-            raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
+            raise OptionError("there is nothing to measure; give -p, -n or -pg a number above zero.")
         if any(test.n_parallel < 1 for test in self.tests):
             raise OptionError(f"--parallel must be at least 1, but is {min(test.n_parallel for test in self.tests)}.")
         ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
-        if self.placement is not None:
-            parse_option("placement", self.placement, "--placement")
+        LoadSpec.of(self.loading)
         if self.draft is not None and self.feed != "greedy":
             raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
         if self.draft is not None and (self.bound or self.n_parallel > 1):
@@ -181,7 +174,7 @@ class Spec:
         """Parses the text that `as_json` returned. Raises OptionError for values that are not allowed."""
         values = json.loads(text)
         tests = tuple(Test(**test) for test in values["tests"])
-        return cls(**values | {"tests": tests, "mirror": tuple(values["mirror"])})
+        return cls(**values | {"tests": tests})
 
 
 @dataclass(frozen=True)
@@ -208,7 +201,7 @@ class Outcome:
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     cgroup_peak_bytes: int = 0  # peak memory of the cgroup; 0 without a memory limit
-    page_cache_kept_bytes: int = 0  # bytes of the file that were still in the page cache before the run
+    page_cache_kept_bytes: int = 0  # bytes of the file that were still cached after its pages had been dropped
 
 
 Runner = Callable[[BenchedSystem], Outcome]
@@ -231,16 +224,17 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
-        alone = replace(base, policy="auto", predictor=None, prefetch=None, store=store)
-        return BenchedSystem(name, replace(alone, strategy=name))
+        loading = {key: value for key, value in base.loading.items() if key not in ("policy", "predictor", "prefetch")}
+        return BenchedSystem(name, replace(base, strategy=name, store=store, loading=loading))
     if name in VARIANTS:
-        changed = VARIANTS[name]
-        return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
+        changed = {"store": {}, "loading": {}, "draft": base.draft} | VARIANTS[name]
+        store, loading = base.store | changed["store"], base.loading | changed["loading"]
+        return BenchedSystem(name, replace(base, store=store, loading=loading, draft=changed["draft"]))
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", "plain", "repacked"):
         raise OptionError(
-            f"--against does not know {name!r}; it takes stock, mmap, resident or moegguf, each also with -plain or"
-            f" -repacked, or {', '.join([*DECIDING, *VARIANTS])}."
+            f"--against must name stock, mmap, resident or moegguf (each also with -plain or -repacked), or one of"
+            f" {', '.join([*DECIDING, *VARIANTS])}, but names {name!r}."
         )
     if system == "moegguf":
         return BenchedSystem(
@@ -272,7 +266,8 @@ def make_systems(
     """
     layout = read_layout(base.model)
     kernels = "" if base.repack else "no repack"
-    own = [BenchedSystem(base.strategy, replace(base, expert_cache=cache), kernels, True) for cache in expert_caches]
+    specs = [replace(base, loading=base.loading | {BUDGETS["RAM"]: cache}) for cache in expert_caches]
+    own = [BenchedSystem(base.strategy, spec, kernels, True) for spec in specs]
     return own + [compared_system(name, own[0].spec, layout, limit_bytes) for name in against]
 
 
@@ -285,7 +280,7 @@ def run_series(
     for n, system in itertools.product(range(rounds), group):
         if any(system is other for other in failed):
             continue
-        cache = "" if system.is_llama_cpp else f" {system.spec.expert_cache}"
+        cache = "" if system.is_llama_cpp else f" {system.spec.loading[BUDGETS['RAM']]}"
         progress(f"round {n + 1}/{rounds}: {system.label}{cache}" + (f" ({system.note})" if system.note else ""))
         outcome = replace(run(system), round=n)
         if outcome.error:

@@ -80,8 +80,8 @@ class Answer:
 
 
 def timed(way: Callable[[], Iterator[str]]) -> Answer:
-    """Calls `way` and joins the pieces of text that it yields. Returns the text, the seconds until the first piece, and
-    the seconds until the end."""
+    """Calls `way` and joins the pieces of text that it yields. Returns the text, the seconds until the first piece that
+    is not empty, and the seconds until the end."""
     start_s = time.perf_counter()
     first_s = 0.0
     text = ""
@@ -101,7 +101,7 @@ def in_process(engine: Engine) -> Iterator[str]:
 
 
 def drop_in(llm: Llama) -> Iterator[str]:
-    """Yields the pieces of an answer from `create_chat_completion`, llama-cpp-python's API."""
+    """Yields the pieces of an answer from `create_chat_completion`, a method of llama-cpp-python's API."""
     llm.reset()  # empties the context, so that the whole prompt is evaluated
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     sampling = {name: getattr(SAMPLING, name) for name in names}

@@ -28,13 +28,15 @@ from moegguf.bench.stock import stock_library
 from moegguf.child import child_command
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError, OptionError
+from moegguf.options import BUDGETS
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-# Number of tokens in the context for a turn. A full context is truncated to the position at which decoding began.
+# Number of tokens that a context holds: in `beside_load` in total, in `against_stock` in addition to the depth and the
+# prompt. A full context is truncated to the position at which decoding began.
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
@@ -108,7 +110,7 @@ class Side:
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
     """Runs a turn. Returns the prompt time and the decoding time in seconds, the number of decoded tokens, and the mean
-    number of threads (0 for a turn without `seconds`)."""
+    number of threads during decoding (0 for a turn without `seconds`)."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -146,8 +148,8 @@ def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
 
 
 def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
-    """Calls each function once per round; every second round uses the opposite order. Returns {name: results of its
-    calls}."""
+    """Calls each function once per round. The rounds alternate between the reverse order and the order of `calls`.
+    Returns {name: results of its calls}."""
     results: dict[Key, list[Result]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls)[:: 1 if number % 2 else -1]:
@@ -163,7 +165,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
     `kernels` is a list of values of MOEGGUF_KERNELS, separated by commas; moegguf also runs with each of them.
     """
     test = Test(prompt, CONTEXT_TOKENS, depth)
-    own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
+    own = Spec(model, (test,), loading={BUDGETS["RAM"]: "100%"}, n_threads=os.cpu_count() or 1)
     stock = Spec(model, (test,), system="stock", n_threads=os.cpu_count() or 1)
     library = stock_library(lambda text: print(text, file=sys.stderr))
     turn = Turn(depth, prompt, 0 if prompt else tokens)
@@ -205,12 +207,10 @@ def busy_processes(load_name: str) -> Iterator[None]:
             process.wait()
 
 
-def beside_load(
-    model: str, *, expert_cache: str, seconds: float, rounds: int, loads: str, systems: str
-) -> Iterator[Row]:
+def beside_load(model: str, *, seconds: float, rounds: int, loads: str, systems: str, **loading: str) -> Iterator[Row]:
     """Yields a row for each system under each load, with median speeds. "share" is the decoding speed divided by the
     decoding speed in the first row. `systems` is a comma-separated list: thread counts for moegguf, "auto" (the count
-    follows the load) and "llama.cpp" (one thread for each processor)."""
+    follows the load) and "llama.cpp" (one thread for each processor). `loading`: other keywords of `Llama`."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():
@@ -227,7 +227,7 @@ def beside_load(
                 model,
                 (Test(PROMPT_TOKENS, CONTEXT_TOKENS - PROMPT_TOKENS),),
                 system="mmap" if system == "llama.cpp" else "moegguf",
-                expert_cache=expert_cache,
+                loading=loading,
                 n_threads=int(system) if system.isdigit() else 0,
             )
             for copy in range(2 if "pair" in names else 1):

@@ -43,7 +43,7 @@ class Chat:
         self._reader = Reader(self.history, [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))])
 
     def run(self) -> int:
-        """Runs the chat until Ctrl-D or /bye, and returns exit code 0. The caller must have entered
+        """Runs the chat until Ctrl-D, /bye or /exit, and returns exit code 0. The caller must have entered
         `keyboard_echo_off`."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
@@ -167,7 +167,7 @@ def _clear(chat: Chat, _rest: str) -> None:
 
 def _load(chat: Chat, name: str) -> None:
     """Switches the conversation to the model `name`, and loads the model. If there is no such model, prints a message.
-    If the load fails, raises the error, and the caller restores the current model."""
+    If the load fails, raises the error, and the caller switches back to the previous model."""
     try:
         entry = chat.model.connection.names.find(name)
     except ModelNotFoundError:

@@ -1,7 +1,7 @@
 """An HTTP client for a running `moegguf serve`: sends JSON requests and reads JSON or JSON-lines responses.
 
 By default, the address comes from MOEGGUF_HOST or OLLAMA_HOST, and the API key is the first one in MOEGGUF_API_KEY.
-`Client` knows nothing about the meaning of requests.
+`Client` does not interpret the contents of requests.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class Client:
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """Returns a client for the server at MOEGGUF_HOST if that server is moegguf and has the first MAX_ASKED_MODELS of
-    `models`.
+    """Returns a client for the server at the default address (MOEGGUF_HOST or OLLAMA_HOST) if that server is moegguf
+    and has the first MAX_ASKED_MODELS of `models`.
 
-    Returns None if there is no such server, or if one of the names is an existing path. If the server needs a key, also
-    prints a note.
+    Returns None if there is no such server, or if one of the names is an existing path. Also prints a note if the
+    server rejects the API key.
     """
     if any(os.path.exists(os.path.expanduser(name)) for name in models):
         return None

@@ -72,11 +72,11 @@ class Conversation:
         self.pending_text = ""
 
     def user_parameters(self) -> dict[str, Any]:
-        """Returns the parameters from the command line and the chat, keyed by Ollama's names."""
+        """Returns the parameters from the command line and the chat, keyed by their names in a Modelfile."""
         return {**self.initial_parameters, **self.parameters}
 
     def all_parameters(self) -> dict[str, Any]:
-        """Returns all parameters in effect, including the model's, keyed by Ollama's names."""
+        """Returns all parameters in effect, including the model's, keyed by their names in a Modelfile."""
         return parameters_of(self.entry) | self.user_parameters()
 
     def request(self) -> Request:

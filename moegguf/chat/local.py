@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.models.entry import Details, ModelEntry, NamedModel
-from moegguf.options import load_options_of
-from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot
+from moegguf.options import BUDGETS, load_options_of
+from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot, load_overrides
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import Workers
 from moegguf.terminal.messages import print_message
@@ -66,7 +66,8 @@ class LocalModel:
         return self._runner.run(coroutine)
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns facts from the headers of a model's files. Raises ModelFormatError or ExpertIOError."""
+        """Returns facts from the headers of a model's files. Raises ModelNotFoundError, ModelFormatError or
+        ExpertIOError."""
         from moegguf.models.details import details
 
         return details(_here(entry))
@@ -98,10 +99,10 @@ class LocalModel:
         self.spinner.show("starting a worker")
         parameters = conversation.all_parameters()
         self._entry = _here(conversation.entry)
-        self._overrides = LoadOverrides.of(parameters)
+        self._overrides = load_overrides(parameters)
         layout = read_layout(self._entry.path)
-        warn_of_long_context(layout, self._overrides.n_ctx)
-        if not layout.is_moe and "expert_cache" in parameters:
+        warn_of_long_context(layout, self._overrides.get("n_ctx"))
+        if not layout.is_moe and BUDGETS["RAM"] in parameters:
             print_message("note: this model has no experts, so a budget for experts has no effect.")
         settings = self._settings
         if (n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")) is not None:
@@ -182,7 +183,7 @@ class LocalModel:
 
     def rest(self, timeout_s: float | None) -> list[Event] | None:
         """Returns the remaining events of a cancelled answer. Returns None if the answer does not end within
-        `timeout_s` seconds."""
+        `timeout_s` seconds (None: no limit)."""
         try:
             return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
         except TimeoutError:

@@ -116,7 +116,7 @@ class ChatModel:
 
     def print_experts(self) -> None:
         """Prints a map of the experts: which are in memory, and which were used and loaded recently. Prints a message
-        if the model is not loaded or has no experts."""
+        instead if the model is not loaded or has no expert store."""
         from moegguf.chat.experts import print_map
 
         found = self.connection.experts()

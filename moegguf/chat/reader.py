@@ -1,5 +1,5 @@
 """Reads a message of one or more lines from the keyboard, with the key bindings of `ollama run` and a history of
-earlier lines."""
+earlier messages and commands."""
 
 from __future__ import annotations
 

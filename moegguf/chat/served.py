@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgre
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
-from moegguf.serving.events import Done, Event, LoadOverrides, Snapshot
+from moegguf.serving.events import Done, Event, Snapshot
 from moegguf.serving.wire import build
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner
@@ -123,8 +123,7 @@ class ServedModel:
 
     def check_parameter(self, name: str) -> None:
         """Raises OptionError if `name` is a parameter for loading that a request to a server cannot set."""
-        known = {field.name for field in fields(LoadOverrides)} - {"n_batch", "mirror"}
-        if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
+        if LOAD_PARAMETERS.get(name) in ("n_batch", "n_gpu_layers", "mirror"):
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 
     def answer(self, conversation: Conversation) -> Generator[Event]:

@@ -40,14 +40,14 @@ app = typer.Typer(
 
 def _version(requested: bool) -> None:
     """Handles the flag --version: prints the version of this command, and a warning if a running server has another
-    version. Then exits."""
+    version. Then exits. Does nothing if `requested` is False."""
     if not requested:
         return
     from moegguf.chat.client import Client
     from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
-    with suppress(MoeggufError):  # no server is running, or it returns an error
+    with suppress(MoeggufError):  # no server is running, or the server returns an error
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
         version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
         if version != __version__:

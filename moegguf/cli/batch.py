@@ -47,11 +47,11 @@ WriteLine = Callable[[bytes], object]
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
-MODELS_PARALLEL = 32  # minimum number of simultaneous requests to models loaded here, unless --parallel is given
-LINE_S = 10.0  # seconds between two lines of progress if stderr is not a terminal
+MODELS_PARALLEL = 32  # lowest limit on simultaneous requests to models loaded here, unless --parallel is given
+LINE_S = 10.0  # minimum number of seconds between two lines of progress if no progress bar can be shown
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
-"""Load options for which this command has flags."""
+"""Options of a load for which this command has flags."""
 RequestFile = Annotated[
     str,
     typer.Argument(
@@ -119,7 +119,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
 
 def _output_path(requests: str, output: str | None) -> Path | None:
     """Returns the path of the file for all answers, or None if each answer is written immediately to stdout, a pipe or
-    a device. Raises BadParameter."""
+    a device. Raises BadParameter if the path is a folder, is in a missing folder, or is the file of requests."""
     source = Path(requests).expanduser()
     if output == STANDARD or (output is None and (requests == STANDARD or not can_be_replaced(source))):
         return None
@@ -139,7 +139,7 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 @contextmanager
 def _open_stream(output: str | None) -> Iterator[WriteLine]:
     """Opens the output for answers: stdout, a descriptor of this process, a device, or a pipe that another process
-    reads. Yields a function that writes a line to the output. Raises BatchFileError."""
+    reads. Yields a function that writes a line to the output. Raises BatchFileError if the output cannot be opened."""
     from moegguf.serving.batch.answers import write_all
     from moegguf.serving.batch.database import storing
 
@@ -171,8 +171,9 @@ def _write_to_stdout(line: bytes) -> None:
 
 
 def _open_for_writing(path: Path) -> int:
-    """Opens a pipe or a device for writing, without waiting for a reader. If `path` is a descriptor of this process,
-    duplicates the descriptor, because the path of a socket cannot be opened. Raises OSError."""
+    """Opens a pipe or a device for writing, without waiting for a reader. If `path` stands for a descriptor of this
+    process, duplicates the descriptor, because the path of a socket cannot be opened. Raises OSError for a block
+    device, for a descriptor that is open only for reading, and if the path cannot be opened."""
     if named := DESCRIPTOR.fullmatch(os.path.abspath(path)):
         number = ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
         handle = os.dup(number)
@@ -188,8 +189,8 @@ def _open_for_writing(path: Path) -> int:
 
 
 def _open_requests(path: str) -> BinaryIO:
-    """Opens the file of requests. If it is stdin or not seekable (such as a pipe), copies it to a temporary file first.
-    Raises BatchFileError."""
+    """Opens the file of requests. Stdin, or a file that is not seekable (such as a pipe), is first copied to a
+    temporary file. Raises BatchFileError if the requests cannot be read."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
         if path == STANDARD or not source.seekable():
@@ -203,8 +204,8 @@ def _open_requests(path: str) -> BinaryIO:
 
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
-    """Opens the journal of answers next to the file `target`. Without `target`, the journal is in a temporary folder.
-    Raises BatchFileError or StorageError."""
+    """Context manager that opens the journal (the database of finished answers) in the folder of `target`. Without
+    `target`, the journal is in a temporary folder. Raises BatchFileError or StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
     with tempfile.TemporaryDirectory() if target is None else nullcontext(target.parent) as folder:
@@ -215,8 +216,8 @@ def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
 
 @asynccontextmanager
 async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
-    """Yields a function that sends a request to a server. The server answers other clients first. There is no time
-    limit."""
+    """Yields a function that sends a request to a server and returns the reply. The requests have the lowest priority,
+    so the server answers other clients first. There is no time limit."""
     import httpx2
 
     from moegguf.chat.client import not_json
@@ -277,8 +278,8 @@ def _answer_to_end(
     answering: Answering,
 ) -> int:
     """Answers the requests that have no answer yet. Returns the exit code: 0, EXIT_FAILURE if a request failed, or
-    EXIT_INTERRUPTED. Writes all answers to the file `target` at the end, or each answer immediately with `write_line`.
-    Raises MoeggufError."""
+    EXIT_INTERRUPTED after Ctrl-C. Writes all answers to the file `target` at the end, or each answer immediately with
+    `write_line`. Raises a MoeggufError that stops the whole batch."""
     from moegguf.serving.batch.answers import answer_requests, to_line
 
     n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)

@@ -15,7 +15,7 @@ import typer
 from moegguf.cli.options import OFTEN, Flag, Given, flags, hub_name
 from moegguf.errors import OptionError
 from moegguf.options import MEMORY, MODEL, OPTIONS, OUTPUT, RESEARCH, SAMPLING
-from moegguf.quantities import parse_expert_cache, parse_size
+from moegguf.quantities import parse_size
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def split(values: Iterable[str]) -> list[str]:
 
 
 def parse_ints(values: Iterable[str], flag: str) -> list[int]:
-    """Parses whole numbers in llama-bench's forms: "512", "128,256", "64-512*2", "1-8+1". Raises OptionError."""
+    """Parses whole numbers in llama-bench's forms: "512", "128,256", "64-512*2", "1-8+1". Raises OptionError for any
+    other text, and for a range whose step never reaches its end."""
     numbers: list[int] = []
     for word in split(values):
         match = _RANGE.fullmatch(word)
@@ -158,7 +159,7 @@ def parse_tests(
     n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
 ) -> list[tuple[int, int, int]]:
     """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the prompts of each depth come first, then
-    its generations, then its pairs. Prompts and generations of 0 tokens are left out."""
+    its generations, then its pairs. Tests with neither prompt tokens nor generated tokens are left out."""
     shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
     shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
     shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
@@ -185,7 +186,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
-    # OWN comes first if it is given, so that the other strategies alternate with it.
+    # moegguf's own strategy (OWN) comes first if it is given, so that the other strategies alternate with it.
     chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
@@ -194,8 +195,6 @@ def bench(*, given: Given, **chosen: Any) -> None:
     others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
     limit = _limit(chosen["memory_limit"], chosen["require_limit"])
     caches = split(chosen["expert_cache"])
-    for cache in caches:
-        parse_expert_cache(cache)
     groups = [make_systems(spec, caches, others, limit) for spec in _specs(chosen, given)]
     rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
     typer.echo(_report(rows) if chosen["report"] else FORMATS[output](rows), nl=False)
@@ -204,8 +203,9 @@ def bench(*, given: Given, **chosen: Any) -> None:
 
 
 def _prepare_report(chosen: dict[str, Any]) -> None:
-    """Sets the defaults of --report: a comparison with llama.cpp, and a bundled text as input (unless --greedy is
-    given). Raises OptionError unless there is exactly one model and the format is md."""
+    """Sets the defaults of --report: a comparison with this build's llama.cpp without the expert cache, and a bundled
+    text as input (unless --greedy is given). Raises OptionError unless there is exactly one model and the format is
+    md."""
     from moegguf.bench.report import TEXT, WITHOUT
 
     if len(chosen["model"]) + len(chosen["hf_repo"]) != 1 or chosen["output"] != "md":
@@ -230,8 +230,8 @@ def _report(rows: list[dict[str, Any]]) -> str:
 
 
 def _run_preset(chosen: dict[str, Any], given: Given) -> None:
-    """Runs a preset and prints its results. Raises OptionError for several models, and for flags that presets do not
-    accept."""
+    """Runs a preset and prints its results. The default model is the demo. Raises OptionError for several models, and
+    for flags that presets do not accept."""
     from moegguf.bench.presets import run_preset
 
     taken = ("model", "hf_repo", "output", "preset", "settings")
@@ -247,7 +247,8 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
 
 
 def _models(chosen: dict[str, Any]) -> list[str]:
-    """Returns the paths of the chosen models' first files. Models of --hf-repo are pulled first if they are missing."""
+    """Returns the path of each chosen model; for a split model, the path of its first file. Models of --hf-repo are
+    fetched if they are missing."""
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
 
@@ -257,7 +258,7 @@ def _models(chosen: dict[str, Any]) -> list[str]:
 
 def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     """Returns a `Spec` for every combination of the chosen settings. Also prints a warning if other processes keep this
-    machine busy. Raises OptionError."""
+    machine busy. Raises OptionError if there is no model or a flag has an invalid value."""
     from moegguf.bench.series import Spec, Test, combinations
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.machine import count_cpus, load_warning
@@ -278,8 +279,7 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # checks both names before anything runs
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     as_given = (
-        "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
-        "warm_start", "bound", "verbose",
+        "repetitions", "strategy", "draft", "simulate_link", "simulate_threads", "seed", "delay_s", "bound", "verbose",
     )  # fmt: skip
     base = Spec(
         model=models[0],
@@ -290,15 +290,15 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
         feed="greedy" if chosen["greedy"] else "text" if chosen["text"] else "random",
         text=str(chosen["text"]) if chosen["text"] else None,
         warmup=not chosen["no_warmup"],
+        loading=given | {name: chosen[name] for name in ("placement", "warm_start")},
         **{name: chosen[name] for name in as_given},
-        **given,
     )
     return combinations(base, lists)
 
 
 def _limit(size: str | None, require: bool) -> int | None:
-    """Returns the memory limit in bytes, or None if `size` is None. If this machine cannot set the limit, raises
-    OptionError if `require` is True; otherwise prints a message and returns None."""
+    """Returns the memory limit in bytes, or None if `size` is None. Raises OptionError for an invalid size. If this
+    machine cannot set the limit, raises OptionError with `require`; otherwise prints a message and returns None."""
     from moegguf.bench.series import limit_fault
 
     if size is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moegguf.chat.client import Client
 
 START_S = 30.0  # seconds within which a started server must answer
-STOP_S = 10.0  # seconds within which the server must end after SIGTERM; it is then killed
+STOP_S = 10.0  # seconds that the server has to end after SIGTERM before it is killed
 POLL_S = 0.1
 LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
@@ -80,8 +80,8 @@ def _leave_to_program(*_: object) -> None:
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the API key. Otherwise,
-    if `model` is missing from a server on this machine, fetches it."""
+    """Returns the server, the model and the key for a program. With `to_print`, a placeholder replaces the API key.
+    Otherwise, if the server is on this machine and lacks `model`, fetches the model."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -93,8 +93,8 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
 
 
 def _name_on_server(model: str) -> str:
-    """Returns a model's full name for a server on this machine, and fetches the model if it is missing. Raises
-    OptionError for a path, and the errors of `find_or_pull`."""
+    """Returns the name under which a server on this machine finds a model, and fetches the model if it is missing.
+    Raises OptionError for a path, and the errors of `find_or_pull`."""
     from moegguf.terminal.loading import find_or_pull
 
     entry = find_or_pull(model)
@@ -106,8 +106,9 @@ def _name_on_server(model: str) -> str:
 
 
 def _default_model(client: Client) -> str:
-    """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If no
-    server answers, returns the name of the newest model on this machine. Prefers any other model to the demo."""
+    """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If the
+    server does not answer, returns the name of the newest model on this machine. Returns the demo only if the list from
+    which the name is taken has no other model."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 
@@ -133,8 +134,8 @@ def _print_settings(program: LaunchClient, target: Target) -> None:
 @contextmanager
 def _running(client: Client) -> Iterator[None]:
     """Context manager that uses the server at the client's address, or starts a server there for the duration of the
-    block. Raises OptionError if another program uses the address or the server does not start. Raises NoServerError if
-    a server cannot be started because the address is on another machine."""
+    block. Raises OptionError or ServerError if the server at the address is not moegguf, and OptionError if a server
+    does not start. Raises NoServerError if no server answers and the address is not a loopback address."""
     from moegguf.chat.client import NoServerError
 
     try:

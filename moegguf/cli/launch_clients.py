@@ -1,4 +1,5 @@
-"""Coding agents and chat programs that `moegguf launch` supports, and the settings with which each uses a server.
+"""Coding agents and chat programs that `moegguf launch` supports, and the settings with which each program uses a
+server.
 
 No file of another program is changed. A program that reads settings from its environment or its arguments receives them
 that way, for this start only. For other programs the settings are printed, so that the user can add them to the
@@ -11,12 +12,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NO_KEY = "moegguf"  # sent if the server needs no key, since some programs require a key
+NO_KEY = "moegguf"  # sent if the user has set no API key, since some programs require one
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server and one of its models. `key` is an API key, NO_KEY if the server needs no key, or a placeholder for a
+    """A server and one of its models. `key` is an API key, NO_KEY if the user has set no key, or a placeholder for a
     key in printed settings."""
 
     url: str

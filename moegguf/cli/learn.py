@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.bench import split
 from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
-from moegguf.cli.trace import showing_progress
+from moegguf.cli.trace import LOADING, showing_progress
 from moegguf.errors import BusyError, OptionError
 from moegguf.terminal.messages import print_message
 
@@ -54,7 +54,7 @@ LEARN_FLAGS = (
 )  # fmt: skip
 
 
-@flags("expert_cache", "n_threads", own=LEARN_FLAGS)
+@flags(*LOADING, own=LEARN_FLAGS)
 def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Train what the papers' strategies need for MODEL, and save it beside the model.
 
@@ -86,9 +86,9 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products to `n_threads`, by default to the number of processors that are
-    idle now. With more threads than idle processors, matrix products are slow. Variables that the user has set are not
-    changed. Must be called before numpy is imported."""
+    """Limits the threads of numpy's matrix products to `n_threads`, by default to the number of idle processors (at
+    least 1) according to the load average. With more threads than idle processors, matrix products are slow.
+    Environment variables that the user has set are not changed. Must be called before numpy is imported."""
     from moegguf.engine.machine import count_cpus
 
     n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
@@ -154,8 +154,9 @@ def _reporting(progress: Progress, stage: str) -> Progress:
 
 
 def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
-    """Returns the texts whose routing is recorded: the prompts in a file, or with --from-server the stored responses of
-    a server. Raises OptionError."""
+    """Returns the texts whose routing is recorded: the prompts in a file, by default in a bundled file, or with
+    --from-server the turns of /v1/responses that a server has stored. Raises OptionError if the server is running, or
+    if no responses are stored."""
     from moegguf.trace.prompts import Prompt, read_prompts
 
     if not chosen["from_server"]:
@@ -166,13 +167,15 @@ def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
     store = ResponseStore(data_folder() / "responses", read_settings().responses_age_s)
     if not store.stores:
         raise OptionError(
-            "--from-server reads stored responses, but with MOEGGUF_RESPONSES_AGE=0 no responses are stored; change"
-            " it, or give --prompts."
+            "--from-server reads stored responses, but with MOEGGUF_RESPONSES_AGE=0 no responses are stored; give"
+            " --prompts, or set another age and use the server first."
         )
     try:
         turns = store.turns()
     except BusyError as error:
-        raise OptionError("--from-server: a running server has its stored responses open; stop it first.") from error
+        raise OptionError(
+            "--from-server: a running server has its stored responses open; stop the server first."
+        ) from error
     finally:
         store.close()
     found = [Prompt(text, "server") for text in turns if text.strip()]

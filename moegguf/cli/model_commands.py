@@ -1,6 +1,7 @@
-"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor.
+"""The commands for models that are or can be on this machine: pull, list, library, show, rm, cp, create, estimate.
 
-Further commands are for computed contexts on disk, and for models in a running server: ps, stop, budget.
+Further commands are doctor, `contexts` for computed contexts on disk, and for models in a running server ps, stop and
+budget.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ PLANNED = (
     "expert_cache", "n_ctx", "vram_cache", "placement", "n_gpu_layers", "n_parallel", "kv_tokens", "type_k", "type_v",
     "draft", "mmproj", "lora_path", "n_threads", "strategy", "mirror",
 )  # fmt: skip
-"""Options that change the plan of a load, or its speed."""
+"""Options that change the estimated memory or speed of a model."""
 
 
 @flags(*PLANNED, own=DEVICE_FLAGS)
@@ -283,7 +284,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    rows, seen = [], set()  # seen: processes that already have a row; a later row says "(shared)"
+    rows, seen = [], set()  # seen: processes that already have a row; further rows of a process are marked "(shared)"
     for model in models:
         moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
         never = expires.year > datetime.now().year + 100  # "never" is sent as a date centuries in the future

@@ -85,7 +85,7 @@ def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
         "min": option.least,
-        "max": option.most if option.scope == "server" or option.most == 1 else None,  # or checked later
+        "max": option.most if option.scope == "server" or option.most == 1 else None,  # other limits are checked later
         "parser": parse_threads if option.kind == "threads" else None,
     }
     kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
@@ -97,8 +97,8 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
     """Returns a decorator that adds the flags of the options `names`, and the flags in `own`, to a command.
 
     The command receives the dict `given` with the values of the options that the user has set, converted to the types
-    of the Python API. It receives the values of `own` flags as keyword arguments of the same names. Raises OptionError
-    or BudgetError for invalid values.
+    of the Python API. It receives the values of `own` flags as keyword arguments of the same names. Before the command
+    runs, OptionError or BudgetError is raised for an option whose text is invalid.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,9 +124,9 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
 
 
 def loading_options(given: Given, names: Sequence[str]) -> Given:
-    """Removes the options `names` from `given` and returns them as options for loading a model. A server option with
-    the value 0 is left out, so that its default applies. Raises OptionError or BudgetError for an invalid value, which
-    can also come from an environment variable."""
+    """Removes the options `names` from `given` and returns them as options for loading a model. An option whose scope
+    is not "load" is left out if its value is 0, so that its default applies. Raises OptionError or BudgetError for an
+    invalid value, which can also come from an environment variable."""
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.load_spec import LoadSpec
 

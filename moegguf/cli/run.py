@@ -1,6 +1,6 @@
 """`moegguf run`: one answer on stdout, or a chat when there is no prompt and stdin and stdout are a terminal.
 
-The answer and a newline go to stdout, statistics and errors to stderr.
+The answer goes to stdout, statistics and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from moegguf.settings import Settings
 
 PS_TIMEOUT_S = 1.0  # seconds within which a server must list its loaded models
-EXIT_TIMEOUT_S = 0.5  # seconds after CANCEL_TIMEOUT_S until moegguf exits if a cancelled answer has not ended
+EXIT_TIMEOUT_S = 0.5  # seconds that a cancelled answer has to end, after CANCEL_TIMEOUT_S, before moegguf exits
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Returns the prompt: piped input and `words`, joined by a space. Returns "" if there are only blank `words`.
+    """Returns the prompt: piped input and `words`, joined by a space. A blank part is left out. Returns "" if `words`
+    are given and both parts are blank.
 
-    If there is no prompt, returns None for a chat, or raises BadParameter if stdin or stdout is not a terminal.
+    If there are no words and no piped text, returns None for a chat, or raises BadParameter if stdin or stdout is not a
+    terminal.
     """
     terminal = sys.stdin.isatty()
     piped = "" if terminal else decode_text(sys.stdin.buffer.read())
@@ -55,7 +57,7 @@ def _read_prompt(words: Sequence[str]) -> str | None:
 
 def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
     """Prints the answer to `prompt`, then statistics if the conversation is verbose. Returns the exit code. If the
-    answer ended with an error, raises this error."""
+    answer ended with an error, raises this error instead of printing statistics."""
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
@@ -102,7 +104,7 @@ OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
 
 
 class RunCommand(Command):
-    """The command `run`, which accepts `--think` without a value."""
+    """The command `run`, whose flag `--think` may be given without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses `args` after replacing `--think` with `--think=true`. Arguments after `--` are not changed."""
@@ -115,7 +117,8 @@ def model_and_words(
 ) -> tuple[str, list[str]]:
     """Returns the model's name and the words of the prompt. With --model or --hf-repo, all words belong to the prompt.
 
-    Raises BadParameter when no model is named, or when both --model and --hf-repo are given.
+    Raises BadParameter when no model is named, when both --model and --hf-repo are given, or when the value of
+    --hf-repo does not name a repository.
     """
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
@@ -149,7 +152,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    with keyboard_echo_off() if text is None else nullcontext():  # keys typed early are kept for the prompt
+    with keyboard_echo_off() if text is None else nullcontext():  # keys typed during the load are kept for the chat
         from moegguf.chat.client import Client, running_server
         from moegguf.chat.local import LocalModel
         from moegguf.chat.served import ServedModel
@@ -187,7 +190,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
-            if text is None or client is None:  # a server loads the model itself before an answer
+            if text is None or client is None:  # a server loads the model itself when it answers a prompt
                 chat_model.load(conversation)
                 spinner.close()
             if text is not None:
@@ -213,15 +216,15 @@ def _print_copy_note(name: str) -> None:
 
 
 def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
-    """Returns the request parameters that the environment sets, without those that the model's entry sets. They apply
-    to a model that this command loads."""
+    """Returns the request parameters that the environment sets and the model's entry does not set. The caller applies
+    these parameters to a model that this command loads."""
     found = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
     return {name: value for name, value in found.items() if value not in (None, "") and name not in entry.parameters}
 
 
 def _check(given: Given, keep_alive: str | None) -> None:
-    """Raises BadParameter for invalid values of --keepalive, --max-tokens and --strategy, and for a value above its
-    option's upper limit. If typer checked these limits, the help would list them."""
+    """Raises BadParameter for an invalid value of --keepalive or --strategy, for --max-tokens 0, and for a request
+    option above its upper limit. If typer checked these limits, the help would list them."""
     if keep_alive is not None:
         try:
             parse_duration(keep_alive)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, loading_options, model_argument
 from moegguf.errors import OptionError
-from moegguf.options import OF_COMMANDS, OPTIONS
+from moegguf.options import BUDGETS, OF_COMMANDS, OPTIONS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class ServeCommand(Command):
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE: as in huggingface_hub")
 
 
-@flags(
-    "expert_cache", *SERVER_FLAGS, *BUDGET_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,)
-)
+@flags(*dict.fromkeys((BUDGETS["RAM"], *SERVER_FLAGS, *BUDGET_FLAGS, *LOAD_FLAGS)), own=(PORT,))
 def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
     loading = loading_options(given, [*TO_EVERY_MODEL, *OF_COMMANDS])
@@ -54,7 +52,9 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     settings = replace(serve_settings(port, given), loading=loading)
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
-        raise OptionError(f"{named} belongs to one model; name exactly one, as in `moegguf serve MODEL`.")
+        raise OptionError(
+            f"with {named}, exactly one model must be named, as in `moegguf serve MODEL`, but {len(models or ())} are."
+        )
     entries = []
     for model in models or ():
         from moegguf.models.sources import file_name
@@ -96,8 +96,9 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. Notes
-    next to the address list the clients that need a key."""
+    """Prints the version, the folder of models, the memory, the reason if a GPU cannot be used, and the address. A
+    remark after the address states the number of API keys, if other machines can reach the server, and the networks
+    whose clients need no key."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

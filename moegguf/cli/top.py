@@ -39,7 +39,7 @@ def top(
 
 
 def print_once(client: Client, *, as_json: bool) -> None:
-    """Prints one frame with every layer. With `as_json`, prints statistics, plan and experts of each model as JSON.
+    """Prints one frame with every layer, or with `as_json` the statistics, plan and experts of each model as JSON.
 
     In JSON an expert is a digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
     """

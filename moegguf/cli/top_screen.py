@@ -26,9 +26,11 @@ from moegguf.terminal.heatmap import heatmap, legend, tiers_line
 Facts = dict[str, Any]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-HISTORY_POINTS = 60  # points of a sparkline
+HISTORY_POINTS = 60  # maximum number of points of a sparkline
 MIN_MAP_LINES = 3
-NARROW, WIDE = 60, 76  # screen widths in characters: columns are closer below NARROW; more is shown from WIDE on
+# Screen widths in characters. Below NARROW, the columns of numbers are closer together. From WIDE on, the number of
+# experts in each kind of memory is shown.
+NARROW, WIDE = 60, 76
 
 
 class ModelView:
@@ -48,8 +50,8 @@ class ModelView:
         self._before: Stats | None = None
 
     def update(self, facts: Facts, snapshot: Facts | None) -> None:
-        """Stores the newest facts, and a snapshot of the experts if there is one. Updates the statistics and the points
-        of the sparklines."""
+        """Stores the newest facts, and a snapshot of the experts if there is one. Updates the statistics. If the
+        snapshot shows activity since the previous snapshot, adds points to the sparklines."""
         self.facts = facts
         if snapshot is None:
             self.stats = read_stats(facts["stats"])

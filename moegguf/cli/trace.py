@@ -1,7 +1,7 @@
 """`moegguf trace`: record a model's routing or import it, and replay it with other policies and budgets.
 
-Results go to stdout, progress to stderr. This module has only the flags and the tables; `bench.record`,
-`trace.importing` and `trace.analysis` do the work.
+Results go to stdout, progress to stderr. This module has the flags; `bench.record`, `trace.importing` and
+`trace.analysis` do the work, and `trace_tables` prints the tables.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ IMPORT_FLAGS = (
          1, int, {"min": 0}),
 )  # fmt: skip
 FORMATS = ("table", "csv", "json")
+LOADING = ("expert_cache", "n_threads")  # load options of every command that records routing
 SIMULATE_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
          "Strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve, moegguf."
@@ -153,8 +154,8 @@ def showing_progress() -> Iterator[Progress]:
 
 
 def check_writable(out: Path, *sources: Path) -> None:
-    """Raises OptionError if the folder of `out` does not exist, if `out` is not a file, or if `out` is one of
-    `sources`. Called before any work is done."""
+    """Raises OptionError if the folder of `out` does not exist, if `out` exists but is not a regular file, or if `out`
+    is one of `sources`. Called before any work is done."""
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; create it first.")
     if not can_be_replaced(out):
@@ -165,7 +166,7 @@ def check_writable(out: Path, *sources: Path) -> None:
 
 def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
     """Parses shares such as "10%,25%" or "0.1". Removes duplicates unless `of_each` is True, which means that each
-    share belongs to one of several devices. Raises OptionError."""
+    share belongs to one of several devices. Raises OptionError for a share that is not above 0% and up to 100%."""
     shares = []
     for word in split([text]) or [text]:
         try:
@@ -181,7 +182,7 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
 
 
 @trace.command(cls=Command, short_help="Record the routing of a model.")
-@flags("expert_cache", "n_threads", "draft", own=RECORD_FLAGS)
+@flags(*LOADING, "draft", own=RECORD_FLAGS)
 def record(model: Model, *, given: Given, **chosen: Any) -> None:
     """Run MODEL on prompts and record the experts that every token is routed to.
 
@@ -358,7 +359,7 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
         )
     if strategies and (len(policies) > 1 or len(predictors) > 1):
         raise OptionError(
-            "with --strategy, --policy and --predictor each replace one part of it; give at most one name to each."
+            "--policy and --predictor each replace one part of a strategy (--strategy); give at most one name to each."
         )
 
 

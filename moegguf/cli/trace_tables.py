@@ -1,4 +1,4 @@
-"""Prints the tables of `moegguf trace` on stdout."""
+"""Formats the results of `moegguf trace`: prints tables on stdout, and converts rows to CSV."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def print_notes(*notes: str) -> None:
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
-    """Prints a table of hit rates, with a line for each strategy, policy and predictor, and a column for each budget.
+    """Prints a table of hit rates, with a line for each combination of strategy, policy and predictor, and a column for
+    each budget.
 
     Further tables of this form show stalls and speeds if a link was modelled, and the use of prefetched experts if
     there was prefetching.
@@ -126,8 +127,8 @@ def print_summary(found: TraceSummary) -> None:
 
 
 def print_tiers(rows: Sequence[Row], used: str) -> None:
-    """Prints a table with several lines for each policy, predictor and pair of budgets: the counts in VRAM, then for
-    each device if there are several, then in RAM."""
+    """Prints a table with several lines for each combination of policy, predictor, VRAM budget and RAM budget. The
+    first line has the counts in VRAM. Lines for each device follow if there are several, then a line for RAM."""
     names = ("policy", "predictor", "budget", "tier", "hit rate", "MB/token", "evicted", "stall ms", "t/s")
     print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
     staged = {row.share: row.simulated.tiers.get(STAGING) for row in rows if row.simulated is not None}
@@ -169,8 +170,8 @@ def _decided(row: Row) -> tuple[str, str, str]:
 def _gap(rows: Sequence[Row], row: Row) -> str:
     """Returns the share of the gap between LRU and Belady's bound that a row closes, as text.
 
-    Returns "" for LRU and Belady themselves. Also returns "" for rows with prefetching. The bound applies only to
-    eviction, and prefetching can exceed it.
+    Returns "" for LRU and Belady themselves, and if the gap is zero or unknown. Also returns "" for rows with
+    prefetching, because the bound applies only to eviction, and prefetching can exceed it.
     """
     ahead = row.simulated is not None and row.simulated.whole.bytes_prefetched > 0
     closed = None if ahead or row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)

@@ -1,10 +1,10 @@
-"""Finds and saves files about a model's routing: measured hit rates, trained predictors, the EAM collection, and the
-uses of experts.
+"""Finds and saves files about a model's routing: measured hit rates, trained predictors, the collection of expert
+activation matrices (EAMs), and the uses of experts.
 
-Search order: the caller's own folder if one is given, a folder next to the model (`MODEL.gguf.moegguf`), the user's
-data folder, the package (`predictors/NAME`). New files are written to the folder next to the model if that folder is
-writable, otherwise to the user's folder. A file belongs to a model if it has the model's fingerprint, a hash of the
-model's routers. The model's name does not matter.
+Search order: the caller's own folder if one is given, a folder next to the model (`MODEL.gguf.moegguf`), the model's
+folder in the user's data folder, the package (`predictors/NAME`). New files are written to the folder next to the model
+if it is writable and outside the package, otherwise to the folder in the user's data folder. A file belongs to a model
+if it has the model's fingerprint, a hash of the model's routers, whatever the model's name is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Artifacts:
     """Finds and saves the files about one model."""
 
     layout: ExpertLayout | None  # None: there is only a trace, and no model file
-    trace_fingerprint: str = ""  # fingerprint in the trace; "": there is none, so it is computed from `layout`
+    trace_fingerprint: str = ""  # fingerprint in the trace; "": it is computed from `layout`
     folder: Path | None = None  # searched before all other folders; None: there is no such folder
     only_folder: bool = False  # True: only `folder` is searched, so that files of earlier runs are not found
 
@@ -95,8 +95,8 @@ class Artifacts:
 
     def load(self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]) -> T | None:
         """Returns `build(weights)` for the first usable file KIND.safetensors in search order. Damaged files and files
-        of other models that come earlier are skipped with a warning. Returns None if no file is usable. Raises
-        FileNotFoundError if there is no file."""
+        of other models that come earlier are skipped with a warning. Returns None if there are files, but none is
+        usable. Raises FileNotFoundError if there is no file."""
         path = None
         for path in self.find(f"{kind}.safetensors"):
             found = weights.load(path, kind, self.fingerprint, shape, build)
@@ -133,8 +133,8 @@ class Artifacts:
         return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
-        """Saves the table (n_layer, n_expert) of how often each expert was used, atomically, in `writable_folder()`. If
-        writing fails, warns and saves nothing."""
+        """Saves the table (n_layer, n_expert) of expert uses atomically, in `writable_folder()`. If writing fails,
+        warns and saves nothing."""
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:
@@ -145,7 +145,7 @@ class Artifacts:
 
     def writable_folder(self) -> Path:
         """Returns the folder next to the model if it is writable and outside the package, else the user's folder for
-        this model. Creates the folder if it does not exist. Raises OSError."""
+        this model. Creates the folder if it does not exist. Raises OSError if that fails."""
         folder = self.model_folder
         if folder is None or any(folder.is_relative_to(part) for part in package_folders()) or not _writable(folder):
             folder = self.user_folder

@@ -1,8 +1,8 @@
 """MoE-Infinity's collection of expert activation matrices (EAMs, section 4.5 and appendix B.1).
 
-An entry is the EAM of one request (rEAM): counts of tokens per (layer, expert). Only tokens of the answer are counted,
-because only decode passes are compared with entries (`moegguf/native/predictors/counts.cpp`).
-`moegguf/controller/artifacts.py` saves the collection in a file.
+An entry is the EAM of one request (rEAM): for each (layer, expert), the number of tokens that used the expert. Only
+tokens of the answer are counted, because only decode passes are compared with entries
+(`moegguf/native/predictors/counts.cpp`). `moegguf/controller/artifacts.py` saves the collection in a file.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Eamc:
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Eamc:
         """Returns the collection whose entries `weights()` returned earlier. Raises ValueError if the array of entries
-        does not have the model's shape, and KeyError if there is no such array."""
+        does not have the model's shape or holds numbers that are not finite, and KeyError if there is no such array."""
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """Returns a copy of the entries in the form that files contain."""
+        """Returns a copy of the entries, in the form in which they are saved."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Returns the arrays that `predictors/counts.cpp` reads, with the entries in two orders. In `entries`, each
-        entry is contiguous. In `columns`, the counts of one expert in all entries are contiguous. Comparing a layer
-        with all entries then costs one vector addition per used expert."""
+        entry is contiguous. In `columns`, the counts of one expert in all entries are contiguous, because a layer is
+        compared with all entries at once."""
         entries = self.state if self._entries else np.zeros((1, *self._table), np.float32)
         return {
             "entries": entries,
@@ -78,8 +78,8 @@ class Eamc:
         """Adds the rEAM of a request. If the collection is full, the new rEAM replaces the entry most similar to it,
         which keeps the entries diverse (appendix B.1).
 
-        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one of
-        the wrong shape, without counts, or with NaN, infinite or negative counts.
+        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that has the wrong shape, only
+        zeros, or NaN, infinite or negative counts.
         """
         if ream.shape != self._table:
             return False

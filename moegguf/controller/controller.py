@@ -1,8 +1,9 @@
-"""The controller: at each routing event it updates the history, predicts, scores experts and requests prefetches.
+"""The controller: updates the history at each routing event. Depending on the policy and the predictor, it also
+predicts, scores experts and requests prefetches.
 
 No controller is needed if the policy is native and there is no predictor, because the store then decides alone. If the
 policy is native and the store computes the predictor, the controller switches the store's predictor and prefetching on
-and off. It then needs routing events only to add requests to an EAM collection.
+and off. It then needs routing events only for the predictor `eamc`, which adds finished requests to its collection.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class ActingOptions:
     """Options of a controller: prefetching, limits, and clocks."""
 
     prefetch: PrefetchOptions | None = None  # None: nothing is prefetched
-    slowest_s: float = 1.0  # time limit in seconds for one call; a slower policy or predictor is switched off
-    strict: bool = False  # True: a failing policy or predictor raises CallbackError, and there is no time limit
-    # True: the store applies its own predictions at a fixed point of each pass, so that a run is reproducible
+    slowest_s: float = 1.0  # seconds that a policy or predictor may take for one event; a slower one is switched off
+    strict: bool = False  # True: an error in a policy or predictor raises CallbackError, and there is no time limit
+    # True: each routing event waits for the store's earlier predictions; runs are then reproducible, but slow
     lockstep: bool = False
     # The watchdog's clock in ns; None: the caller counts tokens with `count_token`
     clock_ns: Callable[[], int] | None = None
@@ -47,9 +48,11 @@ class ActingOptions:
 def build_controller(
     shape: MoeShape, policy: AnyPolicy, predictor: Predictor, store: Store, options: ActingOptions
 ) -> Controller | None:
-    """Returns the controller of one model, live or simulated; None if the store needs no controller.
+    """Returns the controller of one model, live or simulated. Returns None if the policy is native and there is no
+    predictor, because the store then decides alone.
 
-    If the policy is native, sets it in the store. Raises OptionError if the store refuses the policy.
+    If the policy is native, sets it in the store. The policy `sparsity` brings its own predictor if `predictor` is
+    NoPrediction. Raises OptionError if the store rejects the policy or the predictor.
     """
     if isinstance(policy, Sparsity) and isinstance(predictor, NoPrediction):
         predictor = policy.predictor
@@ -63,7 +66,7 @@ def build_controller(
 class Controller:
     """Receives one model's announcements and routing events, from one thread at a time, and controls the model's store.
 
-    A policy or predictor that raises, returns values of the wrong shape or takes too long is switched off, with one
+    A policy or predictor that raises an error, returns invalid values or takes too long is switched off, with one
     warning. The store then continues without it, and evicts by LRU if the policy was switched off. With the option
     `strict`, CallbackError is raised instead.
     """
@@ -96,7 +99,7 @@ class Controller:
             self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
         else:
             # There is no prefetching, but a policy may read the forecast. A predictor that needs inputs is costly, so
-            # it predicts only as many layers as PrefetchOptions has by default.
+            # it predicts only as many layers ahead as the default window of PrefetchOptions.
             self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
@@ -117,8 +120,8 @@ class Controller:
         return isinstance(self.policy, Policy) or not self.native or isinstance(self.predictor, EamcPredictor)
 
     def announce(self, announcement: Announcement) -> None:
-        """Receives the tokens that are evaluated next. A predictor in Python is called now, before the first layer, and
-        predicts if it needs only token ids."""
+        """Receives the tokens that are evaluated next. A predictor in Python is called before the first layer, so that
+        it can predict from token ids alone."""
         if self.stopped:
             return
         start = time.perf_counter()
@@ -136,7 +139,8 @@ class Controller:
         self.seconds += time.perf_counter() - start
 
     def observe(self, event: RoutingEvent) -> None:
-        """Receives the routing event of one layer: updates the history, predicts, scores experts and prefetches."""
+        """Receives the routing event of one layer: updates the history, predicts, scores experts and requests
+        prefetches."""
         if self.stopped or event.il not in self.shape.row_of:
             return
         start = time.perf_counter()
@@ -152,9 +156,9 @@ class Controller:
         self.seconds += time.perf_counter() - start
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
-        """Reports the next pass to the watchdog. Does nothing without a watchdog. `phase` is DECODE only if the pass
-        has no prompt tokens. `n_sequences` is the number of sequences in the pass; drafted tokens may be counted as
-        additional sequences."""
+        """Reports the next pass to the watchdog, and applies the watchdog's decision to the store's own predictor. Does
+        nothing without a watchdog. `phase` is DECODE only if the pass has no prompt tokens. `n_sequences` is the number
+        of sequences in the pass; drafted tokens may be counted as additional sequences."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -167,9 +171,9 @@ class Controller:
             self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:
-        """Switches the store's own predictor and its prefetching on or off, as the watchdog has decided. While the
-        watchdog waits for its next trial with prefetching off, the predictor is off, too. Does nothing if the store
-        does not compute the predictor."""
+        """Switches the store's own predictor and its prefetching on or off, as the watchdog has decided. Both are off
+        after the predictor has failed. While the watchdog waits for its next trial with prefetching off, the predictor
+        is off, too. Does nothing if the store does not compute the predictor."""
         if self._native is None:
             return
         with self._changing:
@@ -231,9 +235,9 @@ class Controller:
                 f"scores must have the shape {self.shape.table} (layers, experts), but have {np.shape(scores)};"
                 " correct the policy"
             )
-        # While a prompt is processed, the policy's scores are not used: each pass of a prompt needs every layer once,
-        # in order. The store's own prefetching of the next layer serves such a pass better than any probability
-        # (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
+        # The policy's scores are not used in a pass of only prompt tokens. Such a pass uses many experts of each layer,
+        # one layer after another. The store's own prefetching of the next layer serves such a pass better than
+        # predictions (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
         if phase == Phase.PREFILL:
             self._clear_scores()
         elif scores is not None:
@@ -285,20 +289,20 @@ class Controller:
     def _tell(self, what: str, going_on: str) -> None:
         if self.options.strict:
             raise CallbackError(
-                "a simulation stops at the first error in a policy or predictor; correct it and simulate again:"
-                f" {what}."
+                f"a simulation stops at the first error in a policy or predictor: {what}; correct this error and"
+                " simulate again."
             )
         if not self.stopped:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)
 
     def stop(self) -> None:
-        """Makes the controller ignore all later events, including events that are already in the queue."""
+        """Makes the controller ignore all later events, including events that are already in the store's queue."""
         self.stopped = True
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """Returns the `title` of a policy or predictor, or else its `name`. If a user's class has neither, returns the name
-    of the class."""
+    """Returns the `title` of a policy or predictor, or else its `name`. If the object has neither, returns the name of
+    its class."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 

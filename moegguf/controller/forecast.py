@@ -15,7 +15,7 @@ class Forecast:
     """The sliding window of ProMoE (section 4.2): at MoE layer i, the next `window` MoE layers can be predicted, or
     fewer if the predictor's reach is shorter.
 
-    With `again`, every layer in the window is predicted at each routing event. The new prediction, which was made at a
+    With `again`, every layer in the window is predicted at each routing event. A new prediction, which was made at a
     nearer layer, replaces the old one. Without `again`, as in the paper, layers that have a prediction are skipped. The
     first time, all layers of the window are predicted, and later, at layer i, only layer i + window (footnote 1). The
     predictor is then called less often, but predicts farther ahead.
@@ -41,7 +41,8 @@ class Forecast:
 
     def advance(self, predictor: Predictor, il: int) -> None:
         """Discards the predictions for layer `il`, which was just routed, and for earlier layers. Then predicts the
-        layers of the window after `il`. Raises ValueError for a wrong shape or NaN, and the predictor's own errors."""
+        layers of the window after `il`. Raises ValueError if the predictor returns a wrong shape or NaN. Errors that
+        the predictor raises are not caught."""
         self._table[il] = 0
         self._known = [known for known in self._known if known > il]
         self._predict(predictor, self._shape.row_of[il])

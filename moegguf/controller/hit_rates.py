@@ -1,4 +1,4 @@
-"""Hit rates of a model: measured on its own routing, or published by others for other models. A measurement also
+"""Hit rates of a model: measured on its own routing, or published by others for a few models. A measurement also
 determines which policy and predictor the policy "auto" stands for.
 
 A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped with
@@ -20,7 +20,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # smaller differences between hit rates are treated as noise between traces
+LEAST_GAIN = 0.005  # a policy replaces LRU only if its hit rate is at least this much higher; less may be noise
 NEAR_SHARE = 0.05  # two shares of experts in memory are treated as equal if they differ by at most this
 
 T = TypeVar("T")
@@ -35,9 +35,9 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# The choice for a model without a measurement. It had the best results in replays of the demo model's routing, of the
-# routing of random weights, and of synthetic routing that imitates published expert reuse. In a live run the watchdog
-# switches prefetching off when it does not save enough time.
+# The choices for a model without a measurement. UNMEASURED is for one sequence at a time. It had the best results in
+# replays of the demo model's routing, of the routing of random weights, and of synthetic routing that imitates
+# published expert reuse. In a live run the watchdog switches prefetching off when it does not save enough time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
@@ -46,9 +46,9 @@ UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
-    The policy is chosen according to `hit_rates`. `ranges` and `bound` were measured on other requests, so the printed
-    figures are independent of the choice. A policy's range contains the hit rates of 98 % of these other requests.
-    `about["ranges"]` is the number of these requests.
+    The policy is chosen according to `hit_rates`. `ranges` and `bound` were measured on other requests, so they are
+    independent of the choice. A policy's range extends from the 1st to the 99th percentile of the hit rates of these
+    other requests. `about["ranges"]` is the number of these requests.
     """
 
     fingerprint: str  # fingerprint of the model's routers
@@ -61,12 +61,11 @@ class Measured:
     bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}
 
     def choose(self, share: float) -> ControllerChoice:
-        """Returns the policy with the highest hit rate, and the predictor `prefetch`, or else the policy's predictor.
-        The hit rates were measured at several shares of experts with slots; the measured share nearest to `share`
-        decides.
+        """Returns the policy with the highest hit rate at the measured share nearest to `share` (of experts with
+        slots). The predictor is `prefetch`, or if that is "none", the predictor that the policy was measured with.
 
-        Policies that are below LRU at any measured share are left out. Returns LRU if it was not measured, or if the
-        best hit rate does not exceed LRU's by at least LEAST_GAIN.
+        Policies that are below LRU at any measured share, or were measured at other shares than LRU, are left out.
+        Returns LRU if it was not measured, or if the best hit rate does not exceed LRU's by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -98,8 +97,8 @@ class Measured:
 
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
-    """Returns the hit rate at `share`, clamped to [0, 1], by linear interpolation of `rates`, {share: hit rate}. The
-    hit rate is 0 at share 0, and 1 at share 1 unless `rates` has a different value there."""
+    """Returns the hit rate at `share`, by linear interpolation of `rates`, {share: hit rate}. Limits `share` to [0, 1]
+    first. The hit rate is 0 at share 0, and 1 at share 1 unless `rates` has a different value there."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
         if share <= x1 and x1 > x0:
@@ -114,8 +113,8 @@ def write_measured(path: Path, measured: Measured) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns the value with floats rounded to five decimal places. Keys that are floats (shares) become short
-    strings."""
+    """Returns the value with floats rounded to five decimal places. Keys that are floats (shares) become short strings,
+    and tuples become lists."""
     if isinstance(value, dict):
         return {f"{key:g}" if isinstance(key, float) else key: _rounded(part) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -124,8 +123,8 @@ def _rounded(value: Any) -> Any:
 
 
 def read_measured(path: Path) -> Measured:
-    """Reads a measurement from its JSON file. Raises OptionError, with the path, if the file is not a valid
-    measurement."""
+    """Reads a measurement from its JSON file. Raises OptionError, with the path, if the file cannot be read or is not a
+    valid measurement."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:
@@ -187,7 +186,7 @@ class HitCurve:
     n_expert_used: int = 0
 
     def at(self, share: float) -> float:
-        """Returns the interpolated hit rate for this share of all experts in slots."""
+        """Returns the interpolated hit rate if this share of all experts has slots."""
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
@@ -234,9 +233,9 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the range from the lowest to the highest hit rate published for models of this shape, or for all models
-    if there are none. If there are fewer slots than the experts that one token uses over all layers, the range begins
-    at 0, because LRU then has almost no hits."""
+    """Returns the range from the lowest to the highest hit rate that published curves give for this number of slots.
+    Uses the curves of models of this shape, or all curves if none has this shape. If there are fewer slots than the
+    experts that one token uses over all layers, the range begins at 0, because LRU then has almost no hits."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)

@@ -39,7 +39,8 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():
         raise OptionError(
-            f"a {kind} of your own must be written as FILE.py:CLASS, but {name!r:.200} names no class; add it."
+            f"a {kind} of your own must be written as FILE.py:CLASS, but {name!r:.200} names no class; add the"
+            " name of the class."
         )
     file = Path(path).expanduser()
     if not file.is_file():
@@ -81,8 +82,8 @@ def _takes_shape(own: type, shape: object) -> bool:
 
 @lru_cache(maxsize=64)
 def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
-    """Imports a Python file once, and again after its modification time (`mtime_ns`) has changed. The file can import
-    modules from its folder. Raises OptionError if the file raises an error."""
+    """Imports a Python file once for each `kind`, and again after its modification time (`mtime_ns`) has changed. The
+    file can import modules from its folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     # The path may be a link's target without the suffix .py, so the loader is given explicitly.
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
@@ -96,7 +97,7 @@ def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise OptionError(
-            f"the file {str(file)!r:.200} of a {kind} cannot be used: it raised {type(error).__name__}: {error}; run it"
-            f" by itself (python {file.name})."
+            f"the file {str(file)!r:.200} of a {kind} cannot be used: it raised {type(error).__name__}: {error};"
+            f" correct the file (`python {file.name}` in its folder shows where the error is)."
         ) from error
     return module

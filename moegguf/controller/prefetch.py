@@ -24,8 +24,8 @@ class PrefetchOptions:
     """Limits of prefetching.
 
     If the store computes the predictor, it calibrates the probabilities, and uses `waste_weight` instead of
-    `least_probability`. Only then are prefetches ordered by layer proximity (MoE-Infinity, section 4.5). With
-    predictors in Python the nearest layer always goes first.
+    `least_probability`. Only then does `by_proximity` have an effect (MoE-Infinity, section 4.5). With predictors in
+    Python, the nearest layer always goes first.
     """
 
     # Number of layers with experts to predict ahead. In the store, predictors that need no router inputs ignore this

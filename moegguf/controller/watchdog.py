@@ -49,8 +49,9 @@ class Watchdog:
 
     A trial ends early if the difference is clear. For this test, token times with prefetching are first divided by 1 -
     `gain`. A rank test must then find them shorter or longer than the times without prefetching by at least `certainty`
-    standard errors, and the medians of the periods must agree. Ranks are used so that a few slow tokens do
-    not decide the result.
+    standard errors, and the medians of the periods must agree. Ranks are used so that a few slow tokens do not decide
+    the result.
+
     At the end of a trial the medians of the periods decide whether prefetching stays on until the next trial.
 
     If a pass decodes one token for each of several sequences, these count as a single token. A trial compares passes
@@ -164,7 +165,8 @@ class Watchdog:
         be certain, and the medians of the periods must agree with the test."""
         without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
-        wins = np.sign(without[:, np.newaxis] - with_).mean()  # -1 to 1; 1: all tokens with prefetching were faster
+        # -1 to 1; 1: every token with prefetching was faster than every token without
+        wins = np.sign(without[:, np.newaxis] - with_).mean()
         n = len(without)
         m = len(with_)
         errors = wins * np.sqrt(3 * n * m / (n + m + 1))

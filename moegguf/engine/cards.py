@@ -1,4 +1,4 @@
-"""Explains in one sentence why a graphics card of this machine is not used, and what to do about it.
+"""Explains why a graphics card of this machine is not used, and what to do about it.
 
 `find_cards` finds the cards that the operating system lists. `describe_cards` compares them with the devices that ggml
 has found.
@@ -22,7 +22,7 @@ LEAST_DRIVER = {12: 525, 13: 580}
 """{major version of the CUDA runtime: major version of the oldest NVIDIA driver that supports it}"""
 BACKENDS = {"NVIDIA": ("CUDA", "Vulkan"), "AMD": ("ROCm", "Vulkan"), "Intel": ("SYCL", "Vulkan")}
 AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # PCI vendor ids, as sysfs writes them
-LEAST_CARD_BYTES = 2 << 30  # AMD GPUs that report less memory are treated as part of a processor
+LEAST_CARD_BYTES = 2 << 30  # AMD GPUs that report less memory, or none, are treated as part of a processor
 UNKNOWN = "unknown"
 
 
@@ -94,10 +94,10 @@ def read_build() -> Build:
 
 
 def describe_cards(cards: Sequence[Card], build: Build) -> str:
-    """Returns a sentence about a card, GPU or backend plug-in that is not used, or about a GPU whose backend was never
-    tried with moegguf.
+    """Returns a message about a card, GPU or backend plug-in that is not used, or about a GPU whose backend (MUSA) was
+    never tried with moegguf.
 
-    Returns "" if there is nothing to report, for example if ggml has found a GPU through another backend.
+    Returns "" if there is nothing to report, for example if ggml has found a GPU of a backend other than MUSA.
     """
     own = [device for device in build.devices if device.backend not in ("CPU", "RPC")]
     for device in own:

@@ -65,7 +65,8 @@ class Requests:
 
     Each such call is one request: its first evaluation is the prompt, and all later evaluations belong to the phase
     DECODE. Outside such a call, an evaluation in an empty context begins a new request, and later evaluations of single
-    tokens belong to DECODE. Routing events carry the request's number and phase, because llama.cpp reports neither.
+    tokens belong to DECODE. llama.cpp reports neither the number nor the phase of a request, so this class provides
+    them for routing events.
     """
 
     def __init__(self) -> None:
@@ -129,14 +130,15 @@ class Context:
     """Evaluates tokens and images in the llama.cpp context of `llm`. `loader` provides the session, the controller and
     the compute threads.
 
-    mmproj: path of the file with the model's projector.
+    mmproj: path of the file with the model's projector, which turns images into embeddings.
 
     Evaluations raise typed errors, such as ExpertIOError, GenerationCancelled, ForkError and ClosedError. They raise
-    CallbackError if a policy, predictor or listener of this model has raised an exception, or is the caller.
+    CallbackError if a listener to this model's routing events has raised an exception, or if a policy, predictor or
+    listener of this model is the caller.
     """
 
     def __init__(self, llm: UpstreamLlama, loader: Loader, mmproj: str | os.PathLike[str] | None = None) -> None:
-        self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
+        self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
         self.controller = loader.controller  # decides which experts to keep and fetch; None: there is no expert store
         self._bindings = library.llama_cpp()
@@ -172,8 +174,8 @@ class Context:
         self.after_eval: Callable[[int, Tokens, int], object] | None = None
 
     def check_open(self) -> None:
-        """Raises ClosedError if the model is closed. Raises ForkError in a child process that was forked after a model
-        with an expert store was loaded."""
+        """Raises ClosedError if the model is closed. Raises ForkError in a child process that was forked after the
+        model was loaded, if the model has an expert store."""
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
         if self._session is not None and self._session.forked:  # fork() does not copy the store's threads
@@ -270,11 +272,11 @@ class Context:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
-        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of the logits row of each
-        chunk's last token, or None if the KV cache has no room for the tokens. The rows of the chunk's draft tokens
-        directly follow that row. After an exception the caller must truncate the sequences, because some of the tokens
-        may be in the context. After a pass with drafts the caller must also truncate the sequences, because rejected
-        draft tokens stay in the context."""
+        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index in the pass of each chunk's
+        last token before its draft, or None if the KV cache has no room for the tokens. `logits` accepts this index.
+        The draft tokens directly follow that token. After an exception the caller must truncate the sequences, because
+        some of the tokens may be in the context. After a pass with drafts the caller must also truncate the sequences,
+        because rejected draft tokens stay in the context."""
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -284,8 +286,8 @@ class Context:
         return None
 
     def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
-        """Evaluates the chunks in one call of llama_decode. Returns the index of the logits row of each chunk's last
-        token."""
+        """Evaluates the chunks in one call of llama_decode. Returns the index in the pass of each chunk's last token
+        before its draft."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
@@ -392,7 +394,7 @@ class Context:
             self.check_weights()
             session, llm, before, start_s = self._session, self._llm, self._llm.n_tokens, time.perf_counter()
             if session is not None:
-                session.raise_failure()  # an exception that a callback has raised since the last call
+                session.raise_failure()  # a failure, or an exception in a callback, since the last call
             self._chunk_rows = []
             try:
                 yield
@@ -442,9 +444,9 @@ class Context:
     # Logits.
 
     def check_logits(self, row: int = -1) -> None:
-        """Raises OptionError unless the current request has evaluated the token whose logits are in this row.
+        """Raises OptionError unless the current request has evaluated the token with this index.
 
-        `row`: a row that `eval_sequences` has returned; -1: the row of the last token in sequence 0.
+        `row`: an index that `eval_sequences` has returned; -1: the last token of sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(
@@ -475,7 +477,7 @@ class Context:
         return bool(first <= max(0, position - self._n_swa + 1))
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns the number of most recent tokens that each of these sequences can lose after a pass
+        """Returns the maximum number of tokens by which each of these sequences can be rolled back after a pass
         (`Rollback.most_lost`). Call this only for a model with a recurrent state; other models have no such limit."""
         return self._rollback.most_lost(sequences)
 

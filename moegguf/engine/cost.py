@@ -90,7 +90,7 @@ class ModelBytes:
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
         """Returns the bytes and counts for a token of this model while `kv_bytes` of the KV cache are in use."""
-        dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
+        dense_bytes = layout.dense_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
 
@@ -107,6 +107,7 @@ class Speeds:
     cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
     source: str = ""  # origin of these speeds, as text
+    pageable: Link | None = None  # copies if the system refuses pinned memory for the slots in RAM; None: not known
     device_dense_bytes_per_s: float = 0.0  # speed for weights outside experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 
@@ -115,8 +116,8 @@ class Speeds:
         times = (self.stop_s, self.cpu_layer_s, self.device_node_s, self.cpu_node_s, self.copies.latency_s)
         if not all(0 < speed < math.inf for speed in speeds) or not all(0 <= time_s < 1 for time_s in times):
             raise OptionError(
-                f"speeds must be above 0 and finite, but are {speeds} bytes/s; and latencies must be from 0 to below 1"
-                f" s, but are {times} s; give other numbers."
+                f"speeds must be above 0 and finite, and latencies from 0 to below 1 s, but the speeds are {speeds}"
+                f" bytes/s, and the latencies are {times} s; give other numbers."
             )
 
     @classmethod

@@ -105,9 +105,10 @@ def find_device(devices: Sequence[Device], name: str) -> Device:
 
 
 def query_gpus() -> list[Device]:
-    """Returns `gpus()` as a separate process finds them, so that drivers reserve no device memory for this process.
+    """Returns the result of `gpus()` in a separate process, so that drivers reserve no device memory for this process.
+    The `handle` of each device is valid only in that process.
 
-    Raises BudgetError if that process ends without an answer, or takes longer than QUERY_S.
+    Raises BudgetError if that process cannot be started, ends without an answer, or takes longer than QUERY_S.
     """
     command = child_command("moegguf.engine.devices")
     try:

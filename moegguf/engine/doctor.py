@@ -137,7 +137,7 @@ def read_pin() -> dict[str, str]:
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(
-            f"{folder} has no file UPSTREAM, because an older moegguf built the library; build it again."
+            f"{folder} has no file UPSTREAM, so an older moegguf probably built the library; build moegguf again."
         )
     return pin
 
@@ -162,7 +162,7 @@ def _device(device: BackendDevice) -> Facts:
 
 def _cards() -> Facts:
     """Returns the graphics cards that the system lists, the installed backend plug-ins, and backend problems. `note` is
-    the sentence of `card_note`, or None."""
+    the text of `card_note`, or None."""
     problems = library.backend_problems()
     return {
         "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
@@ -186,8 +186,8 @@ def _machine() -> Facts:
 
 
 def _disk(model: str | None) -> Facts:
-    """Measures the disk that holds the model's file. Without `model`, reads the largest model in MOEGGUF_MODELS, or the
-    demo model if there is none."""
+    """Measures the disk that holds the model's file. Without `model`, reads the largest file in the models folder, or
+    the demo model if that folder has no model."""
     files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:

@@ -1,6 +1,6 @@
 """Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
 
-llama.cpp's own speculative code makes drafts (`native/drafts`, a library that is loaded only when drafts are used).
+llama.cpp's own speculative code generates drafts (`native/drafts`, a library that is loaded only when drafts are used).
 There are two kinds of drafts. For the first kind, the sequence's last tokens are looked up in its earlier text, and the
 tokens that followed them there become the draft. For the second kind, a draft context generates tokens. The draft
 context runs a second, smaller model, or the extra heads in the model's file that predict further tokens (multi-token
@@ -84,7 +84,7 @@ def _check(reason: bytes | None, *_: object) -> None:
 
 
 class Drafts:
-    """Makes drafts of up to `n_max` tokens for the sequences of a context.
+    """Generates drafts of up to `n_max` tokens for the sequences of a context.
 
     keys: number of most recent tokens that must occur earlier in the text, for the long and the short n-gram. target,
     draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` runs
@@ -184,8 +184,9 @@ class ModelDrafts:
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
         """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
         if `draft` is "auto" and the model is not batch-invariant. Also does nothing if the model's state cannot be
-        rolled back; then warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies
-        differ."""
+        rolled back; then warns unless `draft` is "auto". Warns if drafts may change answers because the model is not
+        batch-invariant. Raises AllocationError if there is no memory for the draft context, and MoeggufError if the
+        vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX

@@ -17,7 +17,8 @@ N_KEPT = 3
 class ErrorLog:
     """Keeps the last errors that the library named `library` has logged.
 
-    install: sets the library's log callback, which may be called at any time. forward: receives every line of the log.
+    install: sets the library's log callback. The library may call that callback at any time. forward: receives every
+    line of the log.
     """
 
     def __init__(

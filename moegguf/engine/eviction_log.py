@@ -1,7 +1,7 @@
-"""Logs an eviction at most once a second: which experts were evicted since the last routing event, and which received
-slots.
+"""Logs evictions at most once a second: the experts that lost their slots between two successive routing events, and
+the experts that received slots.
 
-Other evictions are not logged.
+Evictions at other times are not logged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class EvictionLog(RoutingListener):
 
     def __init__(self, session: Session) -> None:
         self._store = session.store
-        self._layers = [layer.il for layer in session.layout.layers]
         self._before: npt.NDArray[np.bool_] | None = None
         self._logged_s = -PERIOD_S
 
@@ -53,4 +52,4 @@ class EvictionLog(RoutingListener):
 
     def _names(self, experts: npt.NDArray[np.bool_]) -> list[str]:
         """Returns up to MAX_NAMED of these experts, as "layer/expert"."""
-        return [f"{self._layers[row]}/{expert}" for row, expert in np.argwhere(experts)[:MAX_NAMED].tolist()]
+        return [f"{il}/{expert}" for il, expert in np.argwhere(experts)[:MAX_NAMED].tolist()]

@@ -42,7 +42,7 @@ class KnownFact:
         return None
 
     def write(self, fact: Any) -> None:
-        """Saves a fact. Warns if the folder is not writable."""
+        """Saves a fact. Warns if its file cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(fact).encode())

@@ -2,11 +2,11 @@
 everything that its bytes depend on.
 
 A block is written under a temporary name and then renamed. It contains a checksum of its name and bytes. A block that
-is damaged, truncated, misnamed or not a regular file is treated as missing; `read` deletes it. Therefore blocks need
-not be flushed to disk. Several processes may share a folder; a file that another process has deleted is also treated as
-missing. An error while the folder is opened or a block is written turns the store off, with one warning. States of
-sequences are read from their files into a KV cache (`native/kv_blocks.cpp`). This module knows nothing about models, or
-about the contents of blocks.
+is found to be damaged, truncated, misnamed or not a regular file is treated as missing; `read` deletes it. Therefore
+blocks need not be flushed to disk. Several processes may share a folder; a file that another process has deleted is
+also treated as missing. An error while the folder is opened or a block is written turns the store off, with one
+warning. States of sequences are read from their files into a KV cache (`native/kv_blocks.cpp`). This module knows
+nothing about models, or about the contents of blocks.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class KVBlocks:
 
 class KvBlockStore:
     """Stores blocks in `folder`. Old blocks are deleted so that all blocks together occupy at most about `limit_bytes`
-    bytes. None: a tenth of the disk space that is free or used by this store, at most MOST_AUTO_BYTES. Any thread may
-    use the object."""
+    bytes. If `limit_bytes` is None, the limit is a tenth of the disk space that is free or used by this store, but at
+    most MOST_AUTO_BYTES. Any thread may use the object."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self.folder = folder

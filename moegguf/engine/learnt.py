@@ -17,7 +17,7 @@ def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
     and the file's path. If there are several files, the first one in the search order of `Artifacts` is used.
 
     tokens and requests: the size of the training data. right: the share of held-out choices that the predictor guessed
-    right. Each of these is None if the file does not contain it as a number.
+    correctly. Each of these is None if the file does not contain it as a number.
     """
     artifacts = Artifacts(layout)
     found = []

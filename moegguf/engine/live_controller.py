@@ -1,7 +1,7 @@
 """The controller of one running model: chooses the policy and the predictor according to the options, and decides when
 to listen to the store.
 
-If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. The
+If every expert has a slot, there is nothing to decide. The controller then does not listen, and takes no time. The
 controller influences slots only through policies, scores, forecasts and requests to prefetch.
 """
 
@@ -46,9 +46,9 @@ class ControllerOptions:
 
     The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use;
     for a single sequence, predicted experts are then also prefetched while that saves time. `predictor` None chooses
-    the predictor that the policy was measured with. If there is none and prefetching is on, None chooses the best
-    predictor that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to
-    save time, or, for a single sequence without a given predictor, if nothing was measured.
+    the predictor that the measurement names. If there is none and prefetching is on, None chooses the best predictor
+    that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to save time,
+    or, for a single sequence without a given predictor, if nothing was measured.
     """
 
     policy: str | Policy = AUTO
@@ -243,8 +243,8 @@ class LiveController:
         """Returns the names of the policy and the predictor, and the state of prefetching. With a controller, also
         returns the time that decisions take.
 
-        Prefetching is "off" (also if every expert is in memory), "on", "measuring" (alternating on and off) or "paused"
-        (it saved too little, or a device's link was not busy).
+        Prefetching is "off" (also if every expert has a slot), "on", "measuring" (alternating on and off) or "paused".
+        It is paused if it saved too little, or if a device's link has not been busy enough.
         """
         controller = self.controller
         name = self.native_policy

@@ -165,8 +165,8 @@ class Llama(UpstreamLlama):
                 vocabulary.
 
         Raises:
-            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the file ended
-                the trial load (engine/trial.py).
+            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the trial load
+                of the file failed (engine/trial.py).
             CapabilityError: a kind of model that moegguf does not run.
             BudgetError: the budget cannot be read or is too small; the message states the minimum.
             OptionError: an unknown keyword (the message names the nearest known one), or an invalid value.
@@ -256,7 +256,7 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # close() also sets `_model`; otherwise the base class would create the context next
+        if not self._closed:  # close() also sets `_model`; in any other case, the base class creates the context next
             self._loader.attach_context(self.context_params)
 
     @property
@@ -272,7 +272,12 @@ class Llama(UpstreamLlama):
     @functools.cached_property
     def batch_invariant(self) -> bool:
         """True if a token's results are the same, bit for bit, in any pass and with any other sequences
-        (engine/sequences.py)."""
+        (engine/sequences.py).
+
+        The value describes the loaded model and never changes. It does not cover a sequence whose full context was
+        shifted. If other sequences are being processed, a shift evaluates the remaining tokens again. Otherwise a shift
+        moves their cells, which rounds differently.
+        """
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
@@ -387,8 +392,8 @@ class Llama(UpstreamLlama):
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yields the tokens of `steps`. If contexts are kept for this model and the option `reset` is True, first
-        restores the part of the prompt's context that is on disk. Writes new parts to disk after each evaluation and at
-        the end."""
+        restores the part of the prompt's context that is on disk. In this case, new parts are also written to disk,
+        after each evaluation and at the end."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -445,8 +450,8 @@ class Llama(UpstreamLlama):
         not change. The change happens immediately if the model is idle. If another thread is evaluating tokens, the
         change happens after that evaluation.
 
-        vram_cache also holds the buffers in which prompts are staged. These buffers stay. So do experts of whole
-        layers, which are not part of any budget. If a device had a slot for every expert, prompts may be processed in
+        vram_cache also holds the buffers in which prompts are staged. These buffers stay. If the GPU holds whole
+        layers, only expert_cache can be changed. If a device had a slot for every expert, prompts may be processed in
         shorter passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
@@ -458,7 +463,7 @@ class Llama(UpstreamLlama):
             >>> llm.stats().n_slots
             48
         """
-        set_budget(self, self.context, self.session, expert_cache, vram_cache)
+        set_budget(self, self.context, self.session, {"RAM": expert_cache, "VRAM": vram_cache})
 
     def cancel(self) -> None:
         """Cancels the evaluation that another thread is running, which soon raises GenerationCancelled. Later
@@ -486,8 +491,8 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees the context, the model, the pool and the threads; in a child process, frees nothing. A second call does
-        nothing.
+        """Frees the context, the model, the slots and the threads; in a forked child process, frees nothing. A second
+        call does nothing.
 
         Example:
             >>> llm = moegguf.Llama("demo", verbose=False)

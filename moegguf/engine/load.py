@@ -22,12 +22,14 @@ from moegguf.engine.drafts import drafted
 from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context, is_embedding
+from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.plan import Plan
 from moegguf.engine.solver import make_plan
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import AllocationError, CapabilityError, ExpertIOError, ModelFormatError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
+from moegguf.quantities import format_bytes
 from moegguf.settings import read_environment
 
 # Known wrappers (LangChain) pass these keywords for old llama.cpp versions. The keywords have no effect here.
@@ -57,7 +59,10 @@ class LoadPlan:
         """Returns the typed error for an error that the base class raised while loading. `reason`: errors that
         llama.cpp logged."""
         if isinstance(error, MemoryError):
-            return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
+            return AllocationError(
+                f"no memory left while loading {self.path}; give less memory to experts (--expert-cache), or a smaller"
+                " n_ctx."
+            )
         if "LoRA" in str(error):
             adapter = self.spec.lora_path
             return ModelFormatError(f"{adapter} does not fit this model: {reason}; give one that was trained on it.")
@@ -87,8 +92,8 @@ def prepare(
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
-            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token by token, and cannot"
-            " be run here; choose another model."
+            f"{layout.shards[0].path.name}: {layout.arch} models generate text by diffusion, not token by token, and"
+            " moegguf cannot run them; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
     # divides: True if the plan, not the caller's options, decides which layers run on devices
@@ -116,9 +121,9 @@ def prepare(
 def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
-    llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not use. To keep this
-    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
-    context's `n_batch` to the plan's.
+    Without logits_all, llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not
+    use. To keep this array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader
+    later sets the context's `n_batch` to the plan's.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
@@ -176,8 +181,10 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
     """Creates the plan for a load on a machine. Speeds and hit rates are looked up only if the machine has one device
     and the layers are not divided.
 
-    measure: returns the speeds of a device with the model. Raises BudgetError or OptionError. Also raises OptionError
-    if a device that must be used has no kernel for the model's experts.
+    measure: returns the speeds of a device with the model.
+
+    Raises BudgetError or OptionError. Also raises OptionError if a device that must be used has no kernel for the
+    model's experts.
     """
     speeds, hits, reasons = None, None, list[str]()
     if machine.devices and not spec.is_divided(machine.devices):
@@ -194,6 +201,13 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
             " layer"
         )
     found = make_plan(layout, machine, spec, speeds, hits)
+    refused = refused_bytes(layout) if speeds and speeds.pageable else 0
+    if speeds and speeds.pageable and 0 < refused <= found.n_ram_slots * found.slot_bytes:
+        found = make_plan(layout, machine, spec, replace(speeds, copies=speeds.pageable), hits)
+        reasons.append(
+            f"{format_bytes(refused)} of RAM could not be pinned before: copies from pageable memory are expected, at"
+            f" {speeds.pageable.bytes_per_s / 1e9:.1f} GB/s"
+        )
     return replace(found, reasons=(*found.reasons, *reasons))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from moegguf.controller.strategies import find_strategy
@@ -17,7 +17,7 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native.store import StoreOptions
-from moegguf.options import COMMAND_DEFAULTS, KV_CACHE_TYPES, load_keywords
+from moegguf.options import BUDGETS, COMMAND_DEFAULTS, KV_CACHE_TYPES, load_keywords
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_option, read_load_keywords
 
@@ -27,6 +27,45 @@ NO_SPLIT, BY_LAYERS = 0, 1  # values of enum llama_split_mode
 AUTO = ExpertCache("auto")
 
 Budget = str | int | float | ExpertCache
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The budgets for experts in RAM and on GPUs."""
+
+    ram: ExpertCache = AUTO
+    vram: tuple[ExpertCache, ...] = (replace(AUTO, tier="VRAM"),)  # one for all GPUs together, or one for each
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Budgets:
+        """Parses the options with budgets. A missing option is "auto", and so is an empty budget for GPUs. Budgets for
+        several GPUs are separated by commas. Raises BudgetError."""
+        ram, vram = map(options.get, BUDGETS.values())
+        parts = vram.split(",") if isinstance(vram, str) and vram else [vram or "auto"]
+        return cls(
+            parse_expert_cache("auto" if ram is None else ram),
+            tuple(parse_expert_cache(part, "VRAM") for part in parts),
+        )
+
+    def as_limits(self, n_experts: int, ram_slot_bytes: int, vram_slot_bytes: int) -> Budgets:
+        """Returns automatic budgets (as much as fits) with these budgets as their maxima. A share of all `n_experts`
+        experts counts as slots of `ram_slot_bytes` or `vram_slot_bytes` bytes."""
+
+        def limit(cache: ExpertCache, slot_bytes: int) -> ExpertCache:
+            n_bytes = int(cache.fraction * n_experts + 1e-9) * slot_bytes
+            return replace(cache, mode="auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
+
+        in_vram = tuple(limit(cache, vram_slot_bytes) for cache in self.vram)
+        return Budgets(limit(self.ram, ram_slot_bytes), in_vram)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """{option: the text of its value}: "auto", "50%", "4.00GiB"; for several GPUs "50%,4.00GiB"."""
+        return dict(zip(BUDGETS.values(), (str(self.ram), ",".join(map(str, self.vram))), strict=True))
+
+    def as_given(self, tier: str) -> str:
+        """Returns the option for a tier and its value, for messages, in the form NAME='50%,4.00GiB'."""
+        return f"{BUDGETS[tier]}={self.texts[BUDGETS[tier]]!r}"
 
 
 @dataclass(frozen=True)
@@ -44,8 +83,7 @@ class LoadSpec:
     flash_attn: bool | None = False  # None: used if the compute devices support it
     logits_all: bool = False  # True: every token of a pass has logits
     embedding: bool | None = False  # None: True if the file's header has a pooling type
-    expert_cache: ExpertCache = AUTO
-    vram_cache: tuple[ExpertCache, ...] = (AUTO,)  # one budget for all GPUs together, or one for each
+    budgets: Budgets = Budgets()
     placement: str = "auto"
     draft: str = "auto"
     projector: ProjectorHeader | None = None
@@ -57,8 +95,8 @@ class LoadSpec:
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
-    # True: a GPU is required by a vram_cache (also by MOEGGUF_VRAM_CACHE), or by a placement that uses one and that was
-    # passed (not by MOEGGUF_PLACEMENT)
+    # True: a GPU is required by a budget for GPUs (also by MOEGGUF_VRAM_CACHE), or by a placement that uses a GPU and
+    # that was passed (not by MOEGGUF_PLACEMENT)
     needs_gpu: bool = False
     leaves_layers: bool = False  # True: llama.cpp's own options decide which layers run on GPUs, and no GPU has slots
 
@@ -78,7 +116,7 @@ class LoadSpec:
         options |= {name: value for name, value in given.items() if value is not None or name in COMMAND_DEFAULTS}
         n_gpu_layers = options.get("n_gpu_layers")
         mode = options.get("split_mode", BY_LAYERS)
-        budget = options.get("vram_cache")
+        budget = options.get(BUDGETS["VRAM"])
         placement = parse_option("placement", options.get("placement", "auto"), "placement")
         store = options.get("store") or default_store(options.get("strategy", ""))
         is_some = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
@@ -94,8 +132,7 @@ class LoadSpec:
         checked = {
             "type_k": _cache_type("type_k", options.get("type_k", F16)),
             "type_v": _cache_type("type_v", options.get("type_v", F16)),
-            "expert_cache": parse_expert_cache(options.get("expert_cache", AUTO)),
-            "vram_cache": parse_vram_caches(budget or AUTO),
+            "budgets": Budgets.of(options),
             "placement": placement,
             "draft": os.fspath(options.get("draft", "auto")),
             "projector": read_projector(images) if images else None,
@@ -126,7 +163,7 @@ class LoadSpec:
         Raises OptionError if layers are divided and the placement is "layers".
         """
         is_some = self.n_gpu_layers is not None and 0 <= self.n_gpu_layers < EVERY_LAYER
-        is_one = len(devices) <= len(self.vram_cache) == 1
+        is_one = len(devices) <= len(self.budgets.vram) == 1
         if self.placement == "cpu" or (is_one and not is_some and self.tensor_split is None):
             return False
         if self.placement == "layers":
@@ -134,7 +171,7 @@ class LoadSpec:
             raise OptionError(
                 "placement 'layers' needs one GPU that computes every layer, and one budget, but these compute:"
                 f" {names} (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}, vram_cache with"
-                f" {len(self.vram_cache)} budgets); use placement 'slots', or choose one GPU (split_mode {NO_SPLIT},"
+                f" {len(self.budgets.vram)} budgets); use placement 'slots', or choose one GPU (split_mode {NO_SPLIT},"
                 " main_gpu) with one budget, and leave n_gpu_layers and tensor_split out."
             )
         return True
@@ -174,14 +211,6 @@ def default_store(strategy: str = "") -> StoreOptions:
     """Returns a strategy's options for the expert store; "": moegguf's own strategy. Raises OptionError for an unknown
     name."""
     return find_strategy(strategy).store
-
-
-def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
-    """Returns the budgets for devices: one for all devices together, or one for each, separated by commas. Raises
-    BudgetError."""
-    if not isinstance(value, str):
-        return (parse_expert_cache(value, "vram_cache"),)
-    return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
 
 
 def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:

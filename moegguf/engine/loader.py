@@ -1,7 +1,7 @@
 """Loads a model: runs a trial load, opens the expert store, makes llama.cpp read the weights, and starts threads.
 
-The store is opened before the model and closed after it, since the model's expert tensors use the store's reserved
-buffer type.
+The store is opened before the model and closed after it, because the model's expert tensors use a buffer type that
+belongs to the store and only reserves address space.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[float], object]
 ADVICE_BYTES = 4 << 20
+REPORT_S = 0.5  # seconds between reports while memory is pinned
 
 
 class Loader:
@@ -76,7 +77,7 @@ class Loader:
             store = replace(store, device=None)  # `device` names the device of the slots; here they are in RAM
         if load_plan.hooks:
             mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
-            self.session = Session(plan.slots_layout(load_plan.layout), plan, store, mirrors)
+            self.session = self._open(lambda: Session(plan.slots_layout(load_plan.layout), plan, store, mirrors))
             if is_logged():
                 self.session.listeners.add(EvictionLog(self.session))
             self.session.store.pause_fill(True)  # until llama.cpp has read the weights
@@ -99,8 +100,26 @@ class Loader:
             self._ended_by.__cause__ = error
         return self._ended_by is None
 
+    def _open(self, open_session: Callable[[], Session]) -> Session:
+        """Opens the store. If it has slots in RAM below a device, their memory is pinned, which may take a minute. The
+        progress callback is then called with 0.0 every REPORT_S seconds. If the callback cancels the load, the store is
+        closed as soon as it is open."""
+        if not self.load_plan.plan.n_ram_slots:
+            return open_session()
+        with ThreadPoolExecutor(1, "moegguf-store") as beside:
+            opening = beside.submit(open_session)
+            try:
+                while wait([opening], REPORT_S).not_done:
+                    self._report_waiting()
+            except BaseException:
+                with suppress(MoeggufError):
+                    opening.result().close()
+                raise
+            return opening.result()
+
     def _report_waiting(self) -> None:
-        """Calls the progress callback with 0.0 during the trial load. Raises if the callback cancels the load."""
+        """Calls the progress callback with 0.0, during the trial load or while memory is pinned. Raises if the callback
+        cancels the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by
@@ -130,7 +149,7 @@ class Loader:
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
                 params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)
-        if self.load_plan.spec.flash_attn is None:  # the base class can only switch it on or off
+        if self.load_plan.spec.flash_attn is None:  # the base class can only switch flash attention on or off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:
             self.session.attach_context(params)
@@ -174,8 +193,8 @@ class Loader:
 
     @contextmanager
     def _weights_read_ahead(self) -> Iterator[None]:
-        """Reads weights ahead while the `with` block makes llama.cpp read them: another thread makes the system read
-        them into the page cache. Does nothing without an expert store.
+        """Reads weights into the page cache in another thread, while the `with` block makes llama.cpp read them. Does
+        nothing without an expert store.
 
         Without that thread, the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
         cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
@@ -197,9 +216,9 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Starts the compute threads of this context. If `govern_threads` is set, also creates the object that adapts
-        the number of threads to other processes' use of the processors. Does nothing if there is only one compute
-        thread."""
+        """Starts the compute threads of this context. Leaves this to llama.cpp if there is no expert store and
+        `govern_threads` is not set. If `govern_threads` is set, also creates the object that adapts the number of
+        threads to other processes' use of the processors. Does nothing if there is only one compute thread."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -213,8 +232,8 @@ class Loader:
             )
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """Fetches the experts that earlier runs used most if `warm_start` is True and no device holds whole layers.
-        Starts the recording if `trace` is set. Raises OptionError for `trace` without an expert store."""
+        """Fetches the most frequently used experts of earlier runs, if `warm_start` is True and no device holds whole
+        layers. Starts the recording if `trace` is set. Raises OptionError for `trace` without an expert store."""
         session = self.session
         if trace and session is None:
             raise OptionError(

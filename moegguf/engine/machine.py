@@ -1,4 +1,4 @@
-"""Reads how much memory and how many CPUs this process may use, and the read speeds of the disk and of memory.
+"""Reads how much memory and how many CPUs this process may use, and measures the read speeds of the disk and of memory.
 
 Free memory is the smallest amount that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed).
 Cgroup files are read below `root`, so that tests can supply their own files.
@@ -26,11 +26,12 @@ MARGIN_BYTES = 256 << 20  # minimum number of bytes of RAM that an "auto" budget
 VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device, for displays and other programs
 # bytes to leave free on a device that only this process uses, for library workspaces and captured graphs
 OWN_MARGIN_BYTES = 384 << 20
-# a device with at most this many bytes in use, for its driver and context, is assumed to be used only by this process
+# a device with more than 0 and at most this many bytes in use, for its driver and context, is assumed to be used only
+# by this process
 IDLE_BYTES = 768 << 20
 _NO_LIMIT = 1 << 62  # limits of at least this number mean "no limit"; cgroup v1 writes a number near 2^63
-# if the load average of the last minute, divided by the number of CPUs, is above this, a warning says that speeds are
-# too low
+# if the load average of the last minute, divided by the number of CPUs, is above this, a warning says that measured
+# speeds are too low
 BUSY_SHARE = 0.25
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
 _DISK_THREADS = 4
@@ -69,7 +70,7 @@ class Device:
     """A device, identified by its name in ggml, and its memory. `index`: its number among the GPUs, as in llama.cpp's
     main_gpu.
 
-    `handle`: address of its ggml_backend_dev, or 0.
+    `handle`: address of its ggml_backend_dev in the process that listed the devices, or 0.
     """
 
     name: str
@@ -221,7 +222,7 @@ class ProcessorUse:
         self._last = self._read()
 
     def others(self) -> float:
-        """Returns how many CPUs other processes kept busy since the last call, or since construction: 0.0 to
+        """Returns how many CPUs other processes kept busy on average since the last call, or since construction: 0.0 to
         `n_cpu`."""
         (now_s, busy_s, own_s), before = self._read(), self._last
         self._last = now_s, busy_s, own_s

@@ -244,8 +244,8 @@ class Sizes:
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
     def most_ubatch(self, layout: ExpertLayout) -> int:
-        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if
-        the user gave `n_ubatch`, or if attention may not be fused, because scores then grow with the pass."""
+        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if the user
+        gave `n_ubatch`, or if fused attention is not assumed (`is_fused`), because scores then grow with the pass."""
         if self.n_ubatch or not self.is_fused(layout):
             return self.usual_ubatch
         most = min(MOST_UBATCH_TOKENS, self.n_batch or MOST_UBATCH_TOKENS, self.n_ctx or MOST_UBATCH_TOKENS)
@@ -282,15 +282,15 @@ class Sizes:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
         must already have been chosen.
 
-        With `on_device`, token embeddings are not counted, because they stay in RAM even if every layer runs on
-        devices.
+        With `on_device`, token embeddings are not counted, because they stay in RAM or in the file even if every layer
+        runs on devices.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
         dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
         in_ram = dense_bytes + row_pages_bytes(layout)
         return MemoryNeeds(
-            dense_bytes - layout.embedding_bytes if self.on_device else in_ram,
+            dense_bytes - layout.tied_output_bytes if self.on_device else in_ram,
             kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
             buffers if self.on_device else buffers + fixed_bytes(layout) + self.reader_bytes,
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
@@ -378,8 +378,8 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
     """Returns the largest number of snapshots of a recurrent state that drafts can use. Returns 0 if nothing is
     drafted, or if llama.cpp cannot roll back the architecture's states.
 
-    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that
-    attention may be fused.
+    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that flash
+    attention is not switched off.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":

@@ -1,11 +1,13 @@
 """The plan for a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
 
-A slot holds one expert of any layer: one place in the arena of each kind of matrix (such as gate, up and down).
+A slot holds one expert of any layer: one place in the arena of each kind of matrix (such as gate, up and down). On a
+device, layers with larger experts than other layers may have a pool of larger slots (`size_classes`).
 `solver.make_plan` creates a plan before anything is loaded; workers receive it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from moegguf.native.slot_sizes import padded, slot_sizes
 
 NO_LIMIT = 1 << 30  # more tokens than any pass contains
 NO_NEEDS = MemoryNeeds()
+LEAST_SAVING = 0.02  # size classes must leave memory for at least this share of additional slots
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class PlacementPlan:
     chosen: Placement
     reason: str  # reason for the choice, as a sentence
     speeds: Speeds
-    hit_rates: str  # words that name the source of the hit rates
+    hit_rates: str  # text that names the source of the hit rates
     device_bytes: int  # bytes that the device has for experts, within its budget
 
 
@@ -48,7 +51,7 @@ class Plan:
     """The plan for a load: what each memory holds, the context, and the tokens of a pass."""
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
-    slot_bytes: int
+    slot_bytes: int  # bytes of a slot for the largest expert, in RAM and on devices without size classes
     n_experts: int  # number of experts in all layers except whole_layers
     n_ctx: int
     n_ubatch: int  # maximum number of tokens in a pass
@@ -66,6 +69,9 @@ class Plan:
     n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     maps: bool = False  # True: the device looks up slots itself, and reads experts in RAM directly (native/mapped.h)
+    # Layers of each pool on the device, if layers with large experts have a pool of their own; (): one pool.
+    size_classes: tuple[tuple[int, ...], ...] = ()
+    mean_slot_bytes: int = 0  # mean bytes of the devices' slots; 0: as slot_bytes
     whole_layers: tuple[int, ...] = ()  # layers whose experts are all on a device as plain weights, without slots
     n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer
     # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided
@@ -132,9 +138,15 @@ class Plan:
         return self.n_slots == self.n_experts
 
     @property
+    def device_slot_bytes(self) -> int:
+        """Mean size in bytes of a slot on a device."""
+        return self.mean_slot_bytes or self.slot_bytes
+
+    @property
     def budget_bytes(self) -> int:
         """Total size in bytes of the slots that `n_slots` counts."""
-        return self.n_slots * self.slot_bytes
+        on_devices = sum(part.n_slots for part in self.on_devices)
+        return on_devices * self.device_slot_bytes + self.ram.n_slots * self.slot_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -153,20 +165,20 @@ class Plan:
 
     @property
     def expert_cache_bytes(self) -> int:
-        """Bytes of slots in RAM, as a value for the option expert_cache: slots for experts that run on the CPU, and
+        """Bytes of slots in RAM, as a value for the budget of RAM: slots for experts that run on the CPU, and
         slots that fill the devices' slots."""
         return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
 
     @property
     def vram_cache_bytes(self) -> int:
-        """Bytes of slots and staging tensors on devices, as a value for the option vram_cache; 0 if no device has
+        """Bytes of slots and staging tensors on devices, as a value for the budget of VRAM; 0 if no device has
         slots."""
-        return self.device_slots * self.slot_bytes + self.staging_slots_bytes if self.device else 0
+        return self.device_slots * self.device_slot_bytes + self.staging_slots_bytes if self.device else 0
 
     @property
     def staging_slots_bytes(self) -> int:
         """Bytes of a given budget that staging tensors occupy, rounded up to whole slots."""
-        return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
+        return slots_for(self.staging_bytes, self.device_slot_bytes) * self.device_slot_bytes
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
         """Returns `layout` with only the experts outside `whole_layers` as experts. The experts in `whole_layers` are
@@ -192,7 +204,7 @@ class Plan:
 
 FIGURES = (
     "n_slots", "budget_bytes", "resident", "total_bytes", "available_bytes", "device", "layers_on", "n_ram_slots",
-    "host_bytes", "expert_cache_bytes", "vram_cache_bytes",
+    "host_bytes", "expert_cache_bytes", "vram_cache_bytes", "device_slot_bytes",
 )  # fmt: skip
 """Names of the plan's properties that `Plan.facts` includes."""
 
@@ -206,10 +218,47 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
-def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
+def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = (), on_device: bool = False) -> int:
     """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, including the
-    padding for these devices. Returns 0 for a model without experts."""
-    return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
+    padding for these devices. Returns 0 for a model without experts.
+
+    on_device: True if the slot is on a device other than the CPU, or fills slots on such a device.
+    """
+    return slot_sizes(padded(layout, devices) if devices else layout, 0, on_device or bool(devices)).slot_bytes
+
+
+def size_classes(layout: ExpertLayout) -> tuple[tuple[int, ...], ...]:
+    """Returns the layers of two pools, if this saves memory: one pool for layers with small experts, the other for
+    layers with large experts. Returns () if all slots should have the same size.
+
+    In a Q4_K_M file, the down matrices of about half of the layers have a larger type. One pool would give every expert
+    a slot for the larger type.
+    """
+    sizes = {layer.il: slot_bytes(layout.only([layer.il]), on_device=True) for layer in layout.layers}
+    pairs = [
+        tuple(tuple(il for il in sizes if (sizes[il] > most) == is_large) for is_large in (False, True))
+        for most in sorted(set(sizes.values()))[:-1]
+    ]
+    best = min(pairs, key=lambda pair: mean_slot_bytes(layout, pair), default=())
+    saves = best and mean_slot_bytes(layout, best) * (1 + LEAST_SAVING) <= slot_bytes(layout, on_device=True)
+    return best if saves else ()
+
+
+def mean_slot_bytes(layout: ExpertLayout, classes: Sequence[Sequence[int]]) -> int:
+    """Returns the mean size in bytes of a slot, if each class of layers has slots for the same share of its experts."""
+    n_bytes = 0
+    for layers in classes:
+        of_class = layout.only(layers)
+        n_bytes += of_class.n_expert_total * slot_bytes(of_class, on_device=True)
+    return -(-n_bytes // max(1, layout.n_expert_total))
+
+
+def divide_slots(layout: ExpertLayout, groups: Sequence[Sequence[int]], n_slots: int) -> list[int]:
+    """Divides `n_slots` slots among groups of layers, in proportion to the experts of these layers."""
+    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
+    before = [0, *itertools.accumulate(sum(n_experts.get(il, 0) for il in layers) for layers in groups)]
+    ends = [n_slots * n // max(1, before[-1]) for n in before]
+    return [last - first for first, last in itertools.pairwise(ends)]
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
@@ -227,9 +276,12 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
     return min(n_tokens, slot_tokens)
 
 
-def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
-    return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
+def staging_bytes(layout: ExpertLayout, n_tensors: int, can_pack: bool = True) -> int:
+    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices.
+
+    can_pack: False if each kind of matrix has an arena of its own even with the remedy one_arena.
+    """
+    return slot_sizes(layout, n_tensors * layout.n_expert, on_device=can_pack).pool_bytes if n_tensors else 0
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:

@@ -8,11 +8,11 @@ and reads a block as the state of a sequence that contains only the block's cell
 image ends after the image instead, and its name depends on the image's hash.
 
 Cells of sliding windows are separate blocks: a sequence can continue if the blocks of the last window are kept. A
-recurrent state cannot be cut, so states are kept only at the ends of some prefixes. A state's name, like a block's, is
-a hash of all tokens before it. A sequence continues after the longest prefix for which the state and all blocks are
-kept. The distance between two states depends on their cost (`StateCost`). A sequence in memory that must lose tokens
-also goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory
-of a sequence is kept as a state.
+recurrent state cannot be shortened, so states are kept only at the ends of some prefixes. A state's name, like a
+block's, is a hash of all tokens before it. A sequence continues after the longest prefix for which the state and all
+blocks are kept. The distance between two states depends on their cost (`StateCost`). A sequence in memory that must
+lose tokens also goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the
+whole memory of a sequence is kept as a state.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class _Part:
 class _Parts:
     """Divides a sequence's tokens into parts that do not end within an image.
 
-    blocks: the full parts, from the beginning to the first image without a description. name: a hash of everything that
-    the parts depend on, except tokens and images.
+    blocks: the full parts, from the beginning to the first image that is not in `images`. name: a hash of everything
+    that the parts depend on, except tokens and images.
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
@@ -153,10 +153,10 @@ class PrefixCache:
         recent: RecentExperts | None,
     ) -> None:
         self._context = context
-        self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
+        self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
         self._store, self._recent = store, recent
         self._root = _root(llm, load_plan, moves)
-        self._model = load_plan.layout.shards[0].path.stem  # name for people
+        self._model = load_plan.layout.shards[0].path.stem  # name for display
         if self._model.startswith("sha256-"):
             self._model = str(load_plan.layout.metadata.get("general.name", self._model))
         self._memory = MemoryParts(llm)
@@ -215,8 +215,8 @@ class PrefixCache:
             self._recent.begin()
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
-        # Pauses the background reading of experts until the pass after this prompt. If no token is restored, the
-        # reading resumes immediately.
+        # Pauses the background reading of experts until the next call of `store`. If no token is restored, the reading
+        # resumes immediately.
         self._pause_fill(True)
         n_now = n_held
         try:
@@ -233,8 +233,8 @@ class PrefixCache:
         return n_now
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
-        """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be cut there, the
-        sequence goes back to the nearest earlier position whose state or window is kept, or is emptied. Returns the
+        """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be shortened there,
+        the sequence goes back to the nearest earlier position whose state or window is kept, or is emptied. Returns the
         number of tokens that the sequence then has."""
         with self._context.lock:
             if self._context.cut(n_tokens, sequence):
@@ -250,7 +250,7 @@ class PrefixCache:
     def copy(self, source: int, target: int, tokens: Tokens, n_held: int, owner: str = "") -> int:
         """Copies `tokens`, the beginning of the sequence `source`, to the sequence `target`. If not all of them can be
         copied, copies the longest prefix for which the necessary states and windows are kept. Before the call, `target`
-        already has the first `n_held` tokens. Returns how many of `tokens` it has after the call."""
+        already has the first `n_held` of `tokens`. Returns how many of `tokens` the target has after the call."""
         if self._context.copy(source, target, len(tokens)):
             return len(tokens)
         if not self._needs_more_than_cells:

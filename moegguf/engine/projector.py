@@ -116,7 +116,7 @@ class Projector:
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
         """Returns the prompt of `texts` with one of `images` between each pair of neighbouring texts, so there is one
-        fewer image than texts. Does not decode the images. Raises OptionError."""
+        fewer image than texts. Does not decode the images. Raises OptionError if libmtmd cannot read the prompt."""
         chunks = self._tokenized(texts, images)
         try:
             tokens, spans = self._read_chunks(chunks, images)
@@ -157,7 +157,8 @@ class Projector:
                 if span.n_tokens > n_ubatch:
                     raise OptionError(
                         f"this model reads an image of {span.n_tokens} tokens in one pass, but was loaded for passes of"
-                        f" {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
+                        f" {n_ubatch}; load it with n_ubatch={span.n_tokens} and more memory for experts"
+                        " (--expert-cache)."
                     )
                 n_batch = n_ubatch
             self._log.forget()

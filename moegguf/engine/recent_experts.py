@@ -1,4 +1,5 @@
-"""Keeps the ids of the experts that the last token of a model's latest prompt used, in the folder of computed contexts.
+"""Keeps, in the folder of computed contexts, the ids of the experts that the last token of a model's latest prompt
+used.
 
 These experts are prefetched when the model is reloaded, so that a continued conversation waits for fewer experts.
 """

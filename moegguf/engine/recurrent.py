@@ -57,7 +57,7 @@ def row_bytes(ggml_type: int, n: int) -> int:
 
 
 def is_stateful(layout: ExpertLayout) -> bool:
-    """Returns True if the architecture's sequences have a state that cannot be cut at every token."""
+    """Returns True if the architecture's sequences have a state from which tokens cannot be removed freely."""
     return layout.arch in EVERY_LAYER | INTERVALS.keys() | WITHOUT_HEADS | {DEEPSEEK4}
 
 

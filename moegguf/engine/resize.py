@@ -1,12 +1,13 @@
 """Changes a loaded model's budgets for experts, and thereby the number of slots in its tiers.
 
-A budget must hold the slots that the model's passes use; one slot is enough below devices. A tier never gets more slots
-than it had at load time. "auto" restores that number.
+A budget must hold the slots that the model's passes use; one slot is enough in RAM below devices. A tier never gets
+more slots than it had at load time. "auto" restores that number.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moegguf.engine.load_spec import Budget
@@ -27,13 +28,11 @@ EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if ev
 
 
 def set_budget(
-    llm: UpstreamLlama,
-    context: Context,
-    session: Session | None,
-    expert_cache: Budget | None,
-    vram_cache: Budget | None,
+    llm: UpstreamLlama, context: Context, session: Session | None, given: Mapping[str, Budget | None]
 ) -> None:
-    """Implements `Llama.set_budget` for a model with this context and session. If `session` is None, the model has no
+    """Implements `Llama.set_budget` for a model with this context and session.
+
+    given: {tier: budget}; None leaves a budget unchanged. If `session` is None, the model has no
     slots, and nothing changes."""
     context.check_caller()
     with context.lock:
@@ -41,9 +40,10 @@ def set_budget(
         if session is None:
             return
         store, plan, controller = session.store, session.plan, context.controller
-        wanted = dict[Slots, int]() if vram_cache is None else {EVERY_DEVICE: _in_vram(session, vram_cache)}
-        if expert_cache is not None:
-            wanted |= _in_ram(session, parse_expert_cache(expert_cache))
+        caches = {tier: parse_expert_cache(value, tier) for tier, value in given.items() if value is not None}
+        wanted = {EVERY_DEVICE: _in_vram(session, caches["VRAM"])} if "VRAM" in caches else dict[Slots, int]()
+        if "RAM" in caches:
+            wanted |= _in_ram(session, caches["RAM"])
         on_device = plan.device is not None
         try:
             if on_device:
@@ -74,26 +74,27 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     )
 
 
-def _in_vram(session: Session, vram_cache: Budget) -> int:
+def _in_vram(session: Session, cache: ExpertCache) -> int:
     """Returns the number of slots that a budget holds on all devices together, in addition to the staging tensors that
-    the budget includes. Raises BudgetError for fewer slots than passes use, and if no device has slots."""
-    cache, plan, store = parse_expert_cache(vram_cache, "vram_cache"), session.plan, session.store
+    the budget includes. Raises BudgetError if there are fewer slots than passes use, or if no device has slots."""
+    plan, store = session.plan, session.store
     if plan.layers_on is not None:
         raise BudgetError(
-            f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load the"
+            f"{cache.as_given}: {plan.layers_on} has the experts of whole layers, which stay there; load the"
             " model again with another vram_cache, or with placement 'slots'."
         )
     if plan.device is None:
         raise BudgetError(
-            f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
+            f"{cache.as_given}: the CPU computes this model, so it has no experts in VRAM; load it with"
             " vram_cache (--vram-cache) to use a GPU."
         )
     # staging tensors whose number the user has set are not part of the budget
     beside = store.options.staging is not None
-    staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
+    size = plan.device_slot_bytes
+    staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // size
     least = sum(device.pass_slots for device in store.devices if device.name is not None)
-    n_slots = _budget_slots(session, cache, plan.device_slots + staged) - staged
-    return _checked(plan, n_slots, least, f"vram_cache={str(cache)!r}", staged)
+    n_slots = _budget_slots(session, cache, plan.device_slots + staged, size) - staged
+    return _checked(plan, n_slots, least, cache.as_given, size, staged)
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
@@ -103,10 +104,12 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """
-    store, plan, option = session.store, session.plan, f"expert_cache={str(cache)!r}"
+    store, plan, option = session.store, session.plan, cache.as_given
+    size = plan.slot_bytes
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:
-        return {EVERY_DEVICE: _checked(plan, _budget_slots(session, cache, store.tier()["n_slots"]), least, option)}
+        n_slots = _budget_slots(session, cache, store.tier()["n_slots"], size)
+        return {EVERY_DEVICE: _checked(plan, n_slots, least, option, size)}
     cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
     n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
     n_ram = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
@@ -115,29 +118,28 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
             f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change vram_cache,"
             " or load the model again with a smaller one."
         )
-    total = _budget_slots(session, cache, n_cpu + n_ram)
+    total = _budget_slots(session, cache, n_cpu + n_ram, size)
     if cpu is None:
         if not total:
-            slot = format_bytes_up(plan.slot_bytes)
-            raise BudgetError(f"{option} is too small for one expert; give at least {slot!r}.")
+            raise BudgetError(f"{option} is too small for one expert; give at least {format_bytes_up(size)!r}.")
         return {(Tier.RAM, None): total}
     least = min(n_cpu, least)
     n_layers = len(store.devices[cpu].layers)
     which = f"{option}, shared by {n_layers} layers on the CPU,"
-    _checked(plan, total, least + min(1, n_ram), which)
+    _checked(plan, total, least + min(1, n_ram), which, size)
     n_cpu, below = divide_ram_slots(total, n_cpu, n_ram, least)
     return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})
 
 
-def _budget_slots(session: Session, cache: ExpertCache, most: int) -> int:
+def _budget_slots(session: Session, cache: ExpertCache, most: int, slot_bytes: int) -> int:
     """Returns the number of slots that a budget holds, but at most `most`. For "auto", returns `most`."""
-    return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, session.plan.slot_bytes))
+    return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, slot_bytes))
 
 
-def _checked(plan: Plan, n_slots: int, least: int, option: str, n_staged: int = 0) -> int:
+def _checked(plan: Plan, n_slots: int, least: int, option: str, slot_bytes: int, n_staged: int = 0) -> int:
     if n_slots < least:
         raise BudgetError(
             f"{option} is too small for a model that was loaded to read {plan.n_ubatch} tokens at a time; give at least"
-            f" {format_bytes_up((least + n_staged) * plan.slot_bytes)!r}, or load it again with the smaller budget."
+            f" {format_bytes_up((least + n_staged) * slot_bytes)!r}, or load it again with the smaller budget."
         )
     return n_slots

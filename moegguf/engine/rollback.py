@@ -1,9 +1,9 @@
-"""Tracks, for a model with a recurrent state, how many of its last tokens each sequence of a context can lose.
+"""Tracks, for a model with a recurrent state, by how many tokens each sequence of a context can be rolled back.
 
 llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch. It does not check
 that a snapshot belongs to the token that the caller names. Snapshots from before a short ubatch may remain, but are
-stale. Snapshots of sequences whose state was moved for another ubatch are stale, too. This module knows which snapshots
-are valid.
+stale. Snapshots of sequences whose state was moved for another ubatch are stale, too. This module keeps track of the
+valid snapshots.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Rollback:
         self._n_rs_seq = n_rs_seq
         self._n_ubatch = n_ubatch
         self._own_cells = own_cells
-        self._n_back: dict[int, int] = {}  # {sequence: how many of its last tokens it can lose}
+        self._n_back: dict[int, int] = {}  # {sequence: number of tokens by which it can be rolled back}
         self._restored: set[int] = (
             set()
         )  # sequences that were rolled back: until their next pass their state is a snapshot
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns the maximum number of last tokens that each of these sequences can lose after a pass. The pass must
-        end with these sequences, in this order and with the same number of tokens each. Each sequence before them must
-        have one token in the pass."""
+        """Returns the maximum number of tokens by which each of these sequences can be rolled back after a pass. The
+        pass must end with these sequences, in this order and with the same number of tokens each. Each sequence before
+        them must have one token in the pass."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0
@@ -54,11 +54,11 @@ class Rollback:
             self._n_back = dict.fromkeys(last, length - 1)
 
     def n_back(self, sequence: int) -> int:
-        """Returns how many of its last tokens a sequence can lose now."""
+        """Returns the number of tokens by which a sequence can be rolled back now."""
         return self._n_back.get(sequence, 0)
 
     def note_restored(self, sequence: int) -> None:
-        """Records that a sequence has lost tokens. The sequence can lose no more tokens until its next pass."""
+        """Records that a sequence was rolled back. The sequence cannot be rolled back again until its next pass."""
         self._n_back.pop(sequence, None)
         self._restored.add(sequence)
 
@@ -68,8 +68,8 @@ class Rollback:
         return sequence not in self._restored
 
     def note_shared(self, *sequences: int) -> None:
-        """Records that sequences share a state. None of them can lose tokens, because the others would lose them,
-        too."""
+        """Records that sequences share a state. None of them can be rolled back, because the other sequences would be
+        rolled back, too."""
         for sequence in sequences:
             self._n_back.pop(sequence, None)
 

@@ -1,9 +1,9 @@
 """Limits the memory used by tables that are read row by row, if a memory limit counts their pages.
 
-llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. Without a memory
-limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so other
-loads would see less free memory. In a cgroup the pages are therefore dropped before they occupy more memory than
-planned.
+llama.cpp memory-maps such a table, and the operating system reads the page of each row that a token looks up. Without a
+memory limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so
+other loads would see less free memory. In a cgroup, the pages are therefore dropped after a pass if they occupy too
+much memory.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LEAST_PASSES = 32  # answers with fewer passes are ignored
 
 
 class RunHits:
-    """Sums up the statistics of one load's answers, separately for each share of experts that had a slot. `save` writes
+    """Adds up the statistics of one load's answers, separately for each share of experts that had a slot. `save` writes
     the hit rate of each share."""
 
     def __init__(self, layout: ExpertLayout) -> None:

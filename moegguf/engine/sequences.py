@@ -1,5 +1,5 @@
-"""Several sequences in one context: passes with tokens of many sequences, and whether a token's bits depend on the rest
-of its pass.
+"""Several sequences in one context: passes with tokens of many sequences, and a test of whether a token's bits depend
+on the rest of its pass.
 
 Most models' sequences share one KV cache (llama.cpp's `kv_unified`). A cell can belong to every sequence that begins
 with the same tokens, so that sequences share a prefix without copying data.
@@ -71,8 +71,8 @@ def common_tokens(a: Tokens, b: Tokens) -> int:
 
 class PassBatch:
     """A struct llama_batch for up to `n_max` tokens of any sequences. Like the bindings' batch, it has an attribute
-    `batch` and can be passed to their context. `tokens` holds the tokens, and `logits` is 1 for tokens with logits;
-    only the first `batch.n_tokens` entries are in use."""
+    `batch` and can be passed to the bindings' context. `tokens` holds the tokens, and `logits` is 1 for tokens with
+    logits; only the first `batch.n_tokens` entries are in use."""
 
     def __init__(self, n_max: int) -> None:
         bindings = library.llama_cpp()
@@ -119,12 +119,12 @@ class PassBatch:
 
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
-    """Returns True if a token's results are the same, bit for bit, in a pass of any width, with any other sequences,
-    wherever its cells are.
+    """Returns True if a token's results are the same, bit for bit, in a pass with any number of tokens, with any other
+    sequences, and wherever its cells are.
 
     The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). They need
-    AVX2, flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of architectures
-    that are not in STATEFUL_ARCHS, do not guarantee it.
+    AVX2, FMA, F16C and flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of
+    architectures that are not in STATEFUL_ARCHS, do not guarantee it.
     """
     params, arch = llm.context_params, llm.metadata.get("general.architecture")
     return (

@@ -1,7 +1,7 @@
 """The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
 
-The store is opened before the model and closed after it, because the model's expert tensors use the store's reserved
-buffer type. The session keeps the arrays that llama.cpp reads.
+The store is opened before the model and closed after it, because the model's expert tensors use a buffer type that
+belongs to the store and only reserves address space. The session keeps the arrays that llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 import itertools
 import os
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
-from moegguf.engine.plan import MemoryPlan, Plan, layer_slots
+from moegguf.engine.pinning import note_pinning
+from moegguf.engine.plan import MemoryPlan, Plan, divide_slots, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, DriveStats, Stats, TierStats
 from moegguf.errors import AllocationError
 from moegguf.gguf.experts import ExpertLayout
@@ -30,6 +31,7 @@ from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, ListenOptions, Store, StoreOptions, Tier
 
+REFUSED = "was refused pinned memory"  # part of the store's note
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
 
@@ -51,8 +53,11 @@ def open_store(
         part.name: layer_slots(layout, plan.n_ubatch, plan.streams and (part.name is None or plan.n_staging > 0))
         for part in used
     }
-    parts = [pool for part in used for pool in pools_of(layout, part, needed[part.name], plan.n_staging)]
-    n_pools, staging = Counter(part.name for part in parts), plan.n_staging
+    if plan.size_classes:
+        n_each = divide_slots(layout, plan.size_classes, used[0].n_slots)
+        used = [replace(used[0], layers=of, n_slots=n) for of, n in zip(plan.size_classes, n_each, strict=True)]
+    parts = used if plan.maps else [pool for part in used for pool in pools_of(layout, part, needed[part.name])]
+    staging = plan.n_staging
     least = [max(layout.n_expert_used, min(part.n_slots, needed[part.name])) for part in parts]
     of_pass = [min(part.n_slots, plan.pass_slots(layout, part.name is not None)) for part in parts]
     n_slots, n_ram = [part.n_slots for part in parts], plan.n_ram_slots
@@ -63,7 +68,7 @@ def open_store(
                 n,
                 part.layers,
                 through_ram=part.name is not None,
-                staging=staging_of_pool(staging, n_pools[part.name]) if part.name else 0,
+                staging=staging if part.name else 0,
                 pass_slots=min(n, n_pass),
                 maps=plan.maps,
             )
@@ -89,41 +94,32 @@ def open_store(
             stacklevel=2,
         )
     for tier in store.tiers:
-        if note := store.tier(tier)["note"]:
-            warnings.warn(f"{note}.", stacklevel=2)
+        figures = store.tier(tier)
+        is_refused = REFUSED in figures["note"]
+        if figures["note"]:
+            next_time = "; the next plan for this model uses the speed of such copies" * is_refused
+            warnings.warn(f"{figures['note']}{next_time}.", stacklevel=2)
+        if is_refused or figures["pinned_memory"]:
+            note_pinning(layout, figures["pool_bytes"], is_refused)
     return store
 
 
-def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the number of staging tensors in each of a device's `n_pools` pools, if the plan has `n_staging` for the
-    device. The number is at least 1, or 0 if `n_staging` is 0."""
-    return max(1, n_staging // n_pools) if n_staging else 0
-
-
-def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
+def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int) -> list[MemoryPlan]:
     """Returns a memory's part of the plan as one pool, or as several pools, each for some of its layers.
 
     There are several pools if one pool would be larger than the device's buffers or kernels allow. If several pools
     would have too few slots for a pass, there is one pool with fewer slots instead, and a warning.
 
     needed: number of slots that a pass uses in a layer.
-
-    n_staging: staging tensors that are planned for the device. If there are any, every pool needs one. If there are
-    more pools than planned tensors, the additional tensors use the memory of some slots.
     """
-    most = most_slots(layout, part.name, part.n_slots)
+    there = [layer.il for layer in layout.layers if layer.il in part.layers]
+    most = most_slots(layout.only(there), part.name, part.n_slots)
     if most >= part.n_slots:
         return [part]
-    n_experts = {layer.il: layer.n_expert for layer in layout.layers if layer.il in part.layers}
-    total = sum(n_experts.values())
-    for n_pools in range(2, len(n_experts) + 1):
-        bounds = [n * len(n_experts) // n_pools for n in range(n_pools + 1)]
-        layers = [tuple(n_experts)[first:last] for first, last in itertools.pairwise(bounds)]
-        before = [0, *itertools.accumulate(sum(n_experts[il] for il in of) for of in layers)]
-        staged = staging_of_pool(n_staging, n_pools) * n_pools
-        n_left = part.n_slots - max(0, staged - n_staging) * layout.n_expert
-        ends = [n_left * n // total for n in before]
-        n_slots = [last - first for first, last in itertools.pairwise(ends)]
+    for n_pools in range(2, len(there) + 1):
+        bounds = [n * len(there) // n_pools for n in range(n_pools + 1)]
+        layers = [tuple(there[first:last]) for first, last in itertools.pairwise(bounds)]
+        n_slots = divide_slots(layout, layers, part.n_slots)
         if min(n_slots) < needed:
             break
         if max(n_slots) <= most:
@@ -160,19 +156,21 @@ class RoutingListener(Protocol):
         """The events and arrays that the store must send to this listener."""
 
     def announce(self, announcement: Announcement) -> None:
-        """Called before tokens are evaluated."""
+        """Receives the tokens that are evaluated next."""
         return
 
     def observe(self, event: RoutingEvent) -> None:
-        """Called after the router of a layer has chosen experts."""
+        """Receives the experts that a layer's router has chosen."""
 
 
 class RoutingListeners:
-    """The listeners of one store, such as the controller and a recorder. Each of them receives every event, in order.
-    After an exception in a listener, all listeners are removed.
+    """The listeners of one store, such as the controller and a recorder. Each of them receives the events in order. The
+    store drops events for slow listeners, unless a listener sets `everything`. After an exception in a listener,
+    all listeners are removed.
 
-    Without a listener the store sends no events, and the routing of a resident model costs nothing. Adding or removing
-    a listener renews the subscription between two routing events.
+    Without a listener the store sends no events. If every expert is complete in its own slot, it then does not read the
+    routers' choices, unless it is watched (`Store.watch`). Adding or removing a listener renews the subscription
+    between two routing events.
     """
 
     def __init__(self, store: Store) -> None:
@@ -180,7 +178,7 @@ class RoutingListeners:
         self._listeners: tuple[RoutingListener, ...] = ()
 
     def add(self, listener: RoutingListener) -> None:
-        """Adds a listener, which receives every event from now on."""
+        """Adds a listener, which receives the events from now on."""
         self._subscribe((*self._listeners, listener))
 
     def remove(self, listener: RoutingListener) -> None:
@@ -205,13 +203,15 @@ class RoutingListeners:
             self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
 
     def _announce(self, announcement: Announcement) -> None:
-        for listener in self._listeners:
-            listener.announce(announcement)
+        self._call_each(lambda listener: listener.announce(announcement))
 
     def _observe(self, event: RoutingEvent) -> None:
+        self._call_each(lambda listener: listener.observe(event))
+
+    def _call_each(self, call: Callable[[RoutingListener], object]) -> None:
         try:
             for listener in self._listeners:
-                listener.observe(event)
+                call(listener)
         except BaseException:
             self._listeners = ()  # none of these listeners is called again, even if another listener is added later
             raise
@@ -236,7 +236,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies of the model's files that were already warned about
+        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was already given
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -247,20 +247,20 @@ class Session:
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp use the store's reserved buffer type for experts, so that only the store reads them. If the
-        plan divides layers among several memories, also sets the devices."""
+        """Makes llama.cpp use the store's buffer type for experts, which only reserves address space, so that only the
+        store reads experts. If the plan divides layers among several memories, also sets the devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at its next
-        node."""
+        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at the next node
+        of its graph."""
         params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
         params.cb_eval_user_data = self.store.handle
         params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
         params.abort_callback_data = self.store.handle
-        # op_offload would copy whole arenas to the GPU if a pool is in host memory and layers are on a GPU.
+        # op_offload would copy all slots of a pool to the GPU if the pool is in host memory and layers are on a GPU.
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
@@ -335,7 +335,7 @@ class Session:
         for name, figures in self.tiers().items():
             counted_there = {key: figures[key] for key in figures.keys() & TierStats.__dataclass_fields__.keys()}
             n_slots, stall_s = figures["n_slots_usable"], figures["stall_ns"] / 1e9
-            fixed = {"n_slots": n_slots, "pool_bytes": n_slots * info["slot_bytes"], "stall_s": stall_s}
+            fixed = {"n_slots": n_slots, "pool_bytes": n_slots * figures["slot_bytes"], "stall_s": stall_s}
             tiers.append(TierStats(name, **counted_there | fixed))
         return Stats(
             **counted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.solver import Task, plan_slots
@@ -21,8 +21,8 @@ def simulated_budgets(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], device_links: Sequence[str]
 ) -> dict[float, tuple[DeviceSlots, ...]]:
     """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of `shares` is a separate budget
-    for one device. With a tensor_split, there is one budget for several devices: the sum of `shares`. device_links:
-    links as the user writes them. Raises the same errors as `devices_of`."""
+    for one device. With a tensor_split, several devices together get all of `shares` (`devices_of`), and the only key
+    is the sum of `shares`. device_links: links as the user writes them. Raises the same errors as `devices_of`."""
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:
@@ -55,10 +55,13 @@ def devices_of(
                 f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
                 " one for each."
             )
-    caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * slot_bytes(layout)) for share in shares)
+    size = slot_bytes(layout, on_device=True)
+    caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * size, tier="VRAM") for share in shares)
     devices = tuple(Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES) for d in range(n_devices))
     memory = Memory(_ENOUGH_BYTES, _ENOUGH_BYTES, "nothing")
-    spec = LoadSpec(n_ctx=1, vram_cache=caches, tensor_split=tuple(tensor_split), store=StoreOptions(overlap=False))
+    spec = LoadSpec(
+        n_ctx=1, budgets=Budgets(vram=caches), tensor_split=tuple(tensor_split), store=StoreOptions(overlap=False)
+    )
     plan = plan_slots(Task.of(layout, Machine(memory, devices=devices), spec))
     return tuple(
         DeviceSlots(

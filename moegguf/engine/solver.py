@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from moegguf.engine.cost import (
     Speeds,
     request_cost,
 )
-from moegguf.engine.load_spec import AUTO, F16, LoadSpec
+from moegguf.engine.load_spec import F16, Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, choose_context, fixed_bytes, slot_work_bytes
 from moegguf.engine.plan import (
@@ -45,7 +46,10 @@ from moegguf.engine.plan import (
     PlacementPlan,
     Plan,
     allowed_ubatch,
+    divide_slots,
     layer_slots,
+    mean_slot_bytes,
+    size_classes,
     slot_bytes,
     slots_for,
     staging_bytes,
@@ -54,7 +58,7 @@ from moegguf.engine.recurrent import row_bytes
 from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import maps, padded, slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import has_size_classes, maps, padded, slot_sizes, slot_tokens
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
@@ -101,7 +105,7 @@ def make_plan(
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
-    if spec.placement == "slots-mapped" and not found.resident:
+    if task.wants_mapped and not found.resident:
         found = _mapped(task, found)
     warms_up = found.on_device and any(device.margin < VRAM_MARGIN_BYTES for device in machine.devices)
     return replace(found, reasons=(*found.reasons, *reasons), placement=placement, warms_up=warms_up)
@@ -122,7 +126,7 @@ def _mapped(task: Task, plan: Plan) -> Plan:
     if plan.n_ram_slots < n_experts:
         raise BudgetError(
             f"placement 'slots-mapped' needs a slot in RAM for each of {n_experts} experts, but"
-            f" expert_cache={str(task.spec.expert_cache)!r} holds {plan.n_ram_slots}; give at least"
+            f" {task.spec.budgets.ram.as_given} holds {plan.n_ram_slots}; give at least"
             f" {format_bytes_up(n_experts * plan.slot_bytes)!r}, or use placement 'slots'."
         )
     reason = f"{names} looks up slots itself, and reads experts without a slot on {names} directly from RAM"
@@ -149,6 +153,11 @@ class Task:
         return self.spec.is_divided(self.machine.devices)
 
     @property
+    def wants_mapped(self) -> bool:
+        """True if slots should be mapped. They then have one size, and an arena for each kind of matrix."""
+        return self.spec.placement == "slots-mapped"
+
+    @property
     def cpu_streams(self) -> bool:
         """True if the store may stream experts through the CPU's slots."""
         store = self.spec.store
@@ -156,7 +165,8 @@ class Task:
 
     @property
     def device_sizes(self) -> Sizes:
-        """The sizes for planning on devices. If drafts are left to "auto", nothing is drafted there."""
+        """The sizes for planning on devices. With the draft option "auto", nothing is drafted on devices, so no
+        snapshots are planned."""
         n_rs_seq = 0 if self.spec.draft == "auto" else self.sizes.n_rs_seq
         return replace(self.sizes, on_device=True, n_rs_seq=n_rs_seq)
 
@@ -190,7 +200,7 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
     """Returns the kinds of these plans that the options allow. If there are none, raises the BudgetError of a requested
     kind."""
     spec = task.spec
-    no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
+    no_cpu = spec.refuses_cpu or (task.is_divided and spec.budgets.vram != Budgets().vram)
     asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
     if kinds := [kind for kind in asked if kind in plans]:
         return kinds
@@ -285,15 +295,15 @@ class Pool:
     memory: Memory
     sizes: Sizes  # missing sizes are chosen here
     streams: bool = False  # True: experts without a slot are streamed or staged
-    option: str = "expert_cache"  # name of the option with the budget
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
     slot_tokens: int = NO_LIMIT  # maximum tokens in a pass that is not staged (`plan.allowed_ubatch`)
+    slot_bytes: int = 0  # mean bytes of a slot; 0: as large as the largest expert
 
     def __post_init__(self) -> None:
         """Chooses the context. Raises OptionError for an impossible one."""
         self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
-        self.slot_bytes = slot_bytes(self.layout)
+        self.slot_bytes = self.slot_bytes or slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
         self.pass_reason: tuple[str, ...] = ()  # a sentence about the tokens of a pass, which `fit` sets
 
@@ -338,7 +348,7 @@ class Pool:
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
                 f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
-                f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
+                f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.cache.option} a size."
             )
         fit = found[0] if found[0][1] == sizes.n_ubatch else self._best(found)
         beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
@@ -355,7 +365,7 @@ class Pool:
     def _given_fit(self) -> Fit:
         """Returns the number of slots in a given budget, and the best number of tokens in a pass. If possible, the
         buffers of the pass fit into the free memory in addition to the slots."""
-        layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, f"{self.option}={str(self.cache)!r}"
+        layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, self.cache.as_given
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
@@ -470,7 +480,7 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
     """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
-        slot_bytes=slot_bytes(layout),
+        slot_bytes=others.pop("slot_bytes", 0) or slot_bytes(layout),
         n_experts=layout.n_expert_total,
         n_ctx=sizes.n_ctx or 0,
         n_ubatch=n_ubatch,
@@ -490,7 +500,7 @@ def _plan_cpu(task: Task) -> Plan:
     """Returns the plan in which everything runs on the CPU."""
     layout, memory = task.layout, task.machine.memory
     streams = task.cpu_streams and slot_sizes(layout).streams
-    pool = Pool(layout, task.spec.expert_cache, memory, task.sizes, streams)
+    pool = Pool(layout, task.spec.budgets.ram, memory, task.sizes, streams)
     n_slots, n_ubatch = pool.fit()
     needs = pool.sizes.needs(layout, n_ubatch)
     total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
@@ -538,9 +548,9 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the estimated bytes of RAM that a model uses if all layers run on a device: token embeddings, pages of
-    row tables, logits, and `fixed_bytes`."""
-    rows = layout.embedding_bytes + row_pages_bytes(layout)
+    """Returns the estimated bytes of RAM that a model uses if all layers run on a device. These are token embeddings
+    that are also the output matrix, pages of row tables, logits, and `fixed_bytes`."""
+    rows = layout.tied_output_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
@@ -551,7 +561,7 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
     if n_slots < 1:
         raise BudgetError(
-            f"expert_cache={str(cache)!r} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
+            f"{cache.as_given} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
             f" at least {format_bytes_up(slot_bytes)!r}."
         )
     return min(n_slots, layout.n_expert_total)
@@ -576,7 +586,7 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     """Returns the sizes for a device that runs every layer, and the bytes for experts on the device. A given budget is
     returned even if it does not fit. For "auto" the bytes are negative if the device cannot even hold everything
     else."""
-    budget, layout = task.spec.vram_cache[0], task.layout
+    budget, layout = task.spec.budgets.vram[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
@@ -606,20 +616,20 @@ def plan_layers(task: Task) -> Plan:
 
     Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """
-    (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.expert_cache
+    (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.budgets.ram
     sizes, room_bytes = _expert_room(task, device)
     whole = _last_layers(layout, room_bytes)
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
     size = slot_bytes(rest)
     n_slots = ram_slots(rest, cache, ram, size, sizes.usual_ubatch)
     if n_slots < rest.n_expert_used:
-        raise too_few(f"expert_cache={str(cache)!r}", n_slots, rest.n_expert_used, size)
+        raise too_few(cache.as_given, n_slots, rest.n_expert_used, size)
     streams = task.cpu_streams and slot_sizes(rest).streams
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
         raise BudgetError(
             f"an image needs a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow passes of"
-            f" {allowed}; raise expert_cache."
+            f" {allowed}; raise {cache.option}."
         )
     n_ubatch = min(sizes.usual_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)
@@ -715,14 +725,14 @@ def plan_slots(task: Task) -> Plan:
     without: Plan | None = None
     refused: BudgetError | None = None
     try:
-        without = _SlotsPlanner(task, 0).plan()
+        without = _plan_slots(task, 0)
     # also raised if an image needs a longer pass than the slots allow, which staging may solve
     except BudgetError as error:
         refused = error
     tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
     for n in tensors if without is None or without.n_ram_slots else ():  # only if some expert has no slot on a device
         try:
-            staged = _SlotsPlanner(task, n).plan()
+            staged = _plan_slots(task, n)
         except BudgetError:
             continue
         if wanted is not None or _pays(task.layout, n, staged, without):
@@ -750,7 +760,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
         return False
     if n > 1:
         n_bytes = staged.staging_bytes
-        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.slot_bytes)
+        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.device_slot_bytes)
     if without is None:
         return True
     if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
@@ -762,24 +772,45 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     return cost < otherwise
 
 
+def _plan_slots(task: Task, n_staging: int) -> Plan:
+    """Returns a plan with `n_staging` staging tensors on each device. Layers with large experts have a pool of their
+    own if all layers are on one device, this saves memory, and each pool has enough slots for a pass. Mapped slots all
+    have the same size.
+
+    Raises the same errors as `_SlotsPlanner`.
+    """
+    if classes := size_classes(task.layout) if has_size_classes() and not task.wants_mapped else ():
+        with suppress(BudgetError):
+            found = _SlotsPlanner(task, n_staging, classes).plan()
+            n_slots = divide_slots(task.layout, classes, found.device_slots)
+            if not found.size_classes or min(n_slots) >= found.pass_slots(task.layout, on_device=True):
+                return found
+    return _SlotsPlanner(task, n_staging).plan()
+
+
 class _SlotsPlanner:
     """Creates a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
+
+    classes: layers whose slots have the same size (`plan.size_classes`). They are ignored if layers are divided among
+    several memories.
 
     Raises BudgetError, and OptionError for a split or budgets that do not fit the devices.
     """
 
-    def __init__(self, task: Task, n_staging: int) -> None:
+    def __init__(self, task: Task, n_staging: int, classes: tuple[tuple[int, ...], ...] = ()) -> None:
         self._task, self._n_staging = task, n_staging
-        self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.vram_cache
+        self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.budgets.vram
         self._n_layer = count_layers(task.layout)
         self._names = ", ".join(device.name for device in self._devices)
         n_devices, n_gpu_layers = len(self._devices), task.n_gpu_layers
         self._is_alone = n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
+        self._classes = classes if self._is_alone else ()
         # True: one given budget is for all devices together
         self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"
-        self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes of the staging tensors on each device
+        # bytes of the staging tensors on each device
+        self._staging_bytes = staging_bytes(self._layout, n_staging, can_pack=not task.wants_mapped)
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
         total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
         where = f"the device{'s' * (n_devices > 1)} {self._names}"
@@ -789,14 +820,15 @@ class _SlotsPlanner:
             Memory(total, free, where, sum(device.margin for device in self._devices)),
             task.device_sizes,
             n_staging > 0,
-            "vram_cache",
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
             self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
+            0 if task.wants_mapped else mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
-        self._size = self._pool.slot_bytes
+        self._size = self._pool.slot_bytes  # mean bytes of a slot on a device
+        self._ram_size = max(slot_bytes(self._layout), slot_bytes(self._layout, on_device=True))
         counts = {layer.il: layer.n_expert for layer in self._layout.layers}
         self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
         embedding_bytes = self._layout.n_vocab * row_bytes(F16, self._layout.hparams.n_embd)
@@ -819,13 +851,13 @@ class _SlotsPlanner:
             )
 
     def _joint_budget(self) -> ExpertCache:
-        """Returns the budget of all devices together; AUTO if one of several budgets is "auto"."""
+        """Returns the budget of all devices together; "auto" if one of several budgets is "auto"."""
         if len(self._vram) == 1:
             return self._vram[0]
         if any(cache.mode == "auto" for cache in self._vram):
-            return AUTO
+            return Budgets().vram[0]
         given = (cache.n_bytes or round(cache.fraction * self._layout.expert_bytes) for cache in self._vram)
-        return ExpertCache("bytes", n_bytes=sum(given))
+        return ExpertCache("bytes", n_bytes=sum(given), tier="VRAM")
 
     def _bytes_by_layer(self) -> list[int]:
         """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
@@ -856,7 +888,7 @@ class _SlotsPlanner:
             pass_reasons = (
                 pass_reason(n_ubatch, "the slots hold the experts of at most this number of tokens", self._n_ubatch),
             )
-        host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
+        host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * self._ram_size + self._bytes_of(on_cpu)
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):
             n_bytes = self._bytes_without_slots(of) + n * size
@@ -873,6 +905,9 @@ class _SlotsPlanner:
             streams=cpu_streams if n_cpu else self._n_staging > 0,
             slot_tokens=self._slot_tokens,
             n_staging=self._n_staging,
+            size_classes=self._classes,
+            slot_bytes=self._ram_size,
+            mean_slot_bytes=size if size != self._ram_size else 0,
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
@@ -899,8 +934,8 @@ class _SlotsPlanner:
         return split, on
 
     def _slots_bytes(self, d: int, free_bytes: int) -> int:
-        """Returns how many bytes device `d` has for slots: its own budget without staging tensors, or `free_bytes` if
-        the budget is shared or "auto"."""
+        """Returns how many bytes device `d` has for slots: its own budget without staging tensors; `free_bytes` if the
+        budget is shared; for "auto", at most `free_bytes`."""
         cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
         if self._is_shared:
             return free_bytes
@@ -941,18 +976,15 @@ class _SlotsPlanner:
         A memory with a slot for each expert of its layers yields nothing, because it sets no limit. Raises BudgetError
         for fewer slots than a token needs.
         """
-        least = self._layout.n_expert_used
+        least, budgets = self._layout.n_expert_used, self._task.spec.budgets
         names = [*(device.name for device in self._devices), None]
         for name, n_slots, n_experts in zip(names, slots, counts, strict=True):
             if not n_experts:
                 continue
             if n_slots < least:
-                if name is None:
-                    cache = f"expert_cache={str(self._task.spec.expert_cache)!r}"
-                    raise too_few(cache, n_slots, least, self._size, " on the CPU")
-                budgets = f"vram_cache={','.join(map(str, self._vram))!r}"
-                n_sharing = sum(n > 0 for n in counts[:-1]) if len(self._vram) == 1 else 1
-                raise too_few(budgets, n_slots, least, self._size, f" on {name}", n_sharing)
+                budget = budgets.as_given("VRAM" if name else "RAM")
+                n_sharing = sum(n > 0 for n in counts[:-1]) if name and len(self._vram) == 1 else 1
+                raise too_few(budget, n_slots, least, self._size, f" on {name or 'the CPU'}", n_sharing)
             if n_slots < n_experts:
                 cpu_streams = self._task.cpu_streams and slot_sizes(self._layout).streams
                 streams = cpu_streams if name is None else self._n_staging > 0
@@ -966,15 +998,15 @@ class _SlotsPlanner:
         """
         if n_on_cpu + n_below == 0:
             return 0, 0
-        memory, cache = self._task.machine.memory, self._task.spec.expert_cache
+        memory, cache = self._task.machine.memory, self._task.spec.budgets.ram
         taken = self._bytes_of(cpu_layers) + (self._needs.compute_bytes if n_on_cpu else 0)
         left = replace(memory, available_bytes=max(0, memory.available_bytes - taken))
-        total = min(ram_slots(self._layout, cache, left, self._size, self._n_ubatch), n_on_cpu + n_below)
+        total = min(ram_slots(self._layout, cache, left, self._ram_size, self._n_ubatch), n_on_cpu + n_below)
         least_cpu, least_below = min(n_on_cpu, self._layout.n_expert_used), min(1, n_below)
         if total < least_cpu + least_below:
-            least = format_bytes_up((least_cpu + least_below) * self._size)
+            least = format_bytes_up((least_cpu + least_below) * self._ram_size)
             raise BudgetError(
-                f"expert_cache={str(cache)!r} holds {total} experts, but the CPU needs {least_cpu} for its layers and"
+                f"{cache.as_given} holds {total} experts, but the CPU needs {least_cpu} for its layers and"
                 f" the devices need {least_below}; give at least {least!r}, or put more layers on devices"
                 " (n_gpu_layers)."
             )
@@ -990,9 +1022,15 @@ class _SlotsPlanner:
                 )
         ram = parts[-1]
         if ram.n_below:
-            yield f"{ram.n_below} experts ({format_bytes(ram.n_below * self._size)}) fit into RAM below the devices"
+            yield f"{ram.n_below} experts ({format_bytes(ram.n_below * self._ram_size)}) fit into RAM below the devices"
         elif not ram.n_slots:
             yield "every expert has a slot on a device: none is kept in RAM"
+        if self._classes:
+            n_large, more = len(self._classes[-1]), self._ram_size / self._size - 1
+            yield (
+                f"{n_large} layers with larger experts have larger slots of their own, which leaves memory for"
+                f" {more:.0%} more slots"
+            )
 
 
 _WAYS: Mapping[Kind, Callable[[Task], Plan]] = {"slots": plan_slots, "layers": plan_layers, "cpu": _plan_cpu}

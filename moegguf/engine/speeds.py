@@ -1,7 +1,8 @@
 """Measures this machine's speeds with a model's own experts, once, and keeps them to compare the model's placements.
 
 The native library measures the CPU, a device, and the link between them. The speeds are kept (`known_facts`) separately
-for each device, number of threads, and file system that holds the model.
+for each model, device, number of threads, file system that holds the model, and layout of the CPU's slots (interleaved
+or not).
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def expert_read_speed(
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
     """Creates the speeds from a dictionary that `asdict` returned. Raises one of the exceptions in DAMAGED if the facts
     are damaged."""
-    return Speeds(**facts | {"copies": Link(**facts["copies"])})
+    return Speeds(**facts | {name: Link(**facts[name]) for name in ("copies", "pageable")})
 
 
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
@@ -197,6 +198,7 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
     return Speeds(
         device_bytes_per_s=share * speeds.device_bytes_per_ns,
         copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
+        pageable=Link(speeds.pageable_bytes_per_ns * 1e9, speeds.pageable_ns / 1e9),
         cpu_bytes_per_s=share * speeds.cpu_bytes_per_ns,
         stop_s=speeds.stop_ns / 1e9,
         cpu_layer_s=speeds.cpu_layer_ns / 1e9,
@@ -221,15 +223,19 @@ def cpu_pool_bytes(usable_bytes: int) -> int:
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
     """Returns a struct moegguf_speeds with the best value of each figure in `turns`.
 
-    The bandwidth and latency of copies come from the same turn: the one that copies `token_bytes` in the shortest time.
+    The bandwidth and latency of copies from one kind of memory come from the same turn: the one that copies
+    `token_bytes` in the shortest time.
     """
     best = abi.Speeds()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns"):
         setattr(best, name, max(getattr(turn, name) for turn in turns))
     for name in ("cpu_op_ns", "device_op_ns", "stop_ns", "cpu_layer_ns"):
         setattr(best, name, min(getattr(turn, name) for turn in turns))
-    soonest = min(turns, key=lambda turn: turn.copy_ns + token_bytes / turn.copy_bytes_per_ns)
-    best.copy_ns, best.copy_bytes_per_ns = soonest.copy_ns, soonest.copy_bytes_per_ns
+    for kind in ("copy", "pageable"):
+        figures = ((getattr(turn, f"{kind}_ns"), getattr(turn, f"{kind}_bytes_per_ns")) for turn in turns)
+        copy_ns, bytes_per_ns = min(figures, key=lambda pair: pair[0] + token_bytes / pair[1])
+        setattr(best, f"{kind}_ns", copy_ns)
+        setattr(best, f"{kind}_bytes_per_ns", bytes_per_ns)
     return best
 
 

@@ -34,7 +34,8 @@ class Lookups:
         misses: lookups that found neither.
         evictions: evicted experts, including those evicted when the number of slots was reduced.
         bytes_missed: bytes moved into the slots for misses; in `Stats`, bytes that were read from the file.
-        bytes_prefetched: bytes moved into the slots for prefetches; in `Stats`, bytes that were read from the file.
+        bytes_prefetched: bytes moved into the slots for prefetches, and to fill free slots; in `Stats`, bytes that were
+            read from the file.
         stall_s: seconds that compute threads spent waiting for experts.
         slots_used: slots that hold an expert now.
         n_slots: slots that can be used now.
@@ -114,12 +115,12 @@ class Stats(Lookups):
         read_errors: reads that failed permanently.
         prefetch_requested: experts that were requested ahead of their use.
         prefetch_started: prefetches whose first read began.
-        prefetch_useful: prefetched experts that were complete when they were looked up.
-        prefetch_late: prefetched experts that were incomplete when they were looked up.
+        prefetch_useful: prefetched experts that were complete when they were first looked up.
+        prefetch_late: prefetched experts that were incomplete when they were first looked up.
         prefetch_wasted: prefetched experts that were evicted without a use.
-        prefetch_dropped: prefetches that never started: too late, already there, or no free slot.
-        events_dropped: routing events that were dropped because the listener was too slow.
-        hook_s: time that the store spent working at routers, without stalls.
+        prefetch_dropped: requested prefetches that never got a slot, for example because they came too late.
+        events_dropped: routing events that were dropped because the listener was too slow, or memory ran out.
+        hook_s: time that the store spent on routing events, without stalls.
         read_s: time of reads, summed over the threads that read.
         upload_s: time of writing experts into slots, summed over threads.
         eval_s: time of all passes.
@@ -223,7 +224,7 @@ class Stats(Lookups):
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds per token that the store spent working at routers, without stalls."""
+        """Seconds per token that the store spent on routing events, without stalls."""
         return _ratio(self.hook_s, self.tokens)
 
     @property

@@ -41,13 +41,15 @@ class Threadpool:
     def __init__(self, context: int, n_threads: int, n_threads_batch: int) -> None:
         self._free = c.CFUNCTYPE(None, c.c_void_p)(library.cpu_function("ggml_threadpool_free"))
         self._pools: list[int] = []
-        single = self._create(n_threads)
-        batch = single if n_threads_batch == n_threads else self._create(n_threads_batch)
+        single = self._create(n_threads, "n_threads")
+        batch = single if n_threads_batch == n_threads else self._create(n_threads_batch, "n_threads_batch")
         llama = library.llama_cpp().llama_cpp._lib
         llama.llama_attach_threadpool.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]
         llama.llama_attach_threadpool(context, single, batch)
 
-    def _create(self, n_threads: int) -> int:
+    def _create(self, n_threads: int, option: str) -> int:
+        """Creates a pool of `n_threads` threads. `option`: the name of the option that sets this number, for the error
+        message."""
         new = c.CFUNCTYPE(c.c_void_p, c.c_void_p)(library.cpu_function("ggml_threadpool_new"))
         base = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*"))))
         params = c.create_string_buffer(PARAMS_BYTES)
@@ -55,7 +57,7 @@ class Threadpool:
         pool: int | None = new(c.addressof(params))
         if not pool:
             self.close()
-            raise AllocationError(f"{n_threads} compute threads cannot be created; give a smaller n_threads.")
+            raise AllocationError(f"{n_threads} compute threads cannot be created; give a smaller {option}.")
         self._pools.append(pool)
         return pool
 
@@ -131,7 +133,7 @@ class GovernedThreads:
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Rechooses the number of threads if the last choice is at least PERIOD_S old. After an idle period, only
+        """Chooses the number of threads again if the last choice is at least PERIOD_S old. After an idle period, only
         restarts the measurement of other processes."""
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:

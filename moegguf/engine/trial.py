@@ -29,6 +29,7 @@ from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.gguf.projector import ProjectorHeader
+from moegguf.options import BUDGETS
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
@@ -141,8 +142,8 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
     # image takes seconds of CPU time, so up to MAX_IMAGE_THREADS threads read it.
     n_threads_batch = min(count_cpus(), MAX_IMAGE_THREADS) if projector is not None else 1
     size: dict[str, Any] = {
-        "n_ctx": n_ctx, "n_batch": N_BATCH, "expert_cache": pool_bytes or "auto", "vram_cache": "", "context_store": 0,
-        "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
+        BUDGETS["RAM"]: pool_bytes or "auto", BUDGETS["VRAM"]: "", "n_ctx": n_ctx, "n_batch": N_BATCH,
+        "context_store": 0, "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
     needs = Sizes(n_ctx, projector=projector).needs(layout, max(N_BATCH, n_image)).total_bytes(n_slots) + beside
@@ -221,9 +222,11 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == -signal.SIGXCPU:
         return f"{TOO_LONG} {cpu_s} s of computing", not has_gpu()
     if code == -signal.SIGBUS:
-        raise ExpertIOError("reading it failed in a trial load (SIGBUS); check the disk that it is on")
+        raise ExpertIOError("reading the file failed in a trial load (SIGBUS); check the disk")
     if -code in OUTSIDE_SIGNALS:
-        raise AllocationError(f"the system ended a trial load ({name}), most likely for memory; free memory")
+        raise AllocationError(
+            f"a trial load was ended from outside ({name}), for example because memory ran out; free memory"
+        )
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
     if NO_MEMORY in why:
         raise AllocationError(f"a trial load took more memory than planned ({why}); free memory")

@@ -206,7 +206,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         **options: Any,
     ) -> Iterator[Any]:
         stopping_criteria = self._with_grammar_end(stopping_criteria, options)
-        # the base class would lose both, because it uses the result of list.extend(), which is None
+        # the base class would lose the processors and the biases, because it uses the result of list.extend(): None
         if logits_processor is not None and logit_bias:
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None

@@ -19,8 +19,8 @@ HALF_LIFE_PASSES = 4096  # number of passes in a run after which the uses of ear
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:
-    """Requests the most used experts, as many as there are slots in all tiers together. Does nothing if no uses are
-    known, or if every expert has a slot, because such a pool fills itself."""
+    """Requests the most used experts, up to the number of slots in all tiers together. Does nothing if no uses are
+    known, or if every expert has a slot, because such slots are filled anyway."""
     store = session.store
     uses = None if store.info()["resident"] else artifacts.uses(MoeShape.of(session.layout))
     if uses is not None:
@@ -28,8 +28,8 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Adds the uses of experts since the model was loaded to the uses in earlier runs, and saves the sums. The weight
-    of earlier runs falls with each pass.
+    """Adds the counts of expert uses since the model was loaded to the counts of earlier runs, and saves the sums. The
+    weight of earlier runs decreases with each pass.
 
     Does nothing if there was no pass, or if every expert has a slot, because uses are then not known.
     """

@@ -1,9 +1,9 @@
-"""Answers many requests together: a step is usually one pass, with the next token of every running sequence.
+"""Answers many requests together. A step evaluates the next token of each sequence that takes part.
 
-A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not hold up the answers
-that are being generated. Only a prompt that is processed alone may take several passes in one step. (Continuous
-batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) If one sequence is cancelled, or needs an
-expert that cannot be read, the others go on. Any other error of a pass ends all of its sequences.
+A step also evaluates tokens of prompts, up to the token limit of the step, so a long prompt does not hold up the
+answers that are being generated. A step is one pass; only a prompt that is processed alone may take several passes.
+(Continuous batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) If one sequence is cancelled, or
+needs an expert that cannot be read, the other sequences continue. Any other error of a step ends all its sequences.
 
 If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer's logits depend on the other
 tokens in its passes, as in llama.cpp. A request with `exact` is then processed alone. A request with images is always
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 KEEP_AGAIN_S = 0.05  # seconds between attempts to write computed tokens to disk while the model is idle
-LAST_KEEP_S = 2.0  # seconds for which the ending loop keeps trying to write computed tokens to disk
+LAST_KEEP_S = 2.0  # seconds for which a loop that ends keeps trying to write computed tokens to disk
 CLOSED = "the model is closed; load it again."
 CANCELLED = "the request was cancelled while it waited; send it again."
-MAX_READERS = 32  # threads that read prompts; several, so that a slow template does not delay other requests
+MAX_READERS = 32  # maximum number of threads that read prompts; a slow template occupies only one of them
 
 
 class BatchLoop:
@@ -45,8 +45,8 @@ class BatchLoop:
 
     `schedule` chooses the sequences of each step; None chooses all of them, the oldest prompts first. `step_tokens` is
     the token limit of a step in which a sequence decodes (see `KvSequences`). The events for the tokens of a step are
-    sent inside one `with together():` block. `on_pass` is called before each pass or task, with the client key that all
-    of its requests share, or None if they have different keys.
+    sent inside one `with together():` block. `on_pass` is called before each pass, with the client key that all of its
+    requests share, or None if they have different keys. It is also called before each task without `keeps_context`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BatchLoop:
         self._changed = threading.Condition()  # protects the next four fields
         self._arrived: list[Sequence | Task] = []
         self._computing: list[Sequence] = []
-        self._task: Task | None = None  # the running task; None if no task is running, or if it has keeps_context
+        self._task: Task | None = None  # the running task; None if there is none or if the task has keeps_context
         self._closing = False
         self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
         # Only the loop's thread changes the fields from here on.
@@ -152,8 +152,9 @@ class BatchLoop:
     # Methods that only the loop's thread calls
 
     def run(self) -> None:
-        """Processes requests and tasks until `close` is called. Unfinished answers then end as cancelled, or with the
-        exception that stopped the loop, such as one raised by an event callback."""
+        """Processes requests and tasks until `close` is called, or until an exception stops the loop, such as one
+        raised by an event callback. Unfinished answers then end as cancelled, or with the exception, which `run` also
+        raises."""
         failure: Exception | None = None
         try:
             while self._wait():
@@ -253,7 +254,8 @@ class BatchLoop:
 
     def _end(self, work: Sequence | Task, error: Exception | None = None) -> None:
         """Ends a sequence, or a task that has not started. The tokens of a sequence stay in the KV cache, for later
-        prompts that begin with them, unless the sequence was processed alone."""
+        prompts that begin with them. They are removed only if the context has several places and the sequence had to be
+        processed alone (`Sequence.alone`)."""
         if work in self._waiting:
             self._waiting.remove(work)
         if isinstance(work, Task):
@@ -338,7 +340,7 @@ class BatchLoop:
         self._n_steps += 1
         with self._together():
             kept = [self._take_pass(each, row) for each, row in zip(evaluated, rows, strict=True)]
-        # The tokens are written to disk only after they were sent to the clients.
+        # Computed tokens are written to disk only after the step's new tokens were sent to the clients.
         for each, (n_new, goes_on) in zip(evaluated, kept, strict=True):
             self._kv.store(each, n_new, goes_on=goes_on)
         return evaluated
@@ -454,7 +456,7 @@ def _ticket(work: Sequence | Task) -> int:
 
 
 def _next_tokens(sequence: Sequence) -> SequenceTokens:
-    """Returns the tokens of a sequence that the next pass evaluates, as an argument for `Context.eval_sequences`."""
+    """Returns the tokens of a sequence that the next pass evaluates, as an item for `Context.eval_sequences`."""
     n_past = sequence.n_evaluated
     end = n_past + sequence.n_next
     decodes = sequence.decodes

@@ -76,8 +76,8 @@ _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
 @dataclass(frozen=True)
 class Written:
-    """The exact text of one call, from which the grammar of forced calls is built: the texts `before` the name,
-    `between` name and arguments, and `after` the arguments.
+    """The exact text of one call, from which the grammar of calls is built: the texts `before` the name, `between` name
+    and arguments, and `after` the arguments.
 
     If arguments have their own delimiters, `key_open` and `key_close` are the texts before and after an argument's
     name, and `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for
@@ -323,7 +323,7 @@ class _Probe:
         self.text_open, self.text_close = self._text_marks()
 
     def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
-        """Renders the probe's question and the messages after it. Returns "" if the template rejects them."""
+        """Renders the probe's question, followed by `answers`. Returns "" if the template cannot render them."""
         try:
             conversation = [QUESTION, *map(dict, answers)]
             return render(self.template, conversation, tools=TOOLS, think=think, characters=MAX_RENDERED)
@@ -629,8 +629,8 @@ class AnswerFormat:
 
     @functools.cached_property
     def tools(self) -> tuple[ToolFormat, ...]:
-        """The formats in which the model may write calls. There is at least one; the format of the template comes
-        first."""
+        """The formats in which the model may write calls. There is at least one. The format that the template renders,
+        if it is recognized, comes first."""
         template = self._probe.template
         formats = {form.open: form for sign, form in KNOWN_FORMATS.items() if sign in template}
         learned = self._probe.tool_format()

@@ -15,7 +15,7 @@ from moegguf.generate.call_format import ID, NAME, Written
 from moegguf.generate.tool_calls import Parameter
 
 Json = Callable[..., str]
-"""A function that takes a JSON schema and returns the name of the grammar rule for JSON values that follow the schema.
+"""A function that takes a JSON schema and returns the name of the grammar rule for JSON values that satisfy the schema.
 `root` is the document in which references are looked up; None: the schema itself."""
 
 MAX_NESTING = 12  # levels of nested objects and lists in "elements" and "relaxed"; deeper ones may be any text
@@ -43,7 +43,7 @@ class CallGrammar:
 
     def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
         """Returns the grammar of a call to the tool `name`. `parameters`: the JSON schema of its arguments. `before`:
-        the text before the tool's name, in which the probe's NAME and ID are replaced."""
+        the text before the tool's name; the probe's NAME and ID in this text are replaced."""
         written = self._written
         opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(ID, CALL_ID)
         arguments = self._arguments(Parameter(parameters, parameters))
@@ -66,8 +66,8 @@ class CallGrammar:
 
     def _members(self, whole: Parameter, member: Callable[[str, Parameter], str], separator: str) -> str:
         """Returns the grammar of an object's members with `separator` between them, in the order of the schema or, in
-        the style "relaxed", sorted by name. If the schema names no property, any members are allowed, or none.
-        `member` returns the grammar of one member."""
+        the style "relaxed", sorted by name. If the schema names no property, allows any members, or no members if the
+        schema is closed (`_is_open`). `member` returns the grammar of one member."""
         found = list(_properties(whole))
         if self._written.style == "relaxed":  # templates of this style sort the members by name
             found.sort()
@@ -170,7 +170,7 @@ class CallGrammar:
 
 def _properties(whole: Parameter) -> Iterator[str]:
     """Yields the names of the properties that the schema describes or requires, each once, in the order of the schema.
-    Includes the properties of schemas that it combines or refers to."""
+    Includes the properties of the schemas that this schema combines or refers to."""
     names = dict[str, None]()
     for part in whole.parts():
         properties, required = part.get("properties"), part.get("required")

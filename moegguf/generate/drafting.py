@@ -12,8 +12,9 @@ token is reached and accepted is worth more than the token's cost. If drafts are
 short draft of one answer is tried now and then. Such trials use an allowance, which is a fraction of the total pass
 time. When drafts have lost the allowance and all earlier savings, they pause until some new allowance has accumulated.
 
-The search for drafts also takes time. Without a draft context, a sequence is searched only if its last tokens have
-occurred in it before. After some passes without an accepted token, the next passes skip the search.
+The search for drafts also takes time. Unless a draft model or prediction heads make drafts, a sequence is searched only
+if its last tokens have occurred in the sequence before. After some passes without an accepted token, the next passes
+skip the search.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Acceptance:
 
 
 class PassTimes:
-    """Measured times for a certain number of sequences: the time of a pass without drafts, and the time that each
-    drafted token adds."""
+    """Measured times of passes with a certain number of sequences: the time of a pass without drafts, and the time that
+    each drafted token adds."""
 
     def __init__(self) -> None:
         self.widest = 0  # largest number of tokens drafted in one pass so far
@@ -253,7 +254,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # drafts obey the answer's and context's limits
+            if text.repeats and sequence.prompt.images is None:  # drafts obey the limits of the answer and the context
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )

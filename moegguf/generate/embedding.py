@@ -1,5 +1,6 @@
 """Embeddings of texts, and a reranker's scores of documents. A model loaded with embedding=True pools the hidden states
-as its file specifies. For any other model, the embedding is the hidden state of the last token.
+as its file or the option `pooling_type` specifies. For any other model, the embedding is the hidden state of the last
+token.
 
 Each input is evaluated alone, from an empty context, so its vector is bit-identical whatever the other inputs are.
 """
@@ -43,15 +44,17 @@ def embed(
     vectors are scaled to length 1 (zero vectors stay zero). `num_ctx` is an additional limit on the tokens per input;
     None: no additional limit.
 
-    If the model was loaded with embedding=True, its file specifies the pooling. Otherwise the vector is the hidden
-    state of the last token, and the context contains the last input after the call. An input without tokens is
-    evaluated as BOS, or else EOS; if the model has neither, its vector is zero.
+    If the model was loaded with embedding=True, its file or the option `pooling_type` specifies the pooling. Otherwise
+    the vector is the hidden state of the last token, and the context contains the last input after the call. An input
+    without tokens is evaluated as BOS, or else EOS; if the model has neither token, the vector is zero.
 
     Raises ContextError for an input that is too long unless `truncate` is True, OptionError for an invalid token,
     CapabilityError for a reranker, and the errors of `Llama.eval`.
     """
     if ranks(llm):
-        raise CapabilityError("this model scores documents and returns no vectors; send it a query to /v1/rerank.")
+        raise CapabilityError(
+            "this model scores documents and returns no vectors; send a query and documents to /v1/rerank."
+        )
     limit = min(_limit(llm), num_ctx or llm.n_ctx())
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
@@ -146,7 +149,7 @@ def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: b
 
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
     """Evaluates the tokens of an input and yields its vector: the pooled vector, or the hidden state of the last token.
-    (Only the last token attends to all others.) Yields zeros if there are no tokens."""
+    (In a causal model, only the last token attends to all others.) Yields zeros if there are no tokens."""
     bindings = library.llama_cpp()
     n_embd = int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
 

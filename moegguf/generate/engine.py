@@ -74,7 +74,7 @@ class Engine:
             newest request goes back to the queue and is processed again later. None: parallel * n_ctx, or less if the
             experts need the memory.
         schedule: a function that receives the loaded model and returns the object that chooses the sequences of a step
-            (`moegguf.generate.kv_sequences`); None: all of them.
+            (`moegguf.generate.kv_sequences`). None: all sequences take part in each step.
         options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
 
     If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is generated alone
@@ -84,7 +84,7 @@ class Engine:
 
     Example:
         >>> import moegguf
-        >>> with moegguf.Engine("demo", expert_cache="50%") as engine:
+        >>> with moegguf.Engine("demo") as engine:
         ...     answers = engine.generate(["Once upon a time", "The capital of France is"], max_tokens=4)
         >>> len(answers)
         2
@@ -101,7 +101,9 @@ class Engine:
     ) -> None:
         if isinstance(model, Llama) and (options or kv_tokens is not None):
             names = ", ".join([*options, *["kv_tokens"] * (kv_tokens is not None)])
-            raise OptionError(f"{names} are load options, but the model is already loaded; give them to Llama.")
+            raise OptionError(
+                f"load options cannot change a loaded model, but these are given: {names}; give them to Llama."
+            )
         options = {"verbose": False, "flash_attn": None, "n_seq_max": parallel, "kv_tokens": kv_tokens} | options
         self._is_own = not isinstance(model, Llama)
         self._llm = model if isinstance(model, Llama) else Llama(model, **options)
@@ -260,9 +262,9 @@ class Engine:
 
 
 def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
-    """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` has `truncate`,
-    a string or token ids that do not fit into the context will cause an error. Raises OptionError for an unknown
-    field."""
+    """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` sets `truncate`
+    to True, a string or token ids that do not fit into the context will cause an error. Raises OptionError for an
+    unknown field."""
     of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:

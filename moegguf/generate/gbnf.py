@@ -28,7 +28,7 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{character: character for charact
 
 class _Symbol(NamedTuple):
     """A symbol of a Lark rule. `repeat` is "", "*", "+", "?", "{m,n}" or "{m,}". `rule`: name of the rule that the
-    symbol refers to; "" for a terminal."""
+    symbol refers to; "" for terminals."""
 
     text: str
     repeat: str = ""
@@ -51,8 +51,8 @@ def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str
     except RecursionError:
         depth = max(accumulate((piece[0] == "(") - (piece[0] == ")") for piece in parser.pieces))
         raise SchemaError(
-            f"parentheses in the grammar are nested {depth} deep, which is too much; move inner groups into rules of"
-            " their own."
+            f"parentheses in the grammar are nested {depth} deep, which is too deep to read; move inner groups"
+            " into rules of their own."
         ) from None
 
 
@@ -190,8 +190,8 @@ class _Parser:
     # Characters
 
     def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields each character of a literal or class, each with True if it was written as an escape. Raises
-        SchemaError for an unknown escape, or one that is not a Unicode character."""
+        """Yields each character of a literal or class, with True if the character was written as an escape, otherwise
+        with False. Raises SchemaError for an unknown escape, or one that is not a Unicode character."""
         begin = 0
         while begin < len(text):
             found = _CHARACTER.match(text, begin)

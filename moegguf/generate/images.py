@@ -3,7 +3,7 @@ prompt.
 
 The content of a message is a string, or a list of text and image parts: {"type": "text", "text": "..."} and
 {"type": "image", "data": "<the file as base64>"}. Files are untrusted: format and dimensions are read from the header
-before an image is decoded. This module knows nothing about models or tokens.
+before an image is decoded. This module handles neither models nor tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_image(data: bytes) -> Image:
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(
             f"an image's longer side may be at most {MAX_ASPECT_RATIO} times the shorter side, but this one is"
-            f" {width} x {height}; cut it."
+            f" {width} x {height}; crop the image."
         )
     return Image(data, width, height)
 

@@ -23,7 +23,7 @@ from moegguf.generate.json_references import References
 
 Json = dict[str, Any]
 Goal = tuple[int, ...]
-"""The numbers that a `Document` gave to schemas. A value must follow all of these schemas. An empty tuple allows any
+"""The numbers that a `Document` gave to schemas. A value must satisfy all of these schemas. An empty tuple allows any
 value."""
 
 TYPES = ("object", "array", "string", "number", "boolean", "null")
@@ -134,15 +134,15 @@ class Facts:
 
     @functools.cached_property
     def fewest_items(self) -> int:
-        """The minimum number of items: the largest `minItems`, or the length of the longest tuple (`prefixItems`
-        without `items` and `minItems`) if that is more."""
+        """The minimum number of items: the largest `minItems`, or the length of the longest tuple (a user's
+        `prefixItems` without `items` or `minItems`) if this length is greater."""
         tuples = (len(part["prefixItems"]) for part in self.parts if _is_tuple(part) and "minItems" not in part)
         return max([self.least("minItems"), *tuples])
 
     @functools.cached_property
     def is_closed(self) -> bool:
-        """True if objects may have only the properties that are named: a user's schema names properties, and none has a
-        keyword that allows others."""
+        """True if objects may have only the properties that are named: a user's schema names properties, and no user's
+        schema has a keyword in _OPENING."""
         own = [part for part in self.parts if not isinstance(part, Made)]
         names = any("properties" in part or part.get("required") for part in own)
         return names and not any(part.keys() & _OPENING for part in own)

@@ -3,7 +3,8 @@
 The regular expressions compare numbers with bounds digit by digit, so that bounds of any size are exact. (Multiples of
 most numbers are left to llguidance, which compares doubles.) Without a limit some models write digits until the token
 limit. So a number has up to MAX_DIGITS digits before and after its point, as in llama.cpp, or more if its bounds need
-more. Only a number without any restriction may have an exponent, which is limited to the range of a double.
+more. Only a number without any restriction may have an exponent, which is limited so that no number is too large for a
+double.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
 
 @dataclass
 class Numbers:
-    """The numbers that a schema allows. `least`, `most` and `step` restrict nothing if they are None. `whole`: True if
-    only integers are allowed. `fractional`: True if integers are not allowed."""
+    """The numbers that a schema allows. `least`, `most` and `step` restrict nothing if they are None. `step`: allowed
+    numbers are multiples of `step`. `whole`: True if only integers are allowed. `fractional`: True if integers are not
+    allowed."""
 
     whole: bool = False
     fractional: bool = False
@@ -82,8 +84,8 @@ class Numbers:
         """Returns the expression of a terminal that matches the allowed numbers, as a list of one.
 
         For multiples of a number that is not a power of ten, returns JSON schemas for llguidance instead, one for each
-        range between excluded numbers. These schemas do not contain `fractional`. Raises SchemaError for such multiples
-        if the absolute value of a bound exceeds 2^53.
+        range between excluded numbers. These schemas ignore `fractional`. Raises SchemaError for such multiples if the
+        absolute value of a bound exceeds 2^53.
         """
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:

@@ -8,7 +8,8 @@ Schemas are untrusted. They are read as JSON Schema 2020-12, with these exceptio
   types, it is the first of object, array, string and number.
 - `prefixItems` without `items` allows no other items. If `minItems` is also missing, all of its items are required.
 - Numbers have up to 16 digits before and after the point, unless their bounds need more. Whitespace is limited.
-- If an object has more than MAX_MATCHES `patternProperties`, a name may match at most one of them.
+- If an object has more than MAX_MATCHES `patternProperties` with different schemas, a name may match the patterns of
+  at most one of these schemas.
 - Unknown keywords and formats are ignored. The few keywords that no grammar can enforce are also ignored, unless the
   request is strict.
 """
@@ -30,7 +31,7 @@ MAX_GRAMMAR_CHARS = 1 << 20  # maximum length of a request's grammar, including 
 MAX_SUBSCHEMAS = 10_000  # maximum number of subschemas in a request; a subschema is counted each time it is used
 MAX_STEPS = 100_000  # maximum number of steps to split all schemas of a request into alternatives
 MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array
-MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match at most one of them
+MAX_MATCHES = 3  # if more patternProperties have different schemas, a name may match the patterns of only one schema
 MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
 MAX_UNIQUE = 63  # maximum number of values for the items of a `uniqueItems` array: one bit each in a grammar parameter
 
@@ -266,8 +267,8 @@ class _Writer:
 
     def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
         """Returns the rule for the remainder of an array or object after its first `n` items or properties. The
-        remainder consists of more items or properties, each following the rule `one`, and the closing terminal `end`.
-        If `one` is None, no more are allowed. `least` and `most` limit the total number; None: no limit."""
+        remainder consists of more items or properties, which match the rule `one`, and the closing terminal `end`. If
+        `one` is None, no more are allowed. `least` and `most` limit the total number; None: no limit."""
         alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):
@@ -279,8 +280,8 @@ class _Writer:
         return self._new_rule(*alternatives)
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Returns the rule for an array's items and end if some items must satisfy the schema of `contains`. Returns
-        None if there are several `contains`, or if counting would need more than MAX_STATES states."""
+        """Returns the rule for an array after its opening bracket, if some items must satisfy the schema of `contains`.
+        Returns None if there are several `contains`, or if counting would need more than MAX_STATES states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
         n_items = max(facts.n_prefix, least, most or 0, 1)  # the states count up to this number of items
         n_found = max(fewest, limit or 0)

@@ -44,7 +44,8 @@ class Schedule(Protocol):
         chosen (None or an empty iterable), all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step."""
+        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step in which tokens
+        were evaluated."""
 
 
 class KvSequences:
@@ -71,12 +72,13 @@ class KvSequences:
 
     def place(self, sequence: Sequence) -> None:
         """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest tokens
-        (see `loss`). A sequence with images gets place 0. Drops the place's tokens after the shared prefix."""
+        (see `loss`). A sequence that is processed alone gets place 0. Drops the place's tokens after the shared
+        prefix."""
         free = [kv for kv in self._all if kv.sequence is None]
         if len(self._all) == 1:  # `Llama`'s own methods also change this place, so its tokens come from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
-        if sequence.prompt.images is not None:
-            free = self._all[:1]  # images are evaluated in place 0; the sequence is processed alone
+        if sequence.alone:
+            free = self._all[:1]  # images are evaluated in place 0, and only the cells of place 0 can be moved
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 
         def loss(kv: KvSequence) -> tuple[int, bool, int]:
@@ -157,8 +159,9 @@ class KvSequences:
 
     def shift(self, sequence: Sequence) -> None:
         """Drops the older half of a sequence's tokens after the first `num_keep`, if its context is almost full and the
-        sequence may shift. If no other sequences are being processed, the cells of the later tokens are moved.
-        Otherwise these tokens are re-evaluated, because other sequences may share their cells at the old positions."""
+        sequence may shift. If the sequence must be processed alone or the context has a single place, the cells of the
+        later tokens are moved. Otherwise these tokens are re-evaluated, because other sequences may share their cells
+        at the old positions."""
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return

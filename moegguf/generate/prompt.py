@@ -45,7 +45,7 @@ class Prompt:
     """The prompt of a request, as tokens and as text."""
 
     tokens: list[int]  # tokens of the prompt, including image placeholders
-    end: str = ""  # the whole text of the prompt; "" if not known, or for a conversation that is far too long
+    end: str = ""  # the whole text of the prompt; "" if it is not known, or for a conversation that is far too long
     n_tokens: int = 0  # tokens of the whole prompt; an estimate for a text that is far too long; 0: not counted
     template: str | None = None  # the chat template that rendered the messages
     continuation: Continuation | None = None  # given if the answer continues a message
@@ -363,12 +363,13 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
     sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
-    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # estimates, the same in every request
+    # A message has the same estimate in every request.
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]
     fixed = render(conversation.fixed)
     begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
     found = render(conversation.kept(begin))
     later = [other for other in conversation.begins if other > begin]
-    if found.n_tokens > n_room and later:  # the estimate was too low: search for the first one that fits
+    if found.n_tokens > n_room and later:  # the estimate was too low: searches for the first beginning that fits
         n = bisect_left(later, True, key=lambda other: render(conversation.kept(other)).n_tokens <= n_room)
         begin = later[min(n, len(later) - 1)]
         found = render(conversation.kept(begin))

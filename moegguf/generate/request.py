@@ -17,11 +17,11 @@ a list of texts and images (images.py). Optional keys: `thinking`, `tool_calls` 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, with Ollama's names and defaults. Options that Ollama does not have are named as in
-    llama-server.
+    """Sampling options, with Ollama's names and defaults; only `max_tokens` is called `num_predict` in Ollama. Options
+    that Ollama does not have are named as in llama-server, except `exact` and `text_bias`.
 
     Attributes:
-        temperature: 0 chooses the likeliest token (if XTC applies, the likeliest that XTC leaves).
+        temperature: 0 or less chooses the likeliest token (if XTC applies, the likeliest that XTC leaves).
         top_n_sigma: keeps only the tokens whose logit is within this number of standard deviations of the highest one;
             0 or less keeps all.
         xtc_probability: the chance that XTC applies: all tokens with a probability of at least `xtc_threshold` are
@@ -32,8 +32,8 @@ class Sampling:
         dry_penalty_last_n: number of most recent tokens that are searched for repetitions; -1: the whole context; 0: no
             penalty.
         dry_sequence_breakers: strings that end a repetition.
-        mirostat: 1 or 2 uses this version of Mirostat instead of the truncation samplers, unless `temperature` is 0.
-            Its target entropy is `mirostat_tau`, and its learning rate is `mirostat_eta`. 0: no Mirostat.
+        mirostat: 1 or 2 uses this version of Mirostat instead of the truncation samplers, unless `temperature` is 0 or
+            less. Its target entropy is `mirostat_tau`, and its learning rate is `mirostat_eta`. 0: no Mirostat.
         max_tokens: maximum number of tokens of the answer. None or below 1: until the model ends the answer or the
             context is full; if the context shifts, at most ten times the length of the context.
         num_keep: number of leading tokens, not counting BOS, that are kept when the context shifts; -1: the whole
@@ -112,12 +112,14 @@ class Request:
     format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer satisfies
     strict: bool = False  # True: a schema keyword that no grammar can enforce is an error; False: it is ignored
     grammar: str | None = None  # GBNF grammar that the answer matches
-    think: bool | str | None = None  # True, False, or (some templates) a level such as "high"; None: thinks if it can
+    # True, False, or (for some templates) a level such as "high". None: the template's default, with `enable_thinking`
+    # set to True.
+    think: bool | str | None = None
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    truncate: bool = (
-        True  # True: if not all messages fit, drops the oldest, but no system message; False: raises ContextError
-    )
+    # False: messages that do not fit raise ContextError. True: the oldest messages are dropped instead, but no system
+    # message and not the user's last message.
+    truncate: bool = True
     # True: if the model can shift its context, drops the older half of the tokens after `num_keep` when an answer fills
     # the context. If `truncate` is True as well, also cuts a message or prompt that is still too long.
     shift: bool = True
@@ -160,7 +162,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TokenChance:
-    """A token, its bytes, and the natural logarithm of its probability before sampling."""
+    """A token, its bytes, and the natural logarithm of its probability before any sampling option is applied."""
 
     token: int
     piece: bytes

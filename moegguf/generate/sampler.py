@@ -39,7 +39,7 @@ _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written as it
 MIROSTAT_TOKENS = 100  # number of tokens from which Mirostat 1 estimates the distribution, as in llama.cpp
 MAX_BREAKERS = 32  # maximum number of DRY sequence breakers; each is compared with every token of the vocabulary
 MAX_BREAKER_BYTES = 40  # maximum length of a DRY sequence breaker; llama.cpp would cut longer ones
-MAX_STEP_S = 1.0  # maximum CPU seconds that llguidance may use for one token
+MAX_STEP_S = 1.0  # maximum CPU seconds of one call to llguidance about a token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms
@@ -235,7 +235,7 @@ class Sampler:
 
     def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
         """Adds the samplers for these options to the chain. `ends`: False forbids the end-of-generation tokens. Raises
-        OptionError."""
+        OptionError for an invalid bias or sequence breaker."""
         chain, vocabulary = self._chain, self._llm.vocabulary
         biases = dict(sampling.logit_bias)
         for text, bias in sampling.text_bias:

@@ -13,7 +13,7 @@ variables, and the maximum number of characters of the output; or it has a gramm
 limit on CPU time, in seconds. The process writes one line for each request, with the text, or with an error and its
 message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
 
-If a template writes an object or list of a tool call without a filter, the output is JSON, as in OpenAI's API, and not
+If a template writes an object or list of a tool call or of `functions` without a filter, the output is JSON instead of
 Python's repr of the object.
 """
 
@@ -50,7 +50,8 @@ class OutputError(Exception):
 
 
 class Json:
-    """Base class of objects and arrays in a tool call. str() returns their JSON, and + joins this JSON to a string."""
+    """Base class of objects and arrays in tool calls and in the variable `functions`. str() returns their JSON, and +
+    joins this JSON to a string."""
 
     def __str__(self) -> str:
         return _to_json(self)
@@ -67,11 +68,11 @@ class Json:
 
 
 class JsonObject(Json, dict[str, Any]):
-    """An object in a tool call. str() returns its JSON."""
+    """A JSON object. str() returns its JSON."""
 
 
 class JsonArray(Json, list[Any]):
-    """An array in a tool call. str() returns its JSON."""
+    """A JSON array. str() returns its JSON."""
 
 
 def _as_json(value: Any) -> Any:
@@ -212,7 +213,7 @@ def main() -> None:
     limit."""
     _sandbox(False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError, ValueError):  # a system without /proc limits only time and output
+    with suppress(OSError, ValueError):  # memory is not limited on a system without /proc
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
     for request_line in sys.stdin.buffer:

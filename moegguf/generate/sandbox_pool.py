@@ -1,4 +1,4 @@
-"""Child processes that render chat templates and compile grammars (sandbox.py), with limits of time and memory.
+"""Child processes that render chat templates and compile grammars (sandbox.py), with limits on time and memory.
 Templates and grammars are untrusted, so a process may be killed.
 
 The first request starts a process, which is kept for the next request. Simultaneous requests start further processes,
@@ -26,8 +26,8 @@ Child = subprocess.Popen[bytes]
 
 
 class LimitedError(Exception):
-    """Raised if a request fails. `kind`: the error named by sandbox.py, such as "syntax". `line`: line in the template;
-    0 for errors without a line."""
+    """Raised if a request fails. `kind`: the kind of error, as listed in sandbox.py, such as "syntax". `line`: line in
+    the template; 0 for errors without a line."""
 
     def __init__(self, kind: str, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class LimitedError(Exception):
 
 def reply_of(request: Mapping[str, Any]) -> str:
     """Sends a request to a child process and returns the text of the reply. Mappings are sent as objects, and other
-    values that JSON cannot represent as strings. Raises LimitedError if the request fails or exceeds a limit of time,
+    values that JSON cannot represent as strings. Raises LimitedError if the request fails or exceeds a limit on time,
     memory or output."""
     try:
         text = json.dumps(
@@ -81,8 +81,8 @@ def _reply(process: Child, line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _process() -> Iterator[Child]:
-    """Lends a child process for one request. An exception kills the process, because otherwise the next request could
-    read the reply to this request. Raises LimitedError if no process can be started."""
+    """Provides a child process for one request. An exception in the `with` block kills the process, because otherwise
+    the next request could read the reply to this request. Raises LimitedError if no process can be started."""
     with _running:
         process = None
         try:

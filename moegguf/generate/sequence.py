@@ -36,8 +36,8 @@ _tickets = itertools.count(1)
 
 
 def owner_part(owner: str) -> tuple[str, str]:
-    """Splits a name that `Sequence.owner` returned. Returns the request's owner, and the rest from AT_SCALE on with the
-    adapter's scale ("" if there is none)."""
+    """Splits a name that `Sequence.owner` returned. Returns the request's owner, and the remaining text: AT_SCALE and
+    the adapter's scale, or "" if the name has no scale."""
     alone, at, scale = owner.partition(AT_SCALE)
     return alone, at + scale
 
@@ -47,7 +47,8 @@ class AnswerEvents(Protocol):
     After the loop has been closed, another thread may call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
-        """Called after each pass that evaluated a part of the prompt, and before the first pass of a long prompt."""
+        """Called after each pass that evaluated a part of the prompt, and before the first pass of a prompt that is
+        longer than a batch."""
         return None
 
     def on_delta(self, delta: Delta) -> object:
@@ -181,8 +182,8 @@ class Sequence:
     def alone(self) -> bool:
         """True if the sequence must be processed alone: if it has images, or if it has `exact` and other sequences
         could change bits of the answer. This is possible if the model is not batch-invariant or if the context may
-        shift. If other sequences are being processed, a shift re-evaluates tokens instead of moving their cells, which
-        rounds differently."""
+        shift. A shift moves cells if the sequence is processed alone. In a context with several places, it otherwise
+        re-evaluates tokens, which rounds differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx

@@ -43,7 +43,8 @@ def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: s
         return {"n_erased": n_erased}
     if llm.prefix_cache is None:
         raise CapabilityError(
-            "only a model that keeps contexts on disk can save and restore slots; load it without context_store=0."
+            "only a model that keeps contexts on disk can save and restore slots, but this one keeps none; if it was"
+            " loaded with context_store=0 (--context-store), load it with another value."
         )
     path, name = Path(fields["path"]), llm.prefix_cache.name
     if action == "save":
@@ -75,7 +76,9 @@ def _save(llm: Llama, kv: KvSequence, path: Path, owner: str, name: str, most_by
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, parts, OWNER_ONLY)
     except OSError as error:
-        raise StorageError(f"cannot write {path.name} ({error.strerror}); make room on the disk.") from None
+        raise StorageError(
+            f"cannot write {path.name} ({error.strerror}); make room on the disk, or make its folder writable."
+        ) from None
     return {"n_saved": len(kv.tokens), "n_written": n_bytes}
 
 
@@ -95,8 +98,8 @@ def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: 
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
-    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if there is no file, and
-    OptionError if the file is damaged."""
+    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if the file does not exist or
+    cannot be read, and OptionError if it is damaged."""
     try:
         with open_regular(path, own=True) as file:
             content = file.read()

@@ -1,7 +1,7 @@
 """Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
 Templates receive the variables that transformers and llama-server define, and are rendered in child processes with
-limits of time and memory. This module knows nothing about models or tokens.
+limits on time and memory. This module uses neither a model nor a tokenizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def render(
     begins_answer: if True, the template adds the header of an answer to the end of the prompt.
 
     Raises LongPromptError for a prompt of more than `characters` characters. Raises TemplateError if the template is
-    too long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.
+    too long or invalid, rejects the conversation, fails, or exceeds the limits on time or memory.
     """
     variables = default_variables() | _reasoning(options or {}) | {"bos_token": bos, "eos_token": eos}
     variables["add_generation_prompt"] = begins_answer

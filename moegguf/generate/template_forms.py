@@ -4,7 +4,7 @@ The content of a message is a string or a list of parts. The arguments of a call
 templates do not support system messages. Templates do not declare which forms they expect. A template that receives
 another form leaves out the text or fails. So `forms_of` renders short conversations in which each text begins with a
 marker, and chooses the forms that lose the fewest markers, as llama.cpp does (common/jinja/caps.cpp). Messages are then
-rendered in these forms in limited processes (sandbox_pool.py).
+rendered in these forms, in child processes with limits on time and memory (sandbox_pool.py).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Forms:
         return formed
 
     def _message(self, message: Message) -> Message:
-        """Returns a copy with additional names of fields that templates read, and without fields that are None. Absent
-        fields other than `content` remain absent, because templates distinguish them from empty ones."""
+        """Returns a copy with additional names of fields that templates read, and without `images`, `index` and fields
+        that are None. Absent fields other than `content` remain absent, because templates distinguish them from empty
+        ones."""
         formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
@@ -155,8 +156,9 @@ class _Probe:
 
     def n_lost(self, template: str, forms: Forms) -> int:
         """Returns the number of markers that are missing from the prompt. If the template rejects the conversation or
-        fails, all markers are treated as missing. Merging system messages counts as one more, so that other forms that
-        lose no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
+        fails, all markers are treated as missing. Merging system messages counts as one more missing marker, so that
+        other forms that lose no marker are preferred. Raises LimitedError for a syntax error, or if the template
+        exceeds a limit."""
         marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
         try:
             prompt = rendered(template, forms, self.messages, self.tools, default_variables())

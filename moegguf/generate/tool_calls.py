@@ -290,7 +290,7 @@ class NamedCalls(MarkedCalls):
 
 @dataclass(frozen=True)
 class TaggedCalls(MarkedCalls):
-    """Reads calls that are a name followed by arguments with their own delimiters.
+    """Reads calls that are a name followed by arguments, each between its own delimiters.
 
     If `key_close` has a group, the group is the name of the value's type. `key_close` matches whitespace only if the
     template writes it, because other whitespace belongs to the value.
@@ -453,7 +453,8 @@ _RELAXED_WORD = re.compile(r"[^,{}\[\]]*")
 
 @dataclass(frozen=True)
 class RelaxedCalls(MarkedCalls):
-    """Reads calls in Gemma's format: the keys of objects have no quotes, and strings are enclosed in `quote` marks."""
+    """Reads calls in Gemma's format: the keys of objects have no quotes, and the text `quote` is before and after each
+    string."""
 
     quote: str = ""
 

@@ -1,6 +1,6 @@
-"""Reads the header of a LoRA adapter (a GGUF file): its size and its architecture.
+"""Reads the header of a LoRA adapter (a GGUF file), checks its architecture and adds up the sizes of its matrices.
 
-llama.cpp reads the rest of the file, and compares the shapes of the adapter's matrices with the model.
+llama.cpp reads the rest of the file, and compares the shapes of the adapter's matrices with the model's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class AdapterHeader:
 def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> AdapterHeader:
     """Reads the header of the adapter at `path`. `arch` is the model's architecture; None: any.
 
-    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file, for a file that is not a LoRA
-    adapter, or for an adapter of another architecture.
+    Raises ModelNotFoundError if the file cannot be opened, and ExpertIOError if reading it fails. Raises
+    ModelFormatError for a damaged file, for a file that is not a LoRA adapter, and for another architecture.
     """
     file = read_gguf(path)
     kind, method, found = (file.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture"))

@@ -14,7 +14,7 @@ class ThinkMarks:
 
     open: str
     close: str
-    sign: str = ""  # text that identifies a template with these delimiters; "": `close`
+    sign: str = ""  # text that identifies a template with these delimiters; "": `close` identifies it
 
     def begun_by(self, prompt_end: str) -> bool:
         """Returns True if a prompt with this ending has opened the thinking: only whitespace follows the last opening
@@ -59,8 +59,8 @@ _INSERT = re.compile(r"<\|fim_prefix\|>|<fim_prefix>|<\|fim▁begin\|>|<｜fim�
 
 
 def has_channels(template: str) -> bool:
-    """Returns True if a model with this template writes each part of an answer as a message with a header (a
-    channel)."""
+    """Returns True if a model with this template writes each part of an answer (thinking, tool calls, text) as a
+    message with its own header. Such parts are called channels."""
     return HARMONY in template or _SELF in template
 
 

@@ -1,10 +1,11 @@
 """Computes digests that identify a trained model (by its routers), a file (by its header), or a file on this disk with
 its current bytes.
 
-What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
-differ between training runs. They are rarely quantised. So the quantisations of one model usually share a fingerprint,
-and they also share their routing. Saved contexts need the same weights, so they are used only with the same file on
-this disk (`weights_digest`): a copy of the file has a different digest. A few MB are read, never whole experts.
+A predictor that was trained on a model's routing is used for every file with the same routers (`fingerprint`). Routers
+are small, and differ between training runs. They are rarely quantised. So the quantisations of one model usually share
+a fingerprint, and their routing is nearly the same. Saved contexts need the same weights, so they are used only with
+the same file on this disk (`weights_digest`): a copy of the file has a different digest. Of the weights, only the
+routers and at most 4 KiB of each tensor are read.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
-    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times that files had when their headers were read.
-    The digest also covers up to 4 KiB from the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times that the shards had when their headers were
+    read. The digest also covers up to 4 KiB from the middle of each tensor. Raises ExpertIOError when reading fails.
 
     Every write changes a file's change time, except on file systems that do not record change times. On such file
-    systems, the bytes from the tensors reveal a different training or quantisation, because it changes every tensor. A
-    write that leaves these bytes unchanged is not detected there.
+    systems, the bytes from the tensors reveal a different training or quantisation, because it changes most tensors. A
+    write that changes neither these bytes nor the file's size and modification time is not detected there.
     """
     digest = hashlib.sha256()
     for shard in shards:
@@ -70,8 +71,8 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
 
 def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, int]], what: str) -> None:
     """Adds the bytes at each (offset, number of bytes) of `spans` to the digest. First announces all reads to the
-    system, so the disk can perform them in parallel. Raises ExpertIOError if the file ends too early or cannot be
-    read."""
+    operating system, if it has posix_fadvise(), so the disk can perform them in parallel. Raises ExpertIOError if the
+    file ends too early or cannot be read; the message calls these bytes `what`."""
     n_missing = 0
     try:
         with open(path, "rb", buffering=0) as file:

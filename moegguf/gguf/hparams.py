@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.reader import GgufFile
 
-# limits compiled into the release of llama.cpp that moegguf uses
-MAX_LAYERS = 512
-MAX_EXPERTS = 1024
+MAX_LAYERS = 512  # the limit that is compiled into moegguf's release of llama.cpp
+MAX_EXPERTS = 1024  # also compiled into llama.cpp
 MAX_WIDTH = 1 << 24  # limit of n_embd, n_ff, n_head and similar sizes
 MAX_CONTEXT = 1 << 27  # tokens; the longest context of a real model is 10 Mi
 

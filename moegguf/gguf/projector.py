@@ -1,8 +1,8 @@
-"""Reads the header of a projector file (mmproj): the kind of vision model, its size, and the memory that it needs.
+"""Reads the header of a projector file (mmproj): the kind of projector, its size, and the memory that it needs.
 
 A projector turns an image into vectors of the text model's width. The file is a GGUF of the architecture "clip".
-libmtmd reads the file without checking it: if libmtmd aborts, only the process of a trial load is lost
-(`moegguf/engine/trial.py`).
+libmtmd does not check the file and may abort. A trial load in a separate process (`moegguf/engine/trial.py`) detects
+this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MAX_DIMENSION = 1 << 17
 DECODED_BYTES = 192 << 20  # maximum number of bytes needed while an image is decoded
 
 # Kinds whose image tokens attend to each other, so that one pass must contain the whole image: {kind: maximum number of
-# tokens of an image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
+# tokens of an image}. Zero: the number is computed from the header. libmtmd lists the kinds in
+# mtmd_decode_use_non_causal().
 ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
 
 # Kinds with a fixed image size. Other kinds are assumed to accept images of up to DYNAMIC_PATCHES patches (4,096 tokens
@@ -62,8 +63,8 @@ class ProjectorHeader:
 def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     """Reads the header of the projector at `path`.
 
-    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file or a file that is not a projector
-    for images.
+    Raises ModelNotFoundError if the file cannot be opened, and ExpertIOError if reading it fails. Raises
+    ModelFormatError for a damaged file, and for a file that is not a projector for images.
     """
     file = read_gguf(Path(path))
     arch = file.metadata.get("general.architecture")

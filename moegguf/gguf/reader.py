@@ -1,8 +1,8 @@
-"""Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp sees it.
+"""Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp reads it.
 
 A file that breaks a rule of the format raises ModelFormatError with the key or tensor and the offset in bytes. Every
-count and length is limited before memory is allocated. The file is not mapped. Large arrays (the vocabulary) are
-skipped. experts.py interprets the tensors.
+count and length is limited before memory is allocated. The file is not memory-mapped. Arrays of strings (such as the
+vocabulary), long arrays of numbers and long strings are skipped. experts.py interprets the tensors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Cursor:
 
     def skip_strings(self, count: int) -> None:
         """Moves past `count` strings of an array. Raises ModelFormatError if there are too many strings, or if the file
-        ends before the last one."""
+        ends before the end of the last one."""
         self.n_strings += count
         if count > MAX_STRINGS:
             self.fail(f"an array of {count} strings is too long: at most {MAX_STRINGS} are allowed")
@@ -105,10 +105,12 @@ class Cursor:
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
         try:
-            for _ in range(count):  # calls only built-in functions, for speed: a vocabulary has some 100,000 strings
+            # Only built-in functions are called while the lengths are plausible, for speed: a vocabulary has some
+            # 100,000 strings.
+            for _ in range(count):
                 (n,) = unpack(read(8))
                 if n > self.size:
-                    self.skip(n)
+                    self.skip(n)  # raises the error
                 seek(n, os.SEEK_CUR)
         except struct.error:  # the file ends here; take() raises the error
             self.take(8)
@@ -211,14 +213,14 @@ class FileVersion:
 
     def is_changed(self) -> bool:
         """Returns True if the file at this path now has a different identity, for example because it was written to or
-        replaced. Returns False if there is no file now."""
+        replaced. Returns False if the file's status cannot be read now, for example because it was deleted."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
 
 
 @dataclass(frozen=True)
 class Shard(FileVersion):
-    """One file of the model."""
+    """One GGUF file: a shard of a model, an adapter or a projector."""
 
     header_bytes: int = 0  # offset of the tensors' data; the file's size if the file ends earlier
 
@@ -234,7 +236,7 @@ class GgufFile:
 
     @property
     def name(self) -> str:
-        """The file's name without folders. Error messages start with this name."""
+        """The file's name without folders, for error messages."""
         return self.shard.path.name
 
     def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
@@ -368,7 +370,7 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
     """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
-    name. Also raises it unless the tensors' data is inside the file and contiguous, except for alignment."""
+    name. Also raises it unless the tensors' data is inside the file, without gaps except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"
@@ -394,12 +396,13 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens the file for reading. If the file is a FIFO, does not wait for a writer. Raises OSError or ValueError."""
+    """Opens the file for reading. Does not wait for a writer if the file is a FIFO. Raises OSError, or ValueError for a
+    zero byte in the path."""
     return open(path, "rb", CHUNK_BYTES, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Returns True if the file at `path` can be opened but does not begin with "GGUF". Also returns True for a pipe
+    """Returns True if the file at `path` can be read but does not begin with "GGUF". Also returns True for a pipe
     without data."""
     try:
         with _open(path) as file:
@@ -413,7 +416,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
 
     Raises ModelNotFoundError when the file cannot be opened or is not a regular file, ModelFormatError for the first
     rule that it breaks, and ExpertIOError when the disk fails. Limits its own memory use, whatever sizes the file
-    claims. Reads the file again only when it has changed.
+    claims. The 64 headers used last are cached: their files are read again only when they have changed.
     """
     return _read_version(Path(path), FileVersion.now(Path(path)))
 

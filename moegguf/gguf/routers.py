@@ -28,8 +28,8 @@ class Gating(IntEnum):
     SQRT_SOFTPLUS = 4
 
 
-# Architectures for which llama.cpp chooses experts by this function whatever the file says. llama4 chooses by the
-# logits, and their sigmoid has the same order.
+# {architecture: function by which llama.cpp chooses experts, whatever the file says}. llama4 chooses by the logits,
+# and their sigmoid has the same order.
 FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
     **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),

@@ -1,7 +1,7 @@
 """Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
 
-Upper and lower case may differ between the names of shards. Every error names the file. Only the keys `split.*` and
-`general.*` are checked here.
+Upper and lower case may differ between the names of shards. Every error names the file. Of the key-values, only
+`split.*` and `general.*` are compared between shards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tup
 
     `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. If the name of
     the first copy ends with -00001-of-N (N shards), the other copies are in the same folder, numbered in the same way.
-    If it has any other name, the other copies there have the shards' own names.
+    If it has any other name, the other copies in its folder have the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():
@@ -84,8 +84,8 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     """Reads all shards of the model whose first (or only) file is at `path`, in order, and checks that they belong
     together.
 
-    Raises ModelNotFoundError when a file is missing. Raises ModelFormatError when a file is damaged, is not the shard
-    that its name indicates, or belongs to another model.
+    Raises ModelNotFoundError when a file is missing, and ExpertIOError when the disk fails. Raises ModelFormatError
+    when a file is damaged, is not the shard that its name indicates, or belongs to another model.
     """
     path = Path(path)
     first = read_gguf(path)

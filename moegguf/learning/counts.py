@@ -59,8 +59,8 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
 
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert),
-    how often each token id used each expert, at most MAX_COUNT. Tokens whose id is unknown are left out. If there are
-    more than `most_tokens` token ids, only the smallest ids are kept."""
+    how often each token id used each expert, at most MAX_COUNT. Tokens whose id is unknown or outside the vocabulary
+    are left out. If there are more than `most_tokens` token ids, only the smallest ids are kept."""
     known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
     tokens = np.unique(trace.tokens[known])[:most_tokens]
     kept = np.isin(trace.tokens, tokens)

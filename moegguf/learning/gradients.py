@@ -1,8 +1,8 @@
 """Reverse-mode differentiation of the operations in the predictors' networks.
 
-A node holds a value. A node that was computed from others also holds the function that computes the gradients of these
-inputs from the gradient of the value. The tests in tests/pure/test_gradients.py compare each operation with finite
-differences.
+A node holds a value. A node that was computed from other nodes (its inputs) also holds the function that computes the
+inputs' gradients from the node's own gradient. The tests in tests/pure/test_gradients.py compare each operation with
+finite differences.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ def rms_norm(x: Node, eps: float) -> Node:
 
 
 def standardize(x: Node, eps: float) -> Node:
-    """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm without its
-    gain and bias."""
+    """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm without its gain and bias."""
     scale = 1 / np.sqrt(x.value.var(axis=0) + eps)
     normed = (x.value - x.value.mean(axis=0)) * scale
 

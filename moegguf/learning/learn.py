@@ -104,28 +104,27 @@ class Learning:
     evaluated.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
-    model, with too few requests, or without decoded tokens in the held-out requests.
+    model or of an unknown one, with too few requests, or without decoded tokens in the held-out requests.
     """
 
     def __init__(
         self, trace: Trace, artifacts: Artifacts, options: Mapping[str, Any] | None = None, seed: int = 0
     ) -> None:
-        if artifacts.fingerprint != trace.header.fingerprint:
-            raise OptionError(
-                f"the trace was recorded from another model ({trace.header.model or 'unnamed'}); name that model, or"
-                " record this one."
-            )
+        trace.header.check_model(artifacts.fingerprint)
         requests = trace.sequences()
         if len(requests) < LEAST_REQUESTS:
             raise OptionError(
-                f"learning needs at least {LEAST_REQUESTS} requests, because one of them judges what was"
-                f" learned, but there are {len(requests)}; give more texts (--prompts)."
+                f"learning needs at least {LEAST_REQUESTS} requests, because some are held out to test what was"
+                f" learned, but there are {len(requests)}; give more texts (--prompts), or record a longer trace."
             )
         judging = held_out(trace, HELD_OUT_SHARE, seed)
         self.artifacts = artifacts
         self.judged = trace.select(judging)
         if not self.judged.decode().n_tokens:
-            raise OptionError("learning is judged on answers, but the trace has none; give --max-tokens above 0.")
+            raise OptionError(
+                "learning is tested on answers, but the requests held out for the test have none; record longer answers"
+                " (--max-tokens)."
+            )
         self.training = trace.select(set(requests) - set(judging))
         self._options = {**BRIEF, **(options or {})}
         self._lru: float | None = None

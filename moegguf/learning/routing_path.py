@@ -72,7 +72,8 @@ class Options(Schedule):
 
 
 class PathModel:
-    """The network. Its parameters have the names and shapes of the arrays that `routing_path` reads."""
+    """The network. Its parameters have the names of the arrays that the predictor reads. They also have the same
+    shapes, except for the embedding, which has rows only for padding and the token ids in the samples."""
 
     def __init__(
         self, embedding: Floats, heads: Floats, popularity: Floats, options: Options, rng: np.random.Generator

@@ -11,8 +11,8 @@ from moegguf.trace.trace import Trace
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
     """Returns the requests to leave out of training: about `share` of the requests with each label. For a label with
-    several requests, at least one request is left out and at least one stays. If every label has only one request, all
-    requests are treated as if they had the same label."""
+    several requests, at least one request is left out and at least one stays. The only request of a label stays. If
+    every label has only one request, all requests are treated as if they had the same label."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():

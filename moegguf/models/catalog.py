@@ -1,9 +1,17 @@
 """Finds, lists, copies, creates and removes the models of this machine by name.
 
-Sources, in this order: paths of files (where allowed), entries passed to the catalog, the demo, MOEGGUF_MODELS, our
-index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have the same name, the first one
-found is used. The only files ever deleted are our own, and files in the Hugging Face cache that are no longer used by
-any name.
+The sources are searched in this order:
+- paths of files (if allowed)
+- entries passed to the catalog
+- the demo
+- the models folder (MOEGGUF_MODELS)
+- our index
+- the Hugging Face cache
+- Ollama's stores
+- paths of folders (if allowed)
+
+If two models have the same name, the first one found is used. The only files ever deleted are our own, and files in the
+Hugging Face cache that are no longer used by any name.
 """
 
 from __future__ import annotations
@@ -43,8 +51,8 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that are currently available. Each call rereads the sources, so it sees changes by other processes.
-    Any thread may call any method.
+    """The models that are currently available. Each call rereads the sources, so that changes by other processes take
+    effect. Any thread may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file on the machine.
@@ -79,9 +87,9 @@ class Catalog:
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
         """Returns the model with this name, or at this path if paths are allowed.
 
-        Raises ModelNotFoundError if there is no such model; the error suggests similar names, if any. Also raises
+        Raises ModelNotFoundError if there is no such model; the error may suggest similar names. Also raises
         ModelNotFoundError if some of the model's files are missing, unless `even_missing` is True. Raises
-        ModelNameError for an invalid name if paths are not allowed.
+        ModelNameError for an invalid name if paths are not allowed. Raises OSError if a file cannot be read.
         """
         text = os.fspath(name)
         if not text.strip():
@@ -103,13 +111,13 @@ class Catalog:
         )
 
     def modelfile(self, entry: ModelEntry) -> str:
-        """Returns a Modelfile that recreates the model. For a model in our index, its base is a name or path that
-        remains valid when the entry's name is removed, except for uploaded files."""
+        """Returns a Modelfile that recreates the model. For a model in our index, the FROM line has a name or path that
+        remains valid when the entry's name is removed, unless the model's files were uploaded."""
         if entry.source in ("demo", "hub", "ollama"):
             return render(entry, entry.name)
         if entry.path == demo_path():
             return render(entry, f"{sources.DEMO_NAME}:{DEFAULT_TAG}")
-        # Use another name of the same files if there is one, because it remains valid when the entry's name is removed.
+        # If the Hugging Face cache has a name for the same files, use that name: removing the entry does not affect it.
         cached = sources.cached_models(None, self.index.read().hidden)
         names = (each.name for each in cached if each.files == entry.files)
         return render(entry, next(names, str(entry.path)))
@@ -118,8 +126,8 @@ class Catalog:
         """Makes `destination` another name for the files and overrides of `source`, and replaces any entry with that
         name in our index. The files are not copied.
 
-        Raises ModelNotFoundError, ModelNameError, and OptionError if `destination` is the name of a model outside our
-        index and Ollama's stores.
+        Raises ModelNotFoundError if there is no model `source`, and ModelNameError for an invalid name. Raises
+        OptionError if a model outside our index and Ollama's stores has the name `destination`.
         """
         target = self._free_name(destination)
         entry = self.find(source)
@@ -129,8 +137,8 @@ class Catalog:
         """Saves the model that `recipe` describes in our index under `name`, and replaces any entry with that name.
 
         Raises ModelNotFoundError for a missing base, draft model or blob. Raises ModelFormatError for files that are
-        not a model, or not an adapter for it. Raises OptionError for a name in use, and for values that are not
-        allowed. Warns about parts of the recipe that are left out.
+        not a model, or not an adapter for it. Raises OptionError for values that are not allowed, and if a model
+        outside our index and Ollama's stores has this name. Warns about parts of the recipe that are left out.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -159,7 +167,10 @@ class Catalog:
                     " the server with --mirror, or create the name on the server's machine."
                 )
         if base is not None and is_other_kind(base.path):  # `entries` would not list such a file
-            raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
+            raise ModelFormatError(
+                f"{base.path if self.paths else base.name} is not a GGUF file; give a .gguf model file, or a"
+                " model's name."
+            )
 
         draft = self.find(recipe.draft).path if recipe.draft and not guesses else None
 
@@ -225,7 +236,7 @@ class Catalog:
         yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
         yield from sources.cached_models(text, contents.hidden)
         yield from sources.ollama_models(text)
-        if text and (model := find_in_library(text)):  # the library's short names, which the sources above do not know
+        if text and (model := find_in_library(text)):  # the sources above do not look up the library's short names
             yield from sources.cached_models(model.hub_name, contents.hidden)
         if path is not None and (folder := _existing(path, Path.is_dir)):
             file = sources.only_model(folder)
@@ -246,8 +257,8 @@ class Catalog:
         return updated(own)
 
     def _free_name(self, text: str) -> Name:
-        """Parses a name and returns it. Raises ModelNameError, and OptionError if a model outside our index and
-        Ollama's stores has this name."""
+        """Parses a name and returns it. Raises ModelNameError for an invalid name, and OptionError if a model outside
+        our index and Ollama's stores has this name."""
         name = parse_name(text)
         with suppress(ModelNotFoundError):
             entry = Catalog(paths=False).find(name.canonical)
@@ -309,7 +320,7 @@ _REMOVAL_HINTS = {
 
 
 def _as_now(entry: ModelEntry) -> ModelEntry:
-    """Returns the entry unchanged if its files are unchanged or gone, else with their current sizes and digest."""
+    """Returns the entry unchanged if its files are unchanged or missing, else with their current sizes and digest."""
     now = updated(entry)
     return entry if now.missing or now.weights == entry.weights else now
 
@@ -323,7 +334,7 @@ def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
-    # text that is too long or has a zero byte, or ~ with an unknown user
+    # The text may be too long, have a zero byte, or begin with ~ and the name of an unknown user.
     with suppress(OSError, ValueError, RuntimeError):
         path = Path(text).expanduser()
         return path if is_kind(path) else None
@@ -333,6 +344,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
 def find_model(name: str | os.PathLike[str]) -> Path:
     """Returns the file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError if there is no such model; the error suggests similar names, if any.
+    Raises ModelNotFoundError if there is no such model; the error may suggest similar names.
     """
     return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

@@ -74,16 +74,16 @@ def parameters_of(model: NamedModel) -> dict[str, Any]:
 
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
-    """Returns the header of an entry's projector. Returns None if there is none or if it is damaged: the model then
-    accepts only text."""
+    """Returns the header of an entry's projector. Returns None if there is no projector or if its header cannot be
+    read: the model then accepts only text."""
     with suppress(OSError, MoeggufError):
         return read_projector(entry.mmproj) if entry.mmproj else None
     return None
 
 
 def files_of(entry: ModelEntry) -> dict[str, str]:
-    """Returns the files to load with a model, by keyword of `Llama`: projector, adapter, draft model. A damaged
-    projector is left out."""
+    """Returns the files to load with a model, by keyword of `Llama`: projector, adapter, draft model. A projector that
+    cannot be read is left out."""
     projector = projector_of(entry)
     beside = {"mmproj": projector and projector.path, "lora_path": entry.adapter, "draft": entry.draft}
     return {name: str(path) for name, path in beside.items() if path}

@@ -1,5 +1,5 @@
 """Data about a named model: its name, the overrides that replace values of its files, and the sizes and digests of its
-files. Also defines the facts from the files' headers, and the steps of a download."""
+files. Also defines classes for the facts from the files' headers, and for the steps of a download."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Overrides:
 
     system: str | None = None
     template: str | None = None  # chat template in Jinja
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # {Ollama's name of the option: value}
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # {name of a Modelfile's PARAMETER: value}
     messages: tuple[Mapping[str, Any], ...] = ()
     license: str | None = None
 
@@ -62,12 +62,12 @@ class ModelEntry(NamedModel):
     size_bytes: int
     # hex digits that identify the files and the adapter (`weights_digest`), the same for all names of the files
     weights: str
-    modified: datetime  # last change, as an aware datetime in UTC
+    modified: datetime  # last change of the first file, manifest or index entry, as an aware datetime in UTC
     mmproj: Path | None = None  # a projector for images
     adapter: Path | None = None  # a LoRA adapter that is loaded with the model
     draft: Path | None = None  # a smaller model that guesses the model's next tokens
-    parent: str = ""  # the name from which this one was created; "": created from a path, or not created here
-    missing: tuple[Path, ...] = ()  # files that no longer exist
+    parent: str = ""  # the name from which this one was created; "": created from files, or not created here
+    missing: tuple[Path, ...] = ()  # shards, and the adapter, that no longer exist
 
     @property
     def digest(self) -> str:
@@ -103,7 +103,7 @@ class Details:
     n_expert_used: int
     capabilities: tuple[str, ...]  # some of completion, vision, tools, thinking, insert, embedding, rerank
     template: str | None
-    metadata: Mapping[str, Any]  # all GGUF keys
+    metadata: Mapping[str, Any]  # the first file's GGUF key-values, except long values and arrays of strings
     tool_template: str | None = None  # the file's separate template for conversations with tools
 
 
@@ -112,7 +112,7 @@ class PullStatus:
     """A step of a download."""
 
     status: str  # Ollama's text for the step
-    digest: str = ""  # digest of the file that is fetched; "" for a small file
+    digest: str = ""  # digest of the file that is fetched; "" for a small file, and for a step without a file
     file: str = ""
     total_bytes: int = 0
     completed_bytes: int | None = None  # None until bytes of the file were reported
@@ -133,7 +133,8 @@ def digest_of(files: tuple[Path, ...]) -> str:
 
     Otherwise the digest is computed from each file's size, first MiB and last MiB, because hashing all of a 200 GB
     model would take minutes. These parts contain the beginning of the header, and weights that differ between training
-    runs. A change that affects only the bytes between these parts is not detected. Raises OSError.
+    runs. A change that affects only the bytes between these parts is not detected. Raises OSError if a file cannot be
+    read.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
@@ -143,30 +144,31 @@ def digest_of(files: tuple[Path, ...]) -> str:
 
 
 def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
-    """Returns 64 hex digits that identify the model's files and its adapter, as `digest_of` does. Raises OSError."""
+    """Returns 64 hex digits that identify the model's files and its adapter, computed as in `digest_of`. Raises OSError
+    if a file cannot be read."""
     of_files = digest_of(files)
     return combined_digest([of_files, digest_of((adapter,))]) if adapter else of_files
 
 
 def combined_digest(digests: list[str]) -> str:
-    """Returns one digest for a model of several files, in their order. A single file keeps its own digest."""
+    """Returns one digest for a model, from the digests of its files in order. A single file keeps its own digest."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Returns the total size of these files in bytes. Raises OSError."""
+    """Returns the total size of these files in bytes. Raises OSError if a file is missing."""
     return sum(path.stat().st_size for path in files)
 
 
 def modified_at(path: Path) -> datetime:
-    """Returns the modification time of a file or link. Raises OSError."""
+    """Returns the modification time of a file or link. Raises OSError if the file is missing."""
     return utc_time(path.lstat().st_mtime)
 
 
 @lru_cache(maxsize=4096)
 def _sample(file: FileVersion) -> str:
-    """Returns a digest of a file's size, first MiB and last MiB. The digest is recomputed only when the file has
-    changed."""
+    """Returns a digest of a file's size, first MiB and last MiB. Caches the digests of the 4096 file versions used
+    last."""
     digest = hashlib.sha256(f"{file.n_bytes}\n".encode())
     with open(file.path, "rb") as stream:
         digest.update(stream.read(SAMPLE_BYTES))

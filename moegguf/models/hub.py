@@ -5,9 +5,9 @@ names only when all files have been fetched. Errors of the Hub become moegguf's 
 
 A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
 interruption, even by another process. A file of full size is reread to compute its digest. If the digest is right, the
-blob gets its name. The locks are huggingface_hub's, so two programs never fetch the same file at the same time. In the
-cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder
-gets a cache inside it, and hard links to the blobs.
+blob gets its name. The locks are huggingface_hub's, so two programs that use them never fetch the same file at the same
+time. In the cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. For a
+download to any other folder, the cache is inside that folder, and the files are hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
 failure or an interruption, and no later call continues the file. Over HTTP it does not check digests, and fails after a
@@ -121,7 +121,7 @@ class HubFile:
 
     def is_at(self, path: Path) -> bool:
         """Returns whether the file at `path` has this file's digest. First flushes the file at `path` to disk (fsync).
-        Raises OSError."""
+        Raises OSError if the file cannot be read."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
         with open_regular(path) as found:
@@ -162,7 +162,8 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
 def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
     """Opens a response with the file's bytes from `begin` on (status 206), or with all bytes (200).
 
-    Raises PullError if the server sends other bytes. Also raises the errors of httpx2 and huggingface_hub.
+    Raises PullError if the server sends bytes from another position. Also raises the errors of httpx2 and
+    huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
@@ -254,9 +255,9 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     """Provides a headers-only copy of the model with this Hub name, so that the model can be described and planned
     before it is fetched.
 
-    Each of its files is a sparse file of its full size whose first bytes are the header. Code that reads headers treats
-    the copy like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at
-    the end of the `with` block.
+    Each file of the copy is a sparse file of full size that begins with the header. Code that reads headers can treat
+    the copy like a fetched model, but weights that were not fetched are zeros. The files are deleted at the end of the
+    `with` block.
 
     Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
@@ -305,8 +306,8 @@ def _fetch_header(file: HubFile, path: Path) -> None:
 def fetch_files(
     files: Sequence[HubFile], what: str, stopped: threading.Event, report: Callable[[dict[HubFile, int]], None]
 ) -> None:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` periodically, and at the end, with
-    each file's number of bytes on disk. `what` names the download in messages.
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` periodically, and when all files
+    are complete, with {file: number of bytes on disk} for the files begun so far. Messages name the download by `what`.
 
     Raises the first error (ModelNotFoundError, ModelFormatError, PullError), and PullError if `stopped` is set. The
     threads then stop when they receive their next bytes.
@@ -464,7 +465,7 @@ def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: thre
 
 def link_commit(files: Sequence[HubFile]) -> Path:
     """Links the commit's paths to the blobs, then sets `main` to the commit. Returns the snapshot's folder. Raises
-    PullError."""
+    PullError if the disk fails."""
     folder = files[0].folder
     commit = files[0].commit
     snapshot = folder / "snapshots" / commit
@@ -491,7 +492,7 @@ def link_commit(files: Sequence[HubFile]) -> Path:
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
     """Returns the files that are missing from `folder`. A path is considered present if it is a link to the complete
     file in the cache. If the cache lacks the file, a path with the right size and digest is considered present, and is
-    linked into the cache. Raises PullError."""
+    linked into the cache. Raises PullError if the disk fails."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path
@@ -510,7 +511,7 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
 
 def link_files(files: Sequence[HubFile], folder: Path) -> None:
     """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that are no
-    longer used by any path. Raises PullError."""
+    longer used by any path. Raises PullError if the disk fails."""
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path

@@ -4,9 +4,9 @@ The rules for characters follow Ollama's (types/model/name.go), so no part of a 
 Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as a URL.
 The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared ignoring case.
 
-The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
-library.json describes how its facts were checked. A short name without a tag refers to the first model with that name.
-No other file is opened.
+The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes.
+library.json lists these models, and describes how the facts were checked. A short name without a tag refers to the
+first model with that name. This module opens no file except library.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_HOST = 253
 MAX_PART = 96  # characters, the Hub's limit
 MAX_TAG = 160  # characters; a tag can be a whole file name
 
-_URL = re.compile(  # address of a repository, or of a file in it, whose name is then the tag
+_URL = re.compile(  # address of a repository, or of a file in a repository; the file's name is then the tag
     r"https?://(?:www\.)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)"
     r"(?:/(?:blob|resolve)/[^?#]+/([^/?#]+)(?:[?#].*)?|[/?#].*)?",
     re.IGNORECASE,
@@ -62,7 +62,7 @@ class Name:
 
     @property
     def key(self) -> str:
-        """The canonical name in lower case. Names with equal keys have the same meaning."""
+        """The canonical name in lower case. Names with equal keys refer to the same model."""
         return self.canonical.lower()
 
     @property
@@ -210,7 +210,7 @@ class LibraryModel:
 
     @property
     def dense_bytes(self) -> int:
-        """An estimate of the bytes of all other weights, which every token uses."""
+        """An estimate of the bytes of all other resident weights, which every token uses."""
         return self.resident_bytes - self.expert_bytes
 
 

@@ -5,9 +5,9 @@ of its files. A location is "hub:" and a path in the Hugging Face cache, "sets:"
 "demo:", or an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in
 the caches are found without the index.
 
-Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named by
-its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds all shards of
-a split model in one folder.
+Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder whose
+name is a digest of the files' names and contents. It has a hard link to each blob under the file's own name, so that
+llama.cpp finds all shards of a split model in one folder.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def _path_at(location: str) -> Path:
 def updated(entry: ModelEntry) -> ModelEntry:
     """Returns an entry with the current size and digest of its files. `missing` lists the shards that no longer exist,
     and the adapter if it no longer exists. A projector or draft model that no longer exists becomes None. The digest is
-    recomputed only if nothing is missing and a file is not named by its digest."""
+    recomputed only if nothing is missing and a file is outside the Hugging Face cache and our folder of sets."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
     weights = entry.weights
     named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
-    if not missing and not named_by_digest:  # a file that is not named by digest may have been replaced
+    if not missing and not named_by_digest:  # a file outside the cache and the sets may have been replaced
         with suppress(OSError):  # a file cannot be read: the old digest is kept
             weights = weights_digest(entry.files, entry.adapter)
     return replace(
@@ -111,19 +111,19 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """Returns the current contents, which are empty if there is no file. Repairs a damaged file if it can be
-        written. Does not raise errors."""
+        """Returns the current contents, which are empty if there is no file. Repairs a damaged file if the folder can
+        be written to. Does not raise errors."""
         contents = self._load()
         if not contents.is_intact:
-            with suppress(OSError, PullError), self.changed():  # the damaged file stays in a read-only folder
+            with suppress(OSError, PullError), self.changed():  # a damaged file in a read-only folder stays there
                 pass
         return contents
 
     @contextmanager
     def changed(self) -> Iterator[Contents]:
         """Provides the contents, which may be changed inside the `with` block, under the index's lock. At the end of
-        the block, the contents are written if they have changed, unless the block raises. Raises PullError when the
-        disk fails."""
+        the block, the contents are written if they have changed or the file was damaged, unless the block raises.
+        Raises PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "a+b") as lock:
@@ -200,7 +200,7 @@ def free_bytes(folder: Path) -> int:
 
 def check_space(folder: Path, n_bytes: int, what: str) -> None:
     """Raises PullError if less than MARGIN_BYTES would be free after `n_bytes` are written. The message starts with
-    `what`."""
+    `what`. Does nothing if `n_bytes` is 0."""
     free = free_bytes(folder)
     if n_bytes and n_bytes + MARGIN_BYTES > free:
         raise PullError(
@@ -228,7 +228,8 @@ class BlobStore:
         return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
-        """Returns whether the blob exists, which means that it is complete. Raises ModelNameError."""
+        """Returns whether the blob exists, which means that it is complete. Raises ModelNameError for a text that is
+        not a digest."""
         path = self.folder / blob_name(digest)
         return path.is_file() and not path.is_symlink()
 
@@ -245,12 +246,13 @@ class BlobStore:
         """
         named = _named(files)
         selection = select_files(named, repo="the list of files")
-        folder = self._folder_of(named)
+        folder, is_new = self._folder_of(named)
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
         except BaseException:  # even after Ctrl-C, no unchecked set remains
-            shutil.rmtree(folder, ignore_errors=True)
+            if is_new:  # names may use an older set
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
         mmproj = folder / selection.mmproj if selection.mmproj else None
@@ -262,7 +264,7 @@ class BlobStore:
         if len(files) != 1:
             raise OptionError(f"a model's adapter must be one file, but {len(files)} are given; give one file.")
         ((name, blob),) = _named(files).items()
-        return self._folder_of({name: blob}) / name
+        return self._folder_of({name: blob})[0] / name
 
     def clean(self, used: Iterable[Path]) -> None:
         """Removes sets without a file in `used`, and blobs that were linked only in these sets. Leaves anything that
@@ -279,15 +281,15 @@ class BlobStore:
                     if info.st_ino in inodes and info.st_nlink == 1:
                         blob.unlink()
 
-    def _folder_of(self, named: Mapping[str, str]) -> Path:
-        """Returns the folder of the set with these blobs. Creates the folder if it is missing. Raises
+    def _folder_of(self, named: Mapping[str, str]) -> tuple[Path, bool]:
+        """Returns the folder of the set with these blobs, and True if this call created the folder. Raises
         ModelNotFoundError or PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
         if folder.exists():  # a new link would change the ctime, so the file would seem changed
-            return folder
+            return folder, False
         temporary = sets_folder() / f".{digest}.{os.getpid()}"  # renamed at the end, so a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -298,7 +300,7 @@ class BlobStore:
                 shutil.rmtree(temporary)
             else:
                 os.replace(temporary, folder)
-        return folder
+        return folder, True
 
 
 def _named(files: Mapping[str, str]) -> dict[str, str]:
@@ -357,7 +359,8 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
+    """Flushes the directory `folder` to disk, so that new names survive a power loss. Raises OSError if the disk
+    fails."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -367,7 +370,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(failed: str) -> Iterator[None]:
-    """Converts disk errors in the `with` block into PullError. Its message starts with `failed`."""
+    """Converts disk errors in the `with` block into PullError, with a message that starts with `failed`."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Downloads models from Hugging Face. `pull` takes a model's name and reports each step with Ollama's status texts.
 `fetch` takes a pattern for file names, as llama-cpp-python's `from_pretrained` does.
 
-Files get their names after all files of the model have been downloaded, and `main` of the Hub's cache is updated last.
+Files get their names after all files of the model have been downloaded, and `main` in the cache is updated last.
 Only a file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one
 process or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received
 so far. It fetches a file above PLAIN_LIMIT_BYTES from the start.
@@ -31,13 +31,14 @@ Report = Callable[[PullStatus], None]
 
 
 def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
-    """Downloads the files of the model `name` that are not in the cache, from Hugging Face. `name` is a name on Hugging
-    Face or a short name from the library. Returns the model's entry.
+    """Downloads from Hugging Face the files of the model `name` that are not in the cache. `name` is a name on Hugging
+    Face or a short name from the library. Returns the model's entry. If requests are forbidden (`hub_offline`), only
+    searches the cache.
 
     Calls `report` in the calling thread. Raises ModelNameError for an invalid name, and ModelNotFoundError if `name` is
-    not a name on Hugging Face, or the repository or file does not exist. Raises ModelFormatError for a .gguf file with
-    other contents, and PullError if fetching fails or `cancelled` is set. Received bytes are kept for the next pull,
-    except for a file above PLAIN_LIMIT_BYTES.
+    neither kind of name, or the repository or file does not exist. Raises ModelFormatError for a .gguf file with other
+    contents. Raises PullError if fetching fails or `cancelled` is set, and if requests are forbidden but the model is
+    not in the cache. Received bytes are kept for the next pull, except for a file above PLAIN_LIMIT_BYTES.
     """
     model = find_in_library(name)
     parsed = parse_name(model.hub_name if model else name)

@@ -8,8 +8,8 @@ the end of a line ends the value. `#` starts a comment line. Repeated licenses a
 RENDERER and PARSER only cause a warning.
 
 moegguf adds two things to the grammar. DRAFT (once) takes the name or path of a draft model, or a value of the option
-`draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
-quotes; `render` uses this form if no other form can be read back.
+`draft`. Four or more quotes at the end of an instruction's line begin a value, which ends at a line with equally many
+quotes. Such a value may contain triple quotes; `render` uses this form if no other form can be read back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry, Overrides
-from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
+from moegguf.options import BUDGETS, DRAFTS, LOAD_PARAMETERS, OPTIONS
 from moegguf.quantities import parse_expert_cache, shown
 from moegguf.text import without_surrogates
 
@@ -40,7 +40,7 @@ FLOATS = (
     " mirostat_eta top_n_sigma xtc_probability xtc_threshold dry_multiplier dry_base"
 ).split()
 SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
-TEXTS = ("expert_cache", "draft", "reasoning_budget_message")
+TEXTS = (BUDGETS["RAM"], "draft", "reasoning_budget_message")
 PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list, "mirror": list,
@@ -53,7 +53,7 @@ RANGES = {
     for name in PARAMETERS
     if (option := OPTIONS.get(LOAD_PARAMETERS.get(name, name))) and option.least is not None and option.most is not None
 }
-"""{parameter: (least, most)}"""
+"""{parameter: (smallest value, largest value)}, without parameters that lack one of these limits."""
 
 _GO_ACTION = re.compile(
     r"\{\{-?\s*(\.|\$|if\b|range\b(?!\()|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)"
@@ -136,13 +136,13 @@ def usable_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_ranges(parameters: Mapping[str, Any]) -> None:
-    """Raises OptionError for a parameter that is out of range, and BudgetError for an `expert_cache` that is not a
-    budget."""
+    """Raises OptionError for a parameter that is out of range, and BudgetError for a budget for experts that cannot be
+    parsed."""
     for name, value in parameters.items():
         if not _is_in_range(name, value):
             least, most = RANGES[name]
             raise OptionError(f"{name} must be from {least:,} to {most:,}, but is {value:,}")
-        if name == "expert_cache":
+        if name in BUDGETS.values():
             parse_expert_cache(value)
 
 

@@ -72,8 +72,8 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
-    """Returns (tag, files) for each complete model in `paths`, except models that no tag selects. Given such a tag,
-    `select_files` selects the same files from the complete models."""
+    """Returns (tag, files) for each complete model in `paths`, except models that no tag selects. Given one of these
+    tags and the files of the complete models, `select_files` selects the same files."""
     known = without_incomplete(paths)
     firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
     selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)
@@ -85,7 +85,7 @@ def projector_beside(model: str, names: Sequence[str]) -> str | None:
     folder.
 
     If the folder has no other model, any projector fits. Otherwise the names of the model and the projector must be
-    equal apart from case, quantisation, "mmproj", and separators at the ends.
+    equal apart from case, shard numbers, quantisation, "mmproj", and separators at the ends.
     """
     others = [name for name in names if is_model(name) and _shard(name).prefix != _shard(model).prefix]
     return _projector(model, [name for name in names if not others or _plain_name(name) == _plain_name(model)])
@@ -125,8 +125,8 @@ def _by_file_name(models: Sequence[str], tag: str) -> str | None:
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
-    """Returns the first path that contains the quantisation before a dot or dash, in upper or lower case; None if there
-    is none. Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as
+    """Returns the first path in which a dot or dash follows the quantisation, in upper or lower case; None if there is
+    none. Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as
     llama.cpp does."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
@@ -176,7 +176,7 @@ def _projector(model: str, paths: Iterable[str]) -> str | None:
 
 def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
     """Returns the first of these tags that selects the selection's files among `paths`: the quantisation, the name
-    without and with shard numbers and ".gguf", `latest`. Returns None if no tag does."""
+    without shard numbers and ".gguf", the whole name, `latest`. Returns None if no tag does."""
     first = selection.files[0]
     name = _base(_shard(first).prefix)
     quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]

@@ -1,5 +1,5 @@
-"""Finds models on this machine: the demo in the package, and models in MOEGGUF_MODELS, in the Hugging Face cache and in
-Ollama's stores. Makes no network requests.
+"""Finds models on this machine: the demo in the package, and models in the models folder (MOEGGUF_MODELS), in the
+Hugging Face cache and in Ollama's stores. Makes no network requests.
 
 The Hugging Face cache is huggingface_hub's own, which llama.cpp shares, so models that other programs have fetched are
 found, too. `models--user--repo/` has `blobs/` (the files, named by their digests), `snapshots/<commit>/` (links to the
@@ -8,7 +8,8 @@ missing shard is not listed.
 
 An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list layers by digest, and the layers' bytes in
 `blobs/sha256-<hex>`. This module never writes to a store. A manifest is left out if it is damaged, leads out of the
-store or cannot be run (several adapters, cloud models). Go templates are left out, so the model's own template is used.
+store or describes a model that cannot be run (several adapters, cloud models). Go templates are left out, so the
+model's own template is used.
 """
 
 from __future__ import annotations
@@ -64,18 +65,18 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def folder_files() -> list[Path]:
-    """Returns the first file of each model in MOEGGUF_MODELS and in folders directly below it. If two models have the
-    same name, returns only the one whose path comes first."""
+    """Returns the first file of each model in the models folder (MOEGGUF_MODELS) and in folders directly below it. If
+    two models have the same name, returns only the one whose path comes first."""
     folder = models_folder()
-    # Path.glob raises for a link that cannot be followed.
+    # glob() is used because Path.glob() raises an error for a link that cannot be followed.
     folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
     return _first_files(path for each in folders for path in _gguf_files(each))
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """Yields the models in MOEGGUF_MODELS. Leaves out files whose names cannot be model names, and files that cannot be
-    read. With `text`, yields only the model with this name. ".gguf", a shard's number and the tag `latest` may be left
-    out.
+    """Yields the models in the models folder (MOEGGUF_MODELS). Without `text`, leaves out files whose names cannot be
+    model names, and files that cannot be read. With `text`, yields only the model with this name. `text` may omit
+    ".gguf", shard numbers and the tag `latest`.
 
     With `text`, raises ModelNameError if the file name cannot be a model's name, and OSError if the file cannot be
     read.

@@ -1,9 +1,9 @@
-"""Parses the C header moegguf.h at import: its constants, structs (as ctypes structures) and function signatures.
+"""Parses the C header moegguf.h: its constants and structs at import, and its function signatures at first use.
 
-Constants and structs lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")`
-is {"gate": 0, "up": 1, ...}. The wheel contains the header in this folder. Parsing the header takes about 2 ms, no
-longer than defining the same classes in Python. No file is generated that could become outdated. This module parses
-only the part of C that the header uses, and does not know what the functions do.
+Structs become ctypes structures. Constants and structs lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info
+is `TierInfo`, and `enum("kind")` is {"gate": 0, "up": 1, ...}. The wheel contains the header in this folder. Parsing
+the header takes about 2 ms, no longer than defining the same classes in Python. No file is generated that could become
+outdated. This module parses only the part of C that the header uses, and does not know what the functions do.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@
 namespace moegguf {
 namespace {
 
-// A routing event with at least this many choices per expert is treated as using nearly all of the layer's experts.
-// Random choices would include 98 % of them (1 - e^-4).
+// A routing event of several tokens with at least this many choices per expert is treated as using nearly all of the
+// layer's experts. Random choices would include 98 % of them (1 - e^-4).
 constexpr int64_t sweep_choices_per_expert = 4;
 
 #ifdef MOEGGUF_CHECK
@@ -277,7 +277,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// Resizes a tier.
+// Resizes a tier. Throws Error(IO) if transfers do not end within a minute.
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }

@@ -165,17 +165,20 @@ uint32_t moegguf_abi_version(void) { return MOEGGUF_ABI_VERSION; }
 
 uint32_t moegguf_switches(void) { return all_remedies; }
 
+uint32_t moegguf_switched_on(void) { return remedies_on; }
+
 const char * moegguf_last_error(void) { return last_error.c_str(); }
 
-int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, moegguf_sizes * sizes) {
+int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, int32_t on_device,
+                       moegguf_sizes * sizes) {
     return guarded([&] {
         if (n_matrices < 0 || n_slots < 0 || (n_matrices > 0 && !matrices)) {
             throw Error(MOEGGUF_INVALID,
                         "slot sizes need a number of matrices and a number of slots, each 0 or more, and the matrices");
         }
-        const Strides strides(matrices, n_matrices);
+        const Strides strides = strides_for(matrices, n_matrices, on_device && is_on(Remedy::one_arena));
         moegguf_sizes & out = given(sizes);
-        std::copy(std::begin(strides.of_kind), std::end(strides.of_kind), out.stride_bytes);
+        std::copy(std::begin(strides.of_arena), std::end(strides.of_arena), out.stride_bytes);
         out.slot_bytes = strides.slot_bytes();
         out.pool_bytes = strides.pool_bytes(n_slots);
         out.streams = cpu_kernels_ask_for_order(matrices, n_matrices);
@@ -195,7 +198,8 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
         if (n_matrices < 1 || n_slots < 1 || !matrices) {
             throw Error(MOEGGUF_INVALID, "a pool must have at least one matrix and one slot");
         }
-        given(most) = most_slots(find_device(device), matrices, n_matrices, n_slots);
+        ggml_backend_dev_t of = find_device(device);
+        given(most) = most_slots(of, matrices, n_matrices, n_slots, packs_slots(of));
     });
 }
 
@@ -246,11 +250,15 @@ int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * 
         Lock lock(s.shared.mutex);
         out = {};
         out.resident = true;
-        out.slot_bytes = s.layout.strides.slot_bytes();
         out.read_buffer_bytes = s.transfers.buffer_bytes();
         out.direct = s.transfers.direct();
         out.n_experts = s.layout.n_experts;
-        for (const Tier * each : of) { add_tier(out, *each); }
+        uint64_t bytes = 0;
+        for (const Tier * each : of) {
+            add_tier(out, *each);
+            bytes += each->residency.n_slots() * each->layers.strides.slot_bytes();
+        }
+        out.slot_bytes = bytes / std::max(1, out.n_slots);
     });
 }
 

@@ -15,10 +15,10 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertSt
     for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
 }
 
-// Returns the id (below n_as) of the expert that the calling kernel uses next; -1: no expert is left. Writes the index
-// of the id's slot to order->at. An id is a slot id, or an expert id in a streamed layer. Ids that no row uses are
-// skipped. The layer's slots must be pinned. Matrices that will not arrive are skipped, and the pass then ends after
-// this graph node (Store::must_abort).
+// Returns the id (below n_as) of the expert that the calling kernel uses next; -1: no expert is left, or the store was
+// cancelled. Writes the index of the id's slot to order->at. An id is a slot id, or an expert id in a streamed layer.
+// Ids that no row uses are skipped. The layer's slots must be pinned. Matrices that will not arrive are skipped, and
+// the pass then ends after this graph node (Store::must_abort).
 int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
     const PoolTensor & t = *(const PoolTensor *)order->next;
     return t.arrivals->next_id(t, *order, row_counts, n_as, ith == 0);
@@ -60,9 +60,9 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
     return -1;
 }
 
-// Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or no
-// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. The caller must
-// hold the store's lock.
+// Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or the matrix
+// may never arrive. In the last case, the slot is not pinned, or no transfer of the matrix is queued or under way. This
+// happens in a failed pass, whose slot ids are all 0. The caller must hold the store's lock.
 bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);

@@ -1,7 +1,7 @@
 // arrivals.h: the order in which the CPU kernels multiply by a layer's experts. Matrices that are already in memory
 // come first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed
 // order. This code runs and waits on the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
-// kernels/multiply.cpp. It starts no transfer. Only the end of a stream gives slots their experts.
+// kernels/multiply.cpp. It queues no transfers, and assigns slots to experts only at the end of a stream.
 #pragma once
 
 #include "tier.h"
@@ -22,19 +22,20 @@ class ExpertStream {
     virtual int n_experts() const = 0; // number of streamed experts
     // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.
     // Returns -1 if there is no such expert or its matrix will not arrive. Every thread of a kernel processes all
-    // streamed experts, in the order of i. A call also means that the thread has finished multiplying by expert i - 1.
+    // streamed experts, in the order of i. A call with i > 0 also means that the thread has finished multiplying by
+    // expert i - 1.
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 
 class Arrivals {
   public:
     // Registers next() with the kernels of the tier's pool, if MOEGGUF_OVERLAP is set and these kernels can call
-    // next(). Otherwise, layers wait for all of their matrices before they multiply. `tier`: the tier in the CPU's
-    // memory; nullptr: there is none.
+    // next(). Otherwise, each multiplication begins only when all of its matrices have arrived. `tier`: the tier in the
+    // CPU's memory; nullptr: there is none.
     Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertStream & stream);
 
-    // Returns true if MOEGGUF_OVERLAP is set and there is a tier whose kernels call next(). In a simulation, which runs
-    // no kernels, only the tier is required.
+    // Returns true if MOEGGUF_OVERLAP is set, there is a tier, and its kernels can call next(). The last condition does
+    // not apply to a simulation, which runs no kernels.
     bool possible() const { return possible_; }
     bool covers(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 

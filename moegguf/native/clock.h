@@ -2,7 +2,7 @@
 // in virtual time.
 //
 // A simulation has no memory for experts and no predictor thread. Code that would use either checks for a simulation
-// itself. Compute threads wait through the clock. The clock does not know about slots or files.
+// itself. Compute threads wait by calling the clock's wait(). The clock does not know about slots or files.
 #pragma once
 
 #include <chrono>
@@ -46,8 +46,8 @@ class Clock {
     // Starts a thread that calls body(). In virtual time, starts no thread and returns an empty one; the caller then
     // does the work itself. `what`: the thread's name in an error. Throws Error.
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
-    // Advances the clock by `ns` nanoseconds of compute time, and runs the transfers that end in that time. The caller
-    // holds the store's lock. Throws Error(INVALID) in real time.
+    // Advances the clock by `ns` nanoseconds of compute time, and starts and finishes the transfers of that time. The
+    // caller holds the store's lock. Throws Error(INVALID) in real time.
     virtual void advance(uint64_t ns) = 0;
 };
 

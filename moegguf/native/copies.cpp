@@ -12,7 +12,7 @@ namespace moegguf {
 namespace {
 
 constexpr size_t most_ahead = 96; // largest number of prefetched matrices in one batch for a prompt's next layer
-constexpr size_t few_ahead = 8;   // largest number of prefetched matrices in one batch if Remedy::large_batches is off
+constexpr size_t few_ahead = 8;   // value that replaces most_ahead if Remedy::large_batches is off
 
 int matrix_of(const Layout & layout, const Job & job) { return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)]; }
 
@@ -126,7 +126,7 @@ void Copies::run() {
 // most_ahead or few_ahead of them. These limits keep such a batch small, so that it does not delay a layer for long.
 // Returns false if no queued job is still needed.
 bool Copies::take_batch() {
-    const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
+    const size_t most = to_.id != TierId::staging ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;
     for (Job job; jobs.empty() || !demand_.empty() || (!jobs.back().demand && jobs.size() < most);) {
         if (!begin_next(job)) { break; }
@@ -177,36 +177,47 @@ void Copies::complete(Batch & batch, Lock & lock) {
     batch.jobs.clear();
 }
 
+// Puts the copies of these jobs into the backend's stream. One copy moves several matrices if they lie one after
+// another in both pools. They may be matrices of neighbouring slots or, if slots are packed, also the matrices of one
+// slot.
 void Copies::copy(std::vector<Job> & jobs) const {
-    std::sort(jobs.begin(), jobs.end(), [](const Job & a, const Job & b) {
+    // Size limit of one copy. Some backends hold the length of a row in 32 bits.
+    constexpr uint64_t most_bytes = 1 << 30;
+    const Pool & to = *to_.pool();
+    const auto place = [&](const Job & job) { return to.data(matrix_of(layout_, job), job.destination.slot); };
+    const auto end = [&](const Job & job) { return to.end(matrix_of(layout_, job), job.destination.slot); };
+    std::sort(jobs.begin(), jobs.end(), [&](const Job & a, const Job & b) {
+        if (a.il == b.il && to.packed()) { return place(a) < place(b); }
         return std::tie(a.il, a.kinds, a.destination.slot) < std::tie(b.il, b.kinds, b.destination.slot);
     });
-    for (size_t first = 0; first < jobs.size();) {
+    for (size_t first = 0, next = 0; first < jobs.size(); first = next) {
         const Job & job = jobs[first];
-        const int matrix = matrix_of(layout_, job), n = count_neighbours(jobs, first);
-        const Pool &from = *tiers_.of(job.source, job.il).pool(), &to = *to_.pool();
-        if (job.source.tier == TierId::ram) {
-            to.write_slots(backend_.get(), matrix, job.destination.slot, n, from.data(matrix, job.source.slot));
-        } else {
-            to.copy_slots(backend_.get(), matrix, job.destination.slot, n, from, job.source.slot);
+        for (next = first + 1; next < jobs.size() && continues(jobs[next - 1], jobs[next]); next++) {
+            if (uint64_t(end(jobs[next]) - place(job)) > most_bytes) { break; }
         }
-        first += n;
+        const uint64_t n = end(jobs[next - 1]) - place(job);
+        const int matrix = matrix_of(layout_, job);
+        const Pool & from = *tiers_.of(job.source, job.il).pool();
+        if (job.source.tier == TierId::ram) {
+            to.write_bytes(backend_.get(), matrix, job.destination.slot, n, from.data(matrix, job.source.slot));
+        } else {
+            to.copy_bytes(backend_.get(), matrix, job.destination.slot, n, from, job.source.slot);
+        }
     }
 }
 
-// Returns the number of jobs, starting with jobs[first], that one copy can move: jobs for the same matrix whose slots
-// are adjacent in both tiers. Returns 1 for an interleaved matrix.
-int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const {
-    const Job & job = jobs[first];
-    size_t n = 1;
-    const auto follows = [&](const Job & next) {
-        return next.il == job.il && next.kinds == job.kinds && next.source.tier == job.source.tier &&
-               next.destination.slot == job.destination.slot + (int)n && next.source.slot == job.source.slot + (int)n;
-    };
-    while (!to_.pool()->repacked(matrix_of(layout_, job)) && first + n < jobs.size() && follows(jobs[first + n])) {
-        n += 1;
-    }
-    return (int)n;
+// Returns true if one copy can move both jobs, because the second one's matrix is the next one in both pools. Returns
+// false for interleaved matrices, and for slots of different sizes in the two pools.
+bool Copies::continues(const Job & job, const Job & next) const {
+    const int matrix = matrix_of(layout_, job);
+    const Pool &from = *tiers_.of(job.source, job.il).pool(), &to = *to_.pool();
+    if (next.il != job.il || next.source.tier != job.source.tier || to.repacked(matrix)) { return false; }
+    const int n_slots = next.destination.slot - job.destination.slot;
+    const uint8_t chunks = layout_.layers[job.il].chunks, later = chunks & ~(2 * job.kinds - 1);
+    const uint8_t follower = !to.packed() ? job.kinds : later ? later & -later : chunks & -chunks;
+    const bool same_slot = to.packed() && later;
+    return from.packed() == to.packed() && next.kinds == follower && n_slots == (same_slot ? 0 : 1) &&
+           next.source.slot - job.source.slot == n_slots && (same_slot || from.stride(matrix) == to.stride(matrix));
 }
 
 } // namespace moegguf

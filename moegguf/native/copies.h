@@ -1,7 +1,7 @@
 // copies.h: the link that copies experts into one tier's slots on a device, from slots in RAM or from other slots on
 // the same device. Its copy thread has its own ggml backend, and so its own stream if the device has streams. With
-// Remedy::own_copies, the compute thread submits the copies that its layer demands, and the copy thread records their
-// completion.
+// Remedy::own_copies, the compute thread may submit the copies that its layer demands. The copy thread still records
+// their completion.
 //
 // A link of this class fills only slots that already have a source (tier.h), and chooses no slots itself.
 #pragma once
@@ -21,8 +21,8 @@ class Copies final : public Link {
     // Callers of the following functions must hold the store's lock.
     void queue(int s, uint8_t kinds, bool demand); // queues copies from the source of slot s; wake() starts them
     void wake() { work_.notify_one(); }
-    // Submits all queued demand copies on the calling compute thread. The copy thread records their completion. If it
-    // has not yet recorded the completion of the previous batch from submit_own(), the copy thread submits the new
+    // Submits all queued demand copies on the calling compute thread. The copy thread records their completion. If the
+    // copy thread has not yet recorded the completion of the previous batch from submit_own(), it submits the new
     // copies instead. Releases the lock during the submission.
     void submit_own(Lock & lock);
     void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay queued
@@ -39,7 +39,8 @@ class Copies final : public Link {
 
     // Returns true if the device has events. The compute stream can then itself wait for copies.
     bool has_events() const { return event_ != nullptr; }
-    // Returns the bits of slot s's matrices whose copies are submitted but not finished. Any thread may call this.
+    // Returns the bits of slot s's matrices whose copies are submitted but not finished; 0 if the device has no events.
+    // Any thread may call this.
     uint8_t submitted(int s) const;
     // Makes later work in this stream wait for copies that are submitted but not finished. Any thread may call this.
     void order(ggml_backend_t stream);
@@ -57,7 +58,7 @@ class Copies final : public Link {
     void submit(Batch & batch, Lock & lock);
     void complete(Batch & batch, Lock & lock);
     void copy(std::vector<Job> & jobs) const;
-    int count_neighbours(const std::vector<Job> & jobs, size_t first) const;
+    bool continues(const Job & job, const Job & next) const;
 
     Tier & to_;
     ggml_backend_ptr backend_;

@@ -1,6 +1,6 @@
-// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads read only
-// through this file, which calls files.h. Each read goes to the copy that is expected to finish it first. A copy that
-// fails is no longer used, unless it is the last one.
+// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads read the files
+// only through class Drives, which uses files.h. Each read goes to the copy that is expected to finish it first. A copy
+// that fails is no longer used, unless it is the last one.
 //
 // This file only reads. It does not know about slots or experts.
 #pragma once
@@ -14,7 +14,7 @@ class Drives {
     // Opens the model's own files and its mirrors (copies on other drives). A mirror that cannot be read is dropped.
     // Throws Error(INVALID) if a file of a mirror is the model's own file, or has a different size or different bytes
     // in the middle of an expert tensor. No other bytes are compared. Throws Error(IO) if the model's own files cannot
-    // be opened.
+    // be opened, and Error(MEMORY) if memory is refused.
     Drives(const Layout & layout, bool direct);
 
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
@@ -32,7 +32,7 @@ class Drives {
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
         uint64_t under_way = 0; // number of bytes that were requested but have not been read yet
-        uint64_t silent_ns = 0; // time (now_ns()) when the last read ended, or when an idle drive was given a read
+        uint64_t silent_ns = 0; // time (now_ns()) when the last read ended, or when a read began on an idle drive
         float ns_per_byte = 0;  // moving average of the read time per byte; 0: not measured yet
         std::string dropped;    // reason why this copy is no longer read; empty: it is read
 

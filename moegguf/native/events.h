@@ -2,7 +2,7 @@
 //
 // This part copies events into its own ring and calls the listener. It does not know about slots, never takes the
 // store's lock itself, and is never called under that lock. The listener's callbacks may call the store, and then take
-// the lock on this thread.
+// the lock on the listener's thread.
 #pragma once
 
 #include "moegguf.h"
@@ -16,8 +16,9 @@
 
 namespace moegguf {
 
-// A bounded ring of records for a listener. New records are dropped and counted while the ring is full. Compute threads
-// wait for the listener only with MOEGGUF_LISTEN_EVERYTHING (for free space) or MOEGGUF_LISTEN_LOCKSTEP.
+// A bounded ring of records for a listener. While the ring is full, new records are dropped and counted. With
+// MOEGGUF_LISTEN_EVERYTHING, compute threads wait for free space instead. With MOEGGUF_LISTEN_LOCKSTEP, they wait until
+// earlier records are delivered. In all other cases, they do not wait for the listener.
 class Events {
   public:
     Events() = default;
@@ -58,7 +59,7 @@ class Events {
     static constexpr size_t capacity = 4096;
     // Limit on the total number of 4-byte words in the ring's arrays; an event that is alone in the ring may exceed it.
     static constexpr size_t most_words = 64u << 20;
-    static constexpr size_t lazy_events = 512; // number of waiting events that wakes a lazy listener
+    static constexpr size_t lazy_events = 512; // number of waiting events at which a lazy listener is woken
     static constexpr std::chrono::milliseconds lazy_wait{100};
     static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees its memory after delivery
 

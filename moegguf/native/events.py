@@ -61,7 +61,7 @@ class RoutingEvent(NamedTuple):
     time_ns: int
     sequence: int  # `sequence` of the announcement
     phase: Phase  # `phase` of the announcement
-    first_token: int  # index of the pass's first token in its announcement; -1: its tokens were not announced
+    first_token: int  # index of the pass's first token in its announcement; -1: not all were announced
     il: int
     expert_ids: Int32s  # (n_tokens, n_expert_used)
     weights: Float32s | None = None  # (n_tokens, n_expert_used) factors of the experts' outputs; None: not recorded

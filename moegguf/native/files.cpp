@@ -1,5 +1,5 @@
-// files.cpp: implements files.h: reads a model's files, bypassing the page cache if O_DIRECT works, and detects writes
-// to a file after the model was loaded.
+// files.cpp: implements files.h: reads a model's files, bypassing the page cache if O_DIRECT is requested and works,
+// and detects writes to a file after the model was loaded.
 #include "files.h"
 
 #include "huge_pages.h"
@@ -106,7 +106,7 @@ std::vector<Shard::Sample> Shard::sample() const {
                              fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error);
         if (is_read) {
             samples.push_back({XXH3_64bits(data.data(), span.n), 0});
-        } else { // no exception: a later read of these bytes will fail with the error
+        } else { // no exception: if the error persists, a later read of these bytes reports it
             samples.push_back({0, error});
         }
     }

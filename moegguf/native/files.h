@@ -14,7 +14,7 @@
 
 namespace moegguf {
 
-// Aligned memory of one reader thread. Shard::read() returns an address in this memory.
+// Aligned memory for one read at a time. Shard::read() returns an address in this memory.
 class ReadBuffer {
   public:
     explicit ReadBuffer(size_t n); // Allocates at least n bytes. Throws Error(MEMORY).

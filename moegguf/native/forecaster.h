@@ -1,6 +1,6 @@
 // forecaster.h: predicts on its own thread, the predictor thread, which experts a pass will use, and issues prefetches.
-// Compute threads put each router's choice into a ring, and wait for predictions only with MOEGGUF_PREDICT_LOCKSTEP. In
-// a simulation there is no predictor thread, and the calling thread predicts.
+// Compute threads put routers' choices into a ring, and wait for predictions only with MOEGGUF_PREDICT_LOCKSTEP. In a
+// simulation there is no predictor thread, and the calling thread predicts.
 //
 // Under the store's lock, the forecaster passes forecasts to the eviction policies of tiers, and prefetches to the
 // transfer queue. It pins and evicts nothing itself. A forecast affects only speed, never a token.
@@ -48,6 +48,7 @@ class Calibration {
     }
 
     // Returns the share of used experts among the experts whose predicted probability at this distance was about p.
+    // Before any were observed, returns about p.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;
@@ -79,10 +80,10 @@ class Calibration {
 };
 
 // Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
-// works better for them. Each sequence has its own predictor, which sees only this sequence. An expert's chance is the
-// chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences, only most_selected
-// evenly spaced ones are predicted, and each other sequence is treated as an average predicted one. Passes of more than
-// most_sequences sequences are not predicted, because they use most experts.
+// works better for them. Each predicted sequence of a pass has its own predictor, which sees only this sequence. An
+// expert's chance is the chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected
+// sequences, only most_selected evenly spaced ones are predicted, and each other sequence is treated as an average
+// predicted one. Passes of more than most_sequences sequences are not predicted, because they use most experts.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -94,7 +95,8 @@ class Forecaster {
 
     // Any thread may call the following three functions. set() replaces the predictor; nullptr: no predictor. When
     // set() returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
-    // another name is set. Throws Error.
+    // another name is set. Throws Error(INVALID) for an unsuitable predictor, and Error(MEMORY) if the thread cannot
+    // start.
     void set(const moegguf_predictor * chosen);
     void prefetch(bool on) { prefetching_ = on; } // switches prefetches on or off
     // Writes the forecasts of layers that have not been routed yet.
@@ -103,8 +105,8 @@ class Forecaster {
     // Compute threads call the following functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
-    // Returns the number of later layers whose routers the graphs of layers on a device should multiply with the
-    // layer's input; 0: none.
+    // Returns the number of later layers whose routers' scores the graph of a layer on a device should compute; 0:
+    // none.
     int scored_layers() const { return scored_layers_; }
     void announce(const PassTokens & of, uint64_t pass);
     void routing(const RouterChoice & choice, const PassTokens & of, uint64_t pass); // records a router's choice

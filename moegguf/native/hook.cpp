@@ -82,7 +82,7 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
 }
 
 // Indices into the op_params of a slot-id node. The words before them hold the offset of a view.
-constexpr int waits_word = 2;  // the word is 1 if experts may be missing
+constexpr int waits_word = 2;  // the word is 0 if each expert of the layer's tier has its own slot, else 1
 constexpr int scores_word = 3; // the word is the number of later layers whose routers' scores follow the ids in memory
 
 void synchronize(ggml_backend_t backend) {

@@ -13,8 +13,8 @@ namespace moegguf {
 
 constexpr size_t huge_page_bytes = 2u << 20;
 
-// Requests huge pages for every whole, aligned huge page inside this memory. Nothing should have touched the memory
-// yet. Reading a file into huge pages needs a third of the CPU time and fewer disk requests. Weights in huge pages need
+// Requests huge pages for every aligned range of 2 MiB inside this memory. Nothing should have touched the memory yet.
+// Reading a file into huge pages needs a third of the CPU time and fewer disk requests. Weights in huge pages need
 // fewer page-table look-ups.
 inline void ask_for_huge_pages(void * memory, size_t n) {
 #ifdef MADV_HUGEPAGE
@@ -26,9 +26,9 @@ inline void ask_for_huge_pages(void * memory, size_t n) {
 #endif
 }
 
-// Sets private memory to zero without touching most of it: whole huge pages go back to the system, which provides
-// zeroed pages at their next use. Returns false, and changes nothing, if there is no whole huge page or the system
-// cannot do this.
+// Sets private memory to zero. Aligned ranges of 2 MiB in it are not written: their pages go back to the system, which
+// provides zeroed pages at the next use. Returns false, and changes nothing, if the memory contains no such range, or
+// the system cannot do this.
 inline bool zero_untouched(void * memory, size_t n) {
 #if defined(__linux__) && defined(MADV_DONTNEED)
     uint8_t * const begin = (uint8_t *)(((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes);

@@ -1,8 +1,8 @@
 // interleave.cpp: converts rows of Q4_0 to the interleaved layout of the CPU kernels, with stores that bypass the
 // processor's caches (SSE2). With ordinary stores, as in upstream's function, the processor reads each cache line of a
 // slot before overwriting it, and drops lines that compute threads use. Stores that bypass the caches take about two
-// thirds of the time. Reader threads call this code through Pool::write, which uses upstream's code for
-// other types.
+// thirds of the time. Reader threads call this code through Pool::write, which uses upstream's code for all other
+// types.
 #include "pool.h"
 
 #include "ggml-backend.h"

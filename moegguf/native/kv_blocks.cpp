@@ -1,6 +1,7 @@
 // kv_blocks.cpp: reads sequence states from files into a KV cache, and checks their digests. A thread starts when the
-// first block is added. It fills blocks (writes their bytes into tensors) while llama.cpp lists the parts of later
-// blocks. moegguf_kv_blocks_fill fills the remaining blocks together with this thread, and waits for it to end.
+// first block is added, if the system allows it. The thread fills blocks (writes their bytes into tensors) while
+// llama.cpp lists the parts of later blocks. moegguf_kv_blocks_fill fills the remaining blocks together with this
+// thread, and waits for it to end.
 //
 // This file writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
 #include "api.h"

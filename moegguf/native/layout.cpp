@@ -33,34 +33,42 @@ bool is_matrix(const moegguf_matrix & m) {
            ggml_blck_size((ggml_type)m.type) > 0 && m.ne0 % ggml_blck_size((ggml_type)m.type) == 0;
 }
 
-Strides::Strides(const moegguf_matrix * matrices, int n) {
-    uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
-    for (int i = 0; i < n; i++) {
-        const moegguf_matrix & m = matrices[i];
-        if (m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.type < 0 || m.type >= GGML_TYPE_COUNT ||
-            ggml_type_size((ggml_type)m.type) == 0) {
-            invalid("matrix '" + std::string(m.name ? m.name : "?") + "' has a kind or type that does not exist");
-        }
-        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t)ggml_type_size((ggml_type)m.type));
-    }
-    for (int i = 0; i < n; i++) {
-        const moegguf_matrix & m = matrices[i];
-        of_kind[m.kind] = std::max(of_kind[m.kind], round_up(m.expert_bytes + m.padding_bytes, unit[m.kind]));
-    }
+uint64_t Strides::add(moegguf_kind kind, ggml_type type, uint64_t bytes, uint64_t place) {
+    constexpr uint64_t alignment = 256; // matrices in a packed slot begin at multiples of this number of bytes
+    const int a = arena(kind);
+    const uint64_t end = packed ? place + round_up(bytes, alignment) : bytes;
+    unit_[a] = std::lcm(unit_[a], (uint64_t)ggml_type_size(type));
+    of_arena[a] = round_up(std::max(of_arena[a], end), unit_[a]);
+    return end;
 }
 
-uint64_t Strides::slot_bytes() const { return std::accumulate(of_kind, of_kind + MOEGGUF_MAX_KINDS, uint64_t(0)); }
+Strides strides_for(const moegguf_matrix * matrices, int n, bool packed) {
+    Strides strides;
+    strides.packed = packed;
+    std::vector<uint64_t> places; // [il] place of the layer's next matrix
+    for (int i = 0; i < n; i++) {
+        const moegguf_matrix & m = matrices[i];
+        if (m.il < 0 || m.il >= max_layers || m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.type < 0 ||
+            m.type >= GGML_TYPE_COUNT || ggml_type_size((ggml_type)m.type) == 0) {
+            invalid("matrix '" + std::string(m.name ? m.name : "?") +
+                    "' has a layer, kind or type that does not exist");
+        }
+        places.resize(std::max(places.size(), (size_t)m.il + 1));
+        uint64_t & place = places[m.il];
+        place = strides.add((moegguf_kind)m.kind, (ggml_type)m.type, m.expert_bytes + m.padding_bytes, place);
+    }
+    return strides;
+}
+
+uint64_t Strides::slot_bytes() const { return std::accumulate(of_arena, of_arena + MOEGGUF_MAX_KINDS, uint64_t(0)); }
 
 uint64_t Strides::pool_bytes(int n_slots) const {
     uint64_t bytes = 0;
-    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        bytes += of_kind[kind] > 0 ? arena_bytes(kind, n_slots) : 0;
-    }
+    for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) { bytes += of_arena[a] > 0 ? arena_bytes(a, n_slots) : 0; }
     return bytes;
 }
 
-Layout::Layout(const moegguf_config & config)
-    : strides(config.matrices, config.matrices ? std::max(0, config.n_matrices) : 0) {
+Layout::Layout(const moegguf_config & config) {
     if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || !config.matrices ||
         !config.n_expert_used) {
         invalid(
@@ -82,6 +90,16 @@ Layout::Layout(const moegguf_config & config)
         path += config.n_shards;
     }
     for (int i = 0; i < config.n_matrices; i++) { add(config.matrices[i]); }
+    for (const Layer & layer : layers) {
+        Strides packed;
+        packed.packed = true;
+        uint64_t place = 0;
+        for (uint8_t kinds = layer.chunks; kinds; kinds &= kinds - 1) {
+            Matrix & m = matrices[layer.matrix[__builtin_ctz(kinds)]];
+            m.place = place;
+            place = packed.add(m.kind, m.type, m.expert_bytes + m.padding_bytes, place);
+        }
+    }
     row_of.assign(config.n_layer, -1);
     for (int il = 0; il < config.n_layer; il++) {
         Layer & layer = layers[il];
@@ -121,10 +139,15 @@ void Layout::add(const moegguf_matrix & m) {
     layer.chunks |= 1 << m.kind;
     layer.n_expert = m.n_expert;
     matrices.push_back({name, m.il, (moegguf_kind)m.kind, (ggml_type)m.type, m.ne0, m.ne1, m.shard, m.offset,
-                        m.expert_bytes, (uint64_t)m.padding_bytes});
+                        m.expert_bytes, (uint64_t)m.padding_bytes, 0});
 }
 
-void LayerSet::add(int il, const Layer & layer) {
+void LayerSet::add(int il, const Layout & layout) {
+    const Layer & layer = layout.layers[il];
+    for (uint8_t kinds = layer.chunks; kinds; kinds &= kinds - 1) {
+        const Matrix & m = layout.matrices[layer.matrix[__builtin_ctz(kinds)]];
+        strides.add(m.kind, m.type, m.expert_bytes + m.padding_bytes, m.place);
+    }
     has[il] = 1;
     moe_layers.push_back(il);
     n_experts += layer.n_expert;

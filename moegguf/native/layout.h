@@ -1,5 +1,5 @@
 // layout.h: the layout holds the place of each expert in the model's files, and the slot sizes. The numbering holds the
-// slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever
+// range of slots to which each layer's slot ids refer. Both are plain data, without I/O, and only the numbering ever
 // changes. They do not know about memory, devices, or which experts are loaded.
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
 // Sets of matrix kinds in the order in which llama.cpp multiplies: up (or gate and up as one matrix), then gate, then
-// down. Each multiplication uses one kind of matrix, of all chosen experts of a layer.
+// down. Each multiplication uses the matrices of one kind, of all chosen experts of a layer.
 constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
 
 struct Matrix {
@@ -38,6 +38,7 @@ struct Matrix {
     uint64_t offset = 0;
     uint64_t expert_bytes = 0;
     uint64_t padding_bytes = 0; // number of zero bytes after the matrix in a slot
+    uint64_t place = 0;         // offset of the matrix in a packed slot in bytes (Strides)
 };
 
 struct Layer {
@@ -50,26 +51,37 @@ struct Layer {
 // Returns true if the type is known, the shape is in range, and each row consists of whole blocks.
 bool is_matrix(const moegguf_matrix & m);
 
-// The distance between neighbouring slots in the arena of each matrix kind. It is the size of the largest matrix with
-// its padding, rounded up to a multiple of 64 bytes and of every block size used there.
+// The distance between neighbouring slots in each arena of a pool. Usually each matrix kind has an arena of its own. If
+// the slots are packed, arena 0 holds all kinds, and the matrices of an expert lie one after another. A slot in an
+// arena has the size of the largest matrix, or of the largest packed expert. Sizes include padding, and are rounded up
+// to a multiple of 64 bytes and of every block size used there.
 struct Strides {
     static constexpr uint64_t guard_bytes = 4096; // bytes after the last slot, because kernels may read beyond it
 
-    uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // distance in bytes, by kind; 0: there are no such matrices
+    bool packed = false;
+    uint64_t of_arena[MOEGGUF_MAX_KINDS] = {}; // distance in bytes, by arena; 0: there is no such arena
 
-    Strides(const moegguf_matrix * matrices, int n); // Throws Error(INVALID) for a kind or type that does not exist.
-
+    int arena(moegguf_kind kind) const { return packed ? 0 : kind; }
+    // Makes room for a matrix of `bytes` bytes, including its padding, after the first `place` bytes of a packed slot.
+    // Returns the place of the expert's next matrix.
+    uint64_t add(moegguf_kind kind, ggml_type type, uint64_t bytes, uint64_t place);
     uint64_t slot_bytes() const;
-    uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
+    uint64_t arena_bytes(int arena, int n_slots) const { return of_arena[arena] * n_slots + guard_bytes; }
     uint64_t pool_bytes(int n_slots) const; // size of all arenas in bytes, including guard bytes
+
+  private:
+    uint64_t unit_[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64}; // every distance is a multiple of this number of bytes
 };
+
+// Returns the strides of a pool for these matrices. Throws Error(INVALID) for a layer, kind or type that does not
+// exist.
+Strides strides_for(const moegguf_matrix * matrices, int n, bool packed);
 
 struct Layout {
     std::vector<Matrix> matrices;
     std::vector<Layer> layers;
     std::vector<std::string> shards;
     std::vector<std::vector<std::string>> mirrors; // paths of the same shards on other drives
-    Strides strides;
     int n_expert_max = 0;
     int n_experts = 0; // number of experts in all layers
     int n_moe_layers = 0;
@@ -103,17 +115,19 @@ struct LayerSet {
     int n_chunks = 0;            // number of matrices of all these experts
     int token_cycle = 0;         // total number of experts that one token uses in these layers
     int n_used_max = 0;          // largest number of experts that a token uses in one layer
+    Strides strides;             // strides of a pool whose slots can hold an expert of any of these layers
 
-    // Selects the MoE layers for which holds(il) is true.
+    // Selects the MoE layers for which holds(il) is true. packed: the slots are packed (Strides).
     template <typename Holds>
-    LayerSet(const Layout & layout, Holds holds) : has(layout.layers.size(), 0) {
+    LayerSet(const Layout & layout, Holds holds, bool packed = false) : has(layout.layers.size(), 0) {
+        strides.packed = packed;
         for (int il : layout.moe_layers) {
-            if (holds(il)) { add(il, layout.layers[il]); }
+            if (holds(il)) { add(il, layout); }
         }
     }
 
   private:
-    void add(int il, const Layer & layer);
+    void add(int il, const Layout & layout);
 };
 
 // The range of slots that a layer's pool tensor covers. Slot id 0 is slot `first_slot`.

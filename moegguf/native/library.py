@@ -42,7 +42,7 @@ SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
 def library_folders() -> Iterable[Path]:
-    """Returns the folders that may hold libmoegguf: only MOEGGUF_LIBRARY if set, else every package's `lib`."""
+    """Returns the folders that may hold libmoegguf: only MOEGGUF_LIBRARY if set, else `lib` in each package folder."""
     chosen = read_environment().library
     return [chosen] if chosen else [folder / "lib" for folder in package_folders()]
 
@@ -78,7 +78,7 @@ def check_processor(folder: Path) -> None:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
+    """Sets environment variables inside the `with` block, so that OpenMP's threads spin less before they sleep.
 
     Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the `with` block. With
     GNU's default, threads spin for longer than a time slice of the scheduler. Threads that share a processor on a busy

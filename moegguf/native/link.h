@@ -1,8 +1,9 @@
 // link.h: a link has queues of transfers into slots. The link chooses the next transfer, and updates the slot when the
 // transfer has ended.
 //
-// In real time, a link's own threads carry out its transfers. In virtual time, the clock carries out one transfer of
-// each link at a time (clock.h). Class Link assigns no slots: it queues transfers into slots that are already assigned.
+// In real time, a link's own threads carry out its transfers, or a compute thread does (Remedy::own_copies). In virtual
+// time, the clock carries out one transfer of each link at a time (clock.h). Class Link assigns no slots: it queues
+// transfers into slots that are already assigned.
 //
 // If a transfer fails, its slot is marked as failed, and is vacated once it has no pins. A pass that has pinned the
 // slot fails with MOEGGUF_IO. A failed prefetch into a slot that no pass has pinned does not fail a pass. If a pinned

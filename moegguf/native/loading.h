@@ -1,5 +1,5 @@
-// loading.h: functions that the patched llama.cpp calls while it loads a model. They read tensors that do not belong to
-// the store, and write them into the tensors' memory. Writing a tensor into a CPU buffer that converts weights also
+// loading.h: functions that the patched llama.cpp calls while it loads a model. They read the tensors that the store
+// does not hold, and write each one into its memory. Writing a tensor into a CPU buffer that converts weights also
 // converts the tensor for the CPU kernels.
 #pragma once
 

@@ -5,9 +5,13 @@
 //   [ne0, ne1, n_expert] and contiguous per expert. The store keeps n_slots experts in fast memory:
 //
 //     arena of a kind   | slot 0 | slot 1 | ... | slot S-1 | guard |        one arena per matrix kind
-//     slot stride       = the largest matrix of that kind, with the padding that kernels of the store's devices read
-//                         after it, rounded up to a multiple of 64 and of the block sizes of that kind's types
+//     slot stride       = the size of the largest matrix of that kind, with the padding that kernels of the store's
+//                         devices read after it, rounded up to a multiple of 64 bytes and of the block sizes of that
+//                         kind's types
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
+//
+//   With the remedy one_arena (switches.h), slots on devices and in RAM below them are packed instead: one arena, in
+//   which the matrices of an expert lie one after another.
 //
 //   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
 //   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
@@ -15,8 +19,9 @@
 //   layers use these windows in turn.
 //
 //   Each layer belongs to one entry of moegguf_config::devices. Each entry has its own tier for its layers: arenas,
-//   residency and numbering (tier.h). A device may have several entries. A tier may be filled from slots in host
-//   memory, and may have staging tensors for prompts (staged_supply.cpp).
+//   residency and numbering (tier.h). A device may have several entries, so that layers with small experts have small
+//   slots. A tier may be filled from slots in host memory. The entries of a device may share staging tensors for
+//   prompts (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
@@ -31,16 +36,17 @@
 //      this load themselves; otherwise the load comes before the kernel. The pin lasts at least until the context's
 //      next event. If slots on a device with events are filled by copies, the thread only needs to see that the copy
 //      was submitted, and its stream waits for the copy. Copies into staging tensors are an exception: the thread waits
-//      for their end. For streamed experts, an acquire load of the stream's own record replaces READY.
+//      for their end. For streamed experts, an acquire load of the stream's own record replaces READY. A failed pass
+//      may compute with any slot, because its results are not used.
 //   4. A slot from which another slot is filled stays pinned until the other slot is complete or has been vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
-//                      They take the store's lock at a routing event, to wait for absent matrices, to end streams
-//                      and staged layers, and to record failures. If every expert of a layer's tier is present in its
-//                      own slot and nothing observes the layer's events, the layer takes the lock only to unpin the
-//                      slots of an earlier layer.
+//                      They take the store's lock at a routing event, to wait for absent matrices, to advance
+//                      and end streams, to finish staged layers, and to record failures. If every expert of a layer's
+//                      tier is present in its own slot and nothing observes the layer's events, they take the lock
+//                      only to unpin the slots of an earlier layer, or after a failure.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
@@ -53,8 +59,8 @@
 // "The store's lock" guards residency, numbering, queues and policies. A slot's READY bits, counters, and the switches
 // (cancel, watch, listening) are atomics instead.
 //
-// No exception crosses this boundary. Functions that can fail return a moegguf_status, and moegguf_last_error() returns
-// the reason.
+// No exception crosses this boundary. Functions that can fail return a moegguf_status, unless a comment says otherwise,
+// and moegguf_last_error() returns the reason.
 #pragma once
 
 #include "ggml-backend.h"
@@ -68,20 +74,20 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 29
+#define MOEGGUF_ABI_VERSION 30
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
 enum moegguf_status {
     MOEGGUF_OK = 0,
     MOEGGUF_INVALID = 1, // an argument is missing or invalid
-    MOEGGUF_MEMORY = 2,  // an allocation failed
-    // A read or copy of an expert failed, the file has been written to since it was opened, or reads did not end in
-    // time.
+    MOEGGUF_MEMORY = 2,  // memory or a thread was refused
+    // A file could not be opened, a read or copy failed, a file was written to after it was opened, or reads did not
+    // end in time.
     MOEGGUF_IO = 3,
     MOEGGUF_CANCELLED = 4, // the store was cancelled, or a time limit has passed
     MOEGGUF_FORKED = 5,    // the call came from a child process, where the store's threads do not exist
-    MOEGGUF_ROUTING = 6,   // the router chose an expert that its layer does not have
+    MOEGGUF_ROUTING = 6,   // a router chose an expert that its layer does not have, or the layer has no experts
     MOEGGUF_SLOTS = 7,     // a pass needs more slots for one layer than exist or become free
     MOEGGUF_BROKEN = 8,    // the store's bookkeeping is inconsistent, or a graph is out of date
 };
@@ -91,14 +97,14 @@ enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_
 enum moegguf_flag {
     MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU kernels support it
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
-    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for only one matrix
+    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for at most one matrix
     // A routing event drops its layer's requested prefetches that have no slot yet, and the layer's queued prefetches
     // into slots that are not pinned. Forecasts that have no slot yet stay. Events in resident tiers, and events whose
     // experts are staged, drop nothing.
     MOEGGUF_PREEMPT = 1 << 3,
     MOEGGUF_OVERLAP = 1 << 4, // a layer may start running before all of its matrices have arrived
     // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
-    // that the layer does not need.
+    // that the layer does not need. This does not happen if the layer's experts are staged.
     //
     // A pass of several tokens is also treated as a sweep if the previous pass also had several tokens and used more
     // experts than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the
@@ -106,7 +112,8 @@ enum moegguf_flag {
     MOEGGUF_SWEEP = 1 << 5,
     MOEGGUF_FILL = 1 << 6,     // tiers that have a slot for each of their experts are filled in the background
     MOEGGUF_SIMULATE = 1 << 7, // nothing is read, and slots have no memory: transfers only take virtual time
-    // The experts that several tokens choose stream through a few of the CPU's slots, even if all of them would fit.
+    // Absent experts that several tokens choose are streamed through a few of the CPU's slots, even if all of them
+    // would fit.
     MOEGGUF_STREAM = 1 << 8,
     MOEGGUF_DEMAND_FIRST = 1 << 9, // demands are read before prefetches; otherwise after requests and forecasts
 };
@@ -133,16 +140,18 @@ struct moegguf_device {
     int32_t n_slots;
     // 1: missing experts are copied from slots in RAM, if the store has such slots; 0: they are read from the file.
     int32_t through_ram;
-    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2.
+    // Number of staging tensors for prompts, each with a place for every expert of a layer: 0, 1 or 2. All entries of a
+    // device with the same number share these tensors.
     int32_t n_staging_tensors;
     // Number of slots that a layer may need at once in a pass that is not staged; moegguf_store_resize refuses fewer.
-    // The store raises it to the number of experts that one token uses in a layer, if it is lower.
+    // The store raises it to the number of experts that one token uses in a layer, if it is lower, and limits it to
+    // n_slots.
     int32_t n_pass_slots;
     // 1: the device looks up slot ids itself, and reads experts without a slot on the device from slots in RAM
     // (mapped.h). The store must have only this device and a slot in RAM for every expert, and moegguf_maps must return
     // 1 for the device.
     int32_t maps;
-    double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into its slots; 0: copies take no time
+    double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into the slots; 0: copies take no time
     double sim_copy_latency_ns;   // simulation: latency of each copy
 };
 
@@ -170,21 +179,21 @@ struct moegguf_config {
 // prompts. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
-// Counters since the store was opened. Fields about reads and bytes count transfers from the file into slots, not
-// copies between slots.
+// Counters since the store was opened. Unless a field's comment says otherwise, fields about reads and bytes count
+// transfers from the file into slots, not copies between slots.
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // number of tokens in all passes
     uint64_t routing_events;
     uint64_t bytes_missed;     // number of bytes read because a layer waited for them
-    uint64_t bytes_prefetched; // number of bytes read for prefetches and for free slots
+    uint64_t bytes_prefetched; // number of bytes read for prefetches and to fill free slots
     uint64_t reads;
     uint64_t read_retries;
-    uint64_t read_errors;
-    uint64_t stall_ns;  // time compute threads spent waiting for experts or for slots
-    uint64_t hook_ns;   // time spent in routing events, excluding waits
-    uint64_t read_ns;   // time spent reading the file, summed over reader threads
-    uint64_t upload_ns; // time spent writing into slots, including copies to devices, summed over threads
+    uint64_t read_errors; // failed reads, and failed copies between slots
+    uint64_t stall_ns;    // time compute threads spent waiting for experts or for slots
+    uint64_t hook_ns;     // time spent in routing events, excluding waits for experts and for slots
+    uint64_t read_ns;     // time spent reading the file, summed over reader threads
+    uint64_t upload_ns;   // time spent writing into slots, including copies to devices, summed over threads
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched experts that were complete when a pass first needed them
@@ -198,7 +207,7 @@ struct moegguf_counters {
     uint64_t forecast_scored; // routing events whose graph computed the scores of later layers' routers
     uint64_t mapped_events;   // routing events for which the device looked up the slot ids itself
     // The following fields are gauges: current values, not sums.
-    uint64_t chunks_reading;
+    uint64_t chunks_reading; // transfers under way, including copies between slots
     uint64_t queue_needed;
     uint64_t queue_wanted;
     uint64_t sim_clock_ns;
@@ -218,29 +227,30 @@ struct moegguf_tier_info {
     uint64_t misses;
     uint64_t evictions;
     uint64_t prefetch_wasted; // prefetched experts that lost their slot before they were used
-    // Number of bytes transferred into its slots on demand, from the file or from other slots.
+    // Number of bytes transferred into the tier's slots on demand, from the file or from other slots.
     uint64_t bytes_missed;
-    uint64_t bytes_prefetched; // number of bytes transferred into its slots for prefetches and for free slots
+    // Number of bytes transferred into the tier's slots for prefetches and to fill free slots.
+    uint64_t bytes_prefetched;
     // Time compute threads spent waiting for this tier's experts; RAM: only the part during which bytes still had to
     // arrive from the file.
     uint64_t stall_ns;
     uint64_t stream_waits; // number of times that the compute stream, instead of a thread, waited for copies
-    uint64_t copy_ns;      // time spent copying into its slots
+    uint64_t copy_ns;      // time spent copying into the tier's slots
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
-    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas
+    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas; mean of several tiers
     uint64_t read_buffer_bytes; // total size in bytes of the store's read buffers
     int32_t direct;             // 1: all shards in use are read with O_DIRECT
     int32_t n_experts;          // number of the model's experts in all layers
     int32_t n_repacked;         // number of expert tensors whose slots are interleaved
-    int32_t n_uncached;         // number of these tensors whose slots are written with stores that bypass the cache
+    int32_t n_uncached;         // number of expert tensors whose slots are written with stores that bypass the cache
     int32_t n_slots;
     int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
-    char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
-    char note[192];         // reason why its memory is not pinned for all devices; empty: it is pinned, or need not be
+    char device[64];        // names of the devices that compute with the slots; RAM: device that copies from them
+    char note[192];         // reason why the memory is not pinned for all devices; empty: it is pinned, or need not be
 };
 
 // Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
@@ -286,9 +296,11 @@ struct moegguf_predictor {
 
 // Slot and pool sizes. Every arena has guard bytes after its last slot.
 struct moegguf_sizes {
-    uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // distance between slots in the arena of each kind; 0: no such matrices
-    uint64_t slot_bytes;                      // size of one slot, summed over all arenas
-    uint64_t pool_bytes;                      // size of all arenas, including guard bytes
+    // Distance between slots in the arena of each kind; 0: there is no such arena. If slots are packed (the remedy
+    // one_arena), the first arena holds all kinds.
+    uint64_t stride_bytes[MOEGGUF_MAX_KINDS];
+    uint64_t slot_bytes; // size of one slot, summed over all arenas
+    uint64_t pool_bytes; // size of all arenas, including guard bytes
     // 1: the CPU kernels can stream experts, so a pass of several tokens may use more experts of a layer than there are
     // slots.
     uint64_t streams;
@@ -329,7 +341,7 @@ struct moegguf_routing_event {
     int32_t n_expert_used;
     int32_t sequence; // `sequence` of the announced tokens
     int32_t phase;
-    int32_t first_token; // index of the pass's first token among the announced tokens; -1: not announced
+    int32_t first_token; // index of the pass's first token among the announced tokens; -1: not all were announced
     int32_t n_embd;
     const int32_t * expert_ids; // [n_tokens][n_expert_used]
     const float * weights;      // [n_tokens][n_expert_used], or NULL
@@ -368,8 +380,11 @@ struct moegguf_speeds {
     double device_op_ns;        // mean time of a small node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
     double copy_ns;             // fixed overhead of a batch of copies, in addition to the time for the bytes
-    double stop_ns;      // extra time of a stop at a layer: the device finishes its work, the host reads and writes ids
+    double stop_ns;      // extra time of a stop at a layer: the device finishes, then the host reads and writes ids
     double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
+    // The figures of copies if the slots in host memory are not pinned.
+    double pageable_bytes_per_ns;
+    double pageable_ns;
 };
 
 typedef struct moegguf_store moegguf_store;
@@ -389,17 +404,22 @@ MOEGGUF_API uint32_t moegguf_abi_version(void);
 // Returns the bits of all remedies that the environment variable MOEGGUF_SWITCHES can switch on or off (switches.h).
 MOEGGUF_API uint32_t moegguf_switches(void);
 
+// Returns the bits of the remedies that are on.
+MOEGGUF_API uint32_t moegguf_switched_on(void);
+
 // Returns the reason for the failure of this thread's last call that returned a moegguf_status; empty if that call
 // succeeded. The text is valid until the thread's next such call.
 MOEGGUF_API const char * moegguf_last_error(void);
 
-// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. INVALID: a number is negative, or a
-// matrix has a kind or a type that does not exist.
+// Writes the sizes, in bytes, of a pool with n_slots slots for these matrices. on_device: 1: the pool is on a device
+// other than the CPU, or fills slots on such a device. INVALID: a number is negative, or a matrix has a layer, a kind
+// or a type that does not exist.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
-                                   struct moegguf_sizes * sizes);
+                                   int32_t on_device, struct moegguf_sizes * sizes);
 
 // Raises padding_bytes of these matrices to the number of bytes that a device's kernels read after each expert. device:
-// ggml's name. Does nothing for NULL (the CPU) or for a device that ggml does not know.
+// ggml's name. Does nothing for NULL (the CPU) or for a device that ggml does not know. INVALID: a matrix has an
+// unknown type or an unsuitable shape.
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
 // Writes the largest number of slots, from 1 to n_slots, that one pool of these matrices can have on a device (NULL:
@@ -423,7 +443,7 @@ MOEGGUF_API int32_t moegguf_maps(const char * device);
 //
 // Each measurement normally takes about `seconds` (at most 60) on n_threads threads; nothing else should be running
 // meanwhile. The slots are freed at the end. INVALID: for example, the config has several devices or MoE layers;
-// MEMORY: a device refuses the slots.
+// MEMORY: a device refuses the slots; IO: a shard cannot be read.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
@@ -443,7 +463,7 @@ MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store)
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 
 // Writes the counters and the state of the slots that `tier` (enum moegguf_tier) selects. INVALID: the store has no
-// such slots.
+// slots in RAM, or no device of this number. Without staging tensors, STAGING has 0 slots.
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
 
 // Writes the statistics of one copy of the shards. Index 0 is the model's own copy, mirrors follow. INVALID: there is
@@ -463,7 +483,7 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 
 // Sets the eviction policy of a tier by name. values [n]: numbers that replace the policy's own constants. INVALID:
-// there is no such policy, or a value is out of range; the earlier policy stays in effect.
+// there is no such tier or policy, or a value is out of range; the earlier policy stays in effect.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
                                          size_t n);
 
@@ -499,9 +519,9 @@ MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 // forecast whose router has not chosen yet.
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 
-// Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Experts that do not
-// exist or already have a slot are dropped, and counted as prefetch_dropped. If warm is 1, the experts only fill free
-// slots, replace earlier warm requests, and are not counted.
+// Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Requests for experts
+// that do not exist or already have a slot, and requests beyond 4096 waiting ones, are dropped and counted as
+// prefetch_dropped. If warm is 1, the experts only fill free slots, replace earlier warm requests, and are not counted.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
 
@@ -519,10 +539,10 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
 // Pageable host memory of unused slots is returned to the system. Any other pool is reallocated. If a smaller pool does
-// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots.
-// COMPUTE divides n_slots among the devices, excluding the CPU if there are other devices. INVALID: the tier cannot
-// have n_slots; MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every pool (no
-// slot is then left); IO: reads did not end within a minute.
+// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots. For
+// COMPUTE, n_slots is divided among the devices, excluding the CPU if there are other devices. INVALID: the tier
+// cannot have n_slots; MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every
+// pool (no slot is then left); IO: reads did not end within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like
@@ -541,14 +561,15 @@ MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 // of this section.
 
 // Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix has
-// arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. inputs [n_tokens][n_embd]: the router's inputs; NULL:
-// unknown. INVALID: a size is out of range. After a failure of the pass, returns the status of this failure.
+// arrived. expert_ids and slot_ids are [n_tokens][n_expert_used]. If a simulation streams the experts, their expert ids
+// are written instead. inputs [n_tokens][n_embd]: the router's inputs; NULL: unknown. INVALID: a size is out of range.
+// After a failure of the pass, returns the status of this failure.
 MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
 
-// Acquires many routing events, one after another, until one fails. Writes the number of handled events to n_done,
-// including the failed one.
+// Acquires the experts of many routing events, one after another, until one fails. Writes the number of handled events
+// to n_done, including the failed one.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
 // Discards the last announced tokens. The next tokens belong to this sequence and phase, unless they are announced.
@@ -556,8 +577,9 @@ MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegg
 // no listener. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 
-// Announces the tokens that will be evaluated next. The listener and the predictor receive them, and later routing
-// events refer to them. INVALID: a phase is unknown, or only some of the three arrays are set.
+// Announces the tokens that will be evaluated next. The listener receives them, and so does the predictor unless every
+// tier is resident. Later routing events refer to them. INVALID: a phase is unknown, or only some of the three arrays
+// are set.
 MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
 
 // Returns 1 if no failure is recorded or pending and nothing is pinned: moegguf_context_failure, which takes the lock,
@@ -583,9 +605,9 @@ MOEGGUF_API bool moegguf_abort(void * store);
 // On a device with events, the scheduler's streams then wait for copies to the device, instead of the compute thread.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
-// Returns true if the graph of the last moegguf_set_scheduler call still uses the right ids for each layer's experts.
-// If false, the caller builds a new graph and calls moegguf_set_scheduler for it. Returns true if `eval` is not
-// moegguf_eval.
+// Returns true if the graph of the last moegguf_set_scheduler call still uses the right ids for each layer's experts,
+// and still computes the scores that the predictor uses. If false, the caller builds a new graph and calls
+// moegguf_set_scheduler for it. Returns true if `eval` is not moegguf_eval.
 MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store);
 
 // Returns true if a store holds the experts of this tensor.
@@ -603,7 +625,7 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, con
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
 // memory until then. router: the layer's router; NULL: the router is not one matrix. The graphs of earlier layers
-// multiply with the router if the predictor uses such scores. Returns NULL if the graph selects matrices by expert_ids.
+// multiply by this router if the predictor uses its scores. Returns NULL if the graph selects matrices by expert_ids.
 // This is the case if no store holds `w`. While Remedy::shared_ids is on, it is also the case if every expert of the
 // layer's tier is complete in its own slot and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
@@ -611,7 +633,7 @@ MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, con
                                                   struct ggml_tensor * input, struct ggml_tensor * router, int il);
 
 // Returns a graph node that is a view of slot_ids, for the multiplications. If kernels cannot wait for matrices, the
-// hook waits at this node.
+// hook waits at this node for the gate and up matrices.
 MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, struct ggml_tensor * slot_ids, int il);
 
 // Reorders the nodes of each layer that may have to wait for experts. Nodes that do not depend on experts are moved
@@ -619,12 +641,14 @@ MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, st
 // node reads.
 MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 
-// Copies n bytes of a sequence's state from the block's file to `to`. `at`: an address from moegguf_kv_blocks_add, or
-// an address inside that state. Returns false for any other address. A failed read yields zeros.
+// Copies to `to` n bytes of the state of the block that this thread added last, from the block's file. `at`: the
+// address from moegguf_kv_blocks_add, or an address inside that state. Returns false for any other address. A failed
+// read yields zeros.
 MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
 
-// Records that n bytes of the state at `at` belong at `offset` of a tensor. moegguf_kv_blocks_fill writes them later.
-// Returns false if `at` is not inside a state from moegguf_kv_blocks_add.
+// Records that n bytes of the state at `at` belong at `offset` of a tensor. These bytes are written before
+// moegguf_kv_blocks_fill returns. Returns false if `at` is not inside the state of the block that this thread added
+// last.
 MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);
 
 // A list of KV cache blocks that are read together. The list needs no store, and only one thread may call its

@@ -1,5 +1,5 @@
-// os.h: a table of operations that the operating system or a device may refuse. The store calls these operations
-// through the table.
+// os.h: a table of operations that the operating system or a device may refuse. Most code of the store calls these
+// operations only through the table.
 //
 // Tests replace the table with one in which the Nth operation fails (moegguf/testing/faults.cpp).
 #pragma once

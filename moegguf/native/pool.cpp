@@ -3,6 +3,7 @@
 
 #include "files.h"
 #include "os.h"
+#include "switches.h"
 
 #include "ggml-cpu.h"
 #include "ggml-impl.h" // declares ggml_set_op_params()
@@ -211,18 +212,23 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
     }
 }
 
-int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
-    const Strides strides(matrices, n);
+bool packs_slots(ggml_backend_dev_t device) {
+    return is_on(Remedy::one_arena) && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots, bool packed) {
+    const Strides strides = strides_for(matrices, n, packed);
     const uint64_t largest = most_buffer_bytes(device);
     // The previous matrix; a matrix with the same type, kind and row length has the same limit.
     const moegguf_matrix * last = nullptr;
     for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
         const bool as_last = last && last->type == m->type && last->kind == m->kind && last->ne0 == m->ne0;
         last = m;
-        const uint64_t stride = strides.of_kind[m->kind];
+        const int arena = strides.arena((moegguf_kind)m->kind);
+        const uint64_t stride = strides.of_arena[arena];
         if (as_last || !multiplies(device, *m, 1, stride)) { continue; }
         const auto fits = [&](int slots) {
-            const uint64_t bytes = strides.arena_bytes(m->kind, slots);
+            const uint64_t bytes = strides.arena_bytes(arena, slots);
             return bytes <= largest && begins_within_32_bits(device, (ggml_type)m->type, bytes) &&
                    multiplies(device, *m, slots, stride);
         };
@@ -238,7 +244,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
 
 Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory)
     : memory_(memory),
-      strides_(layout.strides),
+      strides_(layers.strides),
       host_(ggml_backend_buft_is_host(memory.buft)) {
     const size_t n = layout.matrices.size();
     context_ = tensor_context(2 * n);
@@ -249,13 +255,16 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
             interleaved_[i] = interleaved_buft(memory_.device, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
         }
     }
+    for (const Matrix & m : layout.matrices) {
+        arena_.push_back(strides_.arena(m.kind));
+        place_.push_back(strides_.packed ? m.place : 0);
+    }
     allocate(layout, layers, numbering.n_slots());
     tensors_.assign(n, nullptr);
     slot_.assign(n, nullptr);
     interleave_.assign(n, nullptr);
     for (size_t i = 0; i < n; i++) {
         const Matrix & m = layout.matrices[i];
-        kind_.push_back(m.kind);
         padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
         if (layers.has[m.il]) { make_tensor(m, (int)i, numbering.window(m.il)); }
     }
@@ -278,19 +287,18 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
 
 void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots) {
     ggml_backend_buffer_type_t plain = memory_.buft;
-    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
+    for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) {
         ggml_backend_buffer_type_t buft = plain;
         bool used = false;
         for (size_t i = 0; i < layout.matrices.size(); i++) {
-            const Matrix & m = layout.matrices[i];
-            used = used || (m.kind == kind && layers.has[m.il]);
-            if (m.kind == kind && interleaved_[i]) { buft = interleaved_[i]; }
+            used = used || (arena_[i] == a && layers.has[layout.matrices[i].il]);
+            if (arena_[i] == a && interleaved_[i]) { buft = interleaved_[i]; }
         }
         if (!used) { continue; }
-        Arena & arena = arenas_[kind];
-        const uint64_t n = strides_.arena_bytes(kind, n_slots);
+        Arena & arena = arenas_[a];
+        const uint64_t n = strides_.arena_bytes(a, n_slots);
         if (memory_.n_others > 0) {
-            allocate_range(kind, n);
+            allocate_range(a, n);
             continue;
         }
         arena.memory = allocate_weights(buft, n);
@@ -314,14 +322,14 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
 
 // Allocates a range, or finds the place of the device's slots in the owner's range. The CPU writes the owner's slots
 // through the arena's alias.
-void Pool::allocate_range(int kind, uint64_t n_bytes) {
-    Arena & arena = arenas_[kind];
+void Pool::allocate_range(int a, uint64_t n_bytes) {
+    Arena & arena = arenas_[a];
     if (memory_.owner) {
         n_in_range_ = memory_.owner->memory_.n_others;
-        arena.base = (uint8_t *)ggml_backend_buffer_get_base(memory_.owner->arenas_[kind].memory.get());
+        arena.base = (uint8_t *)ggml_backend_buffer_get_base(memory_.owner->arenas_[a].memory.get());
         return;
     }
-    const uint64_t device_bytes = strides_.of_kind[kind] * memory_.n_others;
+    const uint64_t device_bytes = strides_.of_arena[a] * memory_.n_others;
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(memory_.device);
     const auto alloc = (AllocRange)ggml_backend_reg_get_proc_address(reg, "moegguf_alloc_range");
     arena.memory.reset(alloc(memory_.device, device_bytes, n_bytes));
@@ -339,27 +347,28 @@ void Pool::allocate_range(int kind, uint64_t n_bytes) {
 bool Pool::resize_ranges(int n_slots) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(memory_.device);
     const auto resize = (ResizeRange)ggml_backend_reg_get_proc_address(reg, "moegguf_resize_range");
-    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        ggml_backend_buffer_t range = memory_.owner->arenas_[kind].memory.get();
-        if (range && !resize(range, strides_.of_kind[kind] * n_slots)) { return false; }
+    for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) {
+        ggml_backend_buffer_t range = memory_.owner->arenas_[a].memory.get();
+        if (range && !resize(range, strides_.of_arena[a] * n_slots)) { return false; }
     }
     n_in_range_ = n_slots;
     return true;
 }
 
 void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
-    Arena & arena = arenas_[m.kind];
-    const Arena & memory = memory_.owner ? memory_.owner->arenas_[m.kind] : arena;
+    Arena & arena = arenas_[arena_[matrix]];
+    const Arena & memory = memory_.owner ? memory_.owner->arenas_[arena_[matrix]] : arena;
     const bool by_alias = arena.alias && !interleaved_[matrix];
     ggml_backend_buffer_t buffer = (by_alias ? arena.alias : memory.memory).get();
+    uint8_t * const first = arena.base + place_[matrix];
 
     ggml_tensor * pool = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, window.n_slots);
-    pool->nb[2] = strides_.of_kind[m.kind];
+    pool->nb[2] = stride(matrix);
     pool->nb[3] = pool->nb[2] * window.n_slots;
     ggml_format_name(pool, "pool.%s", m.name.c_str());
     ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
-    attach(pool, buffer, arena.base + window.first_slot * strides_.of_kind[m.kind]);
-    attach(slot, buffer, arena.base);
+    attach(pool, buffer, first + window.first_slot * stride(matrix));
+    attach(slot, buffer, first);
     if (!interleaved_[matrix] && padding_of(memory_.buft, slot) > padding_[matrix]) {
         throw Error(MOEGGUF_INVALID, "slots of '" + m.name + "' lack the padding that " +
                                          ggml_backend_dev_name(memory_.device) + " reads (moegguf_pad)");
@@ -381,7 +390,7 @@ void Pool::set_op_params(int matrix, const void * pointer) {
 void Pool::share_all_slots(int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (!tensors_[i]) { continue; }
-        tensors_[i]->data = arenas_[kind_[i]].base;
+        tensors_[i]->data = data((int)i, 0);
         show(tensors_[i], n_slots);
     }
 }
@@ -396,25 +405,25 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
 // copied only after rebind(), by buffer operations.
 bool Pool::reallocate(int n_slots, bool keep) {
     if (memory_.owner) { return resize_ranges(n_slots); }
-    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        Arena & arena = arenas_[kind];
+    for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) {
+        Arena & arena = arenas_[a];
         if (!arena.base) { continue; }
         if (!keep) { arena.memory.reset(); }
-        ggml_backend_buffer_ptr memory = allocate_weights(memory_.buft, strides_.arena_bytes(kind, n_slots));
+        ggml_backend_buffer_ptr memory = allocate_weights(memory_.buft, strides_.arena_bytes(a, n_slots));
         if (!memory) { return false; }
         std::swap(arena.memory, memory);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
-        rebind(kind, n_slots);
+        rebind(a, n_slots);
         ggml_backend_buffer_clear(arena.memory.get(), 0);
-        if (memory) { copy_slots(kind, memory.get(), arena.memory.get()); }
+        if (memory) { copy_slots(a, memory.get(), arena.memory.get()); }
     }
     return true;
 }
 
 // Copies the contents of all slots that exist in both buffers. Each slot is copied on its own, as a tensor of one row
 // of bytes: a whole arena may be longer than the longest row that a backend can copy.
-void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
-    const int64_t stride = (int64_t)strides_.of_kind[kind];
+void Pool::copy_slots(int arena, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
+    const int64_t stride = (int64_t)strides_.of_arena[arena];
     const uint64_t bytes = std::min(ggml_backend_buffer_get_size(from), ggml_backend_buffer_get_size(to));
     const int n = int((bytes - Strides::guard_bytes) / stride);
     ggml_context_ptr context = tensor_context(2);
@@ -430,12 +439,12 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
     }
 }
 
-// Binds all tensors of a kind to the new memory of the kind's arena. Each layer's tensor then covers all n_slots slots.
-void Pool::rebind(int kind, int n_slots) {
+// Binds all tensors of an arena to the arena's new memory. Each layer's tensor then covers all n_slots slots.
+void Pool::rebind(int arena, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
-        if (kind_[i] != kind || !tensors_[i]) { continue; }
+        if (arena_[i] != arena || !tensors_[i]) { continue; }
         show(tensors_[i], n_slots);
-        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { attach(t, arenas_[kind].memory.get(), arenas_[kind].base); }
+        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { attach(t, arenas_[arena].memory.get(), data((int)i, 0)); }
     }
 }
 
@@ -453,45 +462,48 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
         ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
     }
     if (padding_[matrix] && row + n_rows == slot_[matrix]->ne[1]) {
-        ggml_tensor bytes = slots_view(matrix, slot, 1);
+        ggml_tensor bytes = view(matrix, slot, end(matrix, slot) - this->data(matrix, slot));
         const std::vector<uint8_t> zeros(padding_[matrix]);
         ggml_backend_tensor_set(&bytes, zeros.data(), bytes.ne[0] - zeros.size(), zeros.size());
     }
 }
 
 uint8_t * Pool::data(int matrix, int slot) const {
-    return arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
+    return arenas_[arena_[matrix]].base + slot * stride(matrix) + place_[matrix];
 }
 
-void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
-    ggml_tensor slots = slots_view(matrix, slot, n);
-    os().copy_to_device(backend, &slots, data, 0, ggml_nbytes(&slots));
+uint8_t * Pool::end(int matrix, int slot) const {
+    return data(matrix, slot) + ggml_nbytes(slot_[matrix]) + padding_[matrix];
 }
 
-void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const {
-    ggml_tensor source = from.slots_view(matrix, from_slot, n), slots = slots_view(matrix, slot, n);
+void Pool::write_bytes(ggml_backend_t backend, int matrix, int slot, uint64_t n, const void * data) const {
+    ggml_tensor bytes = view(matrix, slot, n);
+    os().copy_to_device(backend, &bytes, data, 0, n);
+}
+
+void Pool::copy_bytes(ggml_backend_t backend, int matrix, int slot, uint64_t n, const Pool & from,
+                      int from_slot) const {
+    ggml_tensor source = from.view(matrix, from_slot, n), bytes = view(matrix, slot, n);
     if (host_) {
-        // Both pools have the same layout, so the bytes are copied unchanged.
-        memcpy(slots.data, source.data, ggml_nbytes(&slots));
+        memcpy(bytes.data, source.data, n); // both pools have the same layout
     } else {
-        ggml_backend_tensor_copy_async(backend, backend, &source, &slots);
+        ggml_backend_tensor_copy_async(backend, backend, &source, &bytes);
     }
 }
 
-// Returns n neighbouring slots as one tensor of bytes, with one slot in each row. For an interleaved matrix it returns
-// one slot in its own type, and n must be 1.
-ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
-    ggml_tensor slots = *slot_[matrix];
-    slots.data = data(matrix, slot);
+// Returns n bytes as a tensor of one row, beginning with the first byte of a matrix in a slot. For an interleaved
+// matrix it returns the matrix in its own type, and n must be the size of the matrix.
+ggml_tensor Pool::view(int matrix, int slot, uint64_t n) const {
+    ggml_tensor bytes = *slot_[matrix];
+    bytes.data = data(matrix, slot);
     if (!interleaved_[matrix]) {
-        const size_t bytes = ggml_nbytes(&slots) + padding_[matrix], stride = strides_.of_kind[kind_[matrix]];
-        slots.type = GGML_TYPE_I8;
-        const int64_t ne[] = {(int64_t)bytes, n, 1, 1};
-        const size_t nb[] = {1, stride, stride * n, stride * n};
-        std::copy(std::begin(ne), std::end(ne), slots.ne);
-        std::copy(std::begin(nb), std::end(nb), slots.nb);
+        bytes.type = GGML_TYPE_I8;
+        const int64_t ne[] = {(int64_t)n, 1, 1, 1};
+        const size_t nb[] = {1, n, n, n};
+        std::copy(std::begin(ne), std::end(ne), bytes.ne);
+        std::copy(std::begin(nb), std::end(nb), bytes.nb);
     }
-    return slots;
+    return bytes;
 }
 
 void Pool::release(int first, int last) const {
@@ -499,10 +511,10 @@ void Pool::release(int first, int last) const {
         return;
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        const uint64_t begin = ((uint64_t)arenas_[kind].base + first * strides_.of_kind[kind] + page - 1) / page * page;
-        const uint64_t end = ((uint64_t)arenas_[kind].base + last * strides_.of_kind[kind]) / page * page;
-        if (arenas_[kind].base && begin < end) { madvise((void *)begin, end - begin, MADV_DONTNEED); }
+    for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) {
+        const uint64_t begin = ((uint64_t)arenas_[a].base + first * strides_.of_arena[a] + page - 1) / page * page;
+        const uint64_t end = ((uint64_t)arenas_[a].base + last * strides_.of_arena[a]) / page * page;
+        if (arenas_[a].base && begin < end) { madvise((void *)begin, end - begin, MADV_DONTNEED); }
     }
 }
 

@@ -58,12 +58,16 @@ PoolMemory device_memory(const char * name, bool repack);
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
 // Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond the matrix's end.
+// Throws Error(INVALID) for an unknown type or an unsuitable shape.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
-// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. The
-// limits are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of
-// the device can multiply set no limit.
-int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
+// Returns true if slots on the device, and slots in RAM from which they are filled, are packed (Strides).
+bool packs_slots(ggml_backend_dev_t device);
+
+// Returns the largest number of slots, packed or not, from 1 to n_slots, that a pool of these matrices can have on a
+// device. The limits are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no
+// kernel of the device can multiply set no limit.
+int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots, bool packed);
 
 // Alignment in bytes of interleaved rows that are written with cache-bypassing stores (interleave.cpp).
 constexpr uintptr_t uncached_alignment = 16;
@@ -90,12 +94,17 @@ class Pool {
     // row of the matrix, zeros are written as padding. Reader threads call this without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
     uint8_t * data(int matrix, int slot) const; // address of a matrix in a slot
-    // Writes whole matrices of n neighbouring slots with their padding. `data` has the layout of this pool. The
-    // function may return before the copy has ended: synchronize the backend before `data` changes.
-    void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
-    // Copies whole matrices of n neighbouring slots from another pool on the same device. The function may return
-    // before the copy has ended.
-    void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
+    uint8_t * end(int matrix, int slot) const;  // address of the first byte after this matrix and its padding
+    // Returns the distance in bytes between neighbouring slots in the arena of a matrix.
+    uint64_t stride(int matrix) const { return strides_.of_arena[arena_[matrix]]; }
+    bool packed() const { return strides_.packed; } // true: the matrices of an expert lie one after another
+    // Writes n bytes, beginning with the first byte of a matrix in a slot. The bytes must be whole matrices with their
+    // padding, and `data` must have the layout of this pool. The function may return before the copy has ended:
+    // synchronize the backend before `data` changes.
+    void write_bytes(ggml_backend_t backend, int matrix, int slot, uint64_t n, const void * data) const;
+    // Copies n bytes from another pool on the same device, beginning with the first byte of a matrix in both slots. The
+    // bytes must be whole matrices with their padding. The function may return before the copy has ended.
+    void copy_bytes(ggml_backend_t backend, int matrix, int slot, uint64_t n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 
     // Returns true if the kernels that multiply by this pool's tensors can call a function that chooses the next
@@ -131,16 +140,16 @@ class Pool {
         ggml_backend_buffer_ptr memory; // owns the memory; its type interleaves if any layer is interleaved
         // Plain buffer over the same memory, for layers that are not interleaved; nullptr: no layer is interleaved.
         ggml_backend_buffer_ptr alias;
-        uint8_t * base = nullptr; // address; nullptr: the pool has no matrices of this kind
+        uint8_t * base = nullptr; // address; nullptr: the pool has no such arena
     };
 
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
-    void allocate_range(int kind, uint64_t n_bytes);
+    void allocate_range(int a, uint64_t n_bytes);
     bool resize_ranges(int n_slots);
-    void copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const;
-    void rebind(int kind, int n_slots);
+    void copy_slots(int arena, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const;
+    void rebind(int arena, int n_slots);
     void show(ggml_tensor * pool, int n_slots) const;
-    ggml_tensor slots_view(int matrix, int slot, int n) const;
+    ggml_tensor view(int matrix, int slot, uint64_t n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
 
     PoolMemory memory_;
@@ -155,7 +164,8 @@ class Pool {
     // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot; nullptr: the
     // matrix's layer is in another tier.
     std::vector<ggml_tensor *> slot_;
-    std::vector<moegguf_kind> kind_;
+    std::vector<int> arena_;        // [n_matrices] arena of the matrix
+    std::vector<uint64_t> place_;   // [n_matrices] offset of the matrix in a slot of its arena, in bytes
     std::vector<uint64_t> padding_; // [n_matrices] number of padding bytes, all zero, after an expert in a slot
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;

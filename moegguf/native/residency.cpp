@@ -53,8 +53,8 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
 
 // Sets floor_, the number of slots that each layer keeps while another layer has more slots than its own floor. The
 // floors are 0 if all experts of one token fit into the slots. If they do not fit, a global LRU would always evict the
-// experts of the next layers, and never have a hit. In that case, the number of slots that one layer needs at once
-// stays available to all layers, and the layers share the remaining slots equally.
+// experts of the next layers, and never have a cache hit. In that case, the number of slots that one layer needs at
+// once stays available to all layers, and the layers share the remaining slots equally.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }
@@ -88,7 +88,8 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     order_.follow(ordered ? &policy : nullptr);
-    int best[2] = {-1, -1}; // slots of the best victims: [0] in layers at or below their floor, [1] above it
+    // slot of the best victim: [0] in a layer at or below its floor, [1] in a layer above its floor
+    int best[2] = {-1, -1};
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::Entry * first = order_.first(il);
@@ -247,8 +248,9 @@ void Residency::exchange_scores(std::vector<float> & scores) {
     if (!scores_.set()) { order_.follow(nullptr); }
 }
 
-// Counts the uses of a routing event, and passes the event to the policy. While every expert has a slot, nothing is
-// evicted, and the policy gets no routing events. So the policy starts to learn only when the pool shrinks.
+// Counts the uses of a routing event if count_uses() is on, and passes the event to the policy. While the tier is
+// resident, nothing is evicted, and the policy gets no routing events. So the policy starts to learn only when the pool
+// shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {

@@ -6,9 +6,9 @@
 //
 // Each layer has at most one candidate for eviction (eviction_order.h). A slot that is pinned, or into which a transfer
 // is under way, is not a candidate. A slot whose transfers are only queued can be a candidate. The victim is the
-// candidate with the lowest policy score. Among equal scores, it is the expert of the layer that is needed last in a
-// sweep, and otherwise the least recently used expert. A layer with no more than its share of slots loses one only if
-// no layer above its share has a candidate.
+// candidate with the lowest policy score. If scores are equal, it is the least recently used expert or, in a sweep, the
+// expert of the layer that is needed last. A layer with no more than its share of slots loses one only if no layer
+// above its share has a candidate.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
 // (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call end_stream() when a stream
@@ -69,7 +69,7 @@ class Residency {
     // much as the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
     void assign(int s, int il, int expert); // assigns a free slot to an expert, or to a layer's stream (no_expert)
-    void end_stream(int s, int expert);     // assigns a streaming slot to the last expert that was streamed through it
+    void end_stream(int s, int expert);     // records that a streaming slot now holds this whole expert
     void vacate(int s);
 
     // Adds a pin. If is_use, the slot also becomes the most recently used one, and the policy counts a use.

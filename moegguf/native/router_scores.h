@@ -1,9 +1,10 @@
-// router_scores.h: prediction inside the graph. The graph of a layer on a device can also multiply the router's input
-// with the routers of the next layers. The scores are in the copy that brings the ids of the chosen experts to the
-// host. Prediction then needs neither a stop nor a copy of its own.
+// router_scores.h: computes scores for a prediction inside the graph. The graph of a layer on a device can also
+// multiply the router's input by the routers of the next layers. The results reach the host in one copy with the ids of
+// the chosen experts. Prediction then needs neither a stop nor a copy of its own.
 //
 // This file only adds nodes to graphs. hook.cpp reads the scores, and the predictor `skip` uses them
-// (predictors/networks.cpp). The compute thread builds graphs, and calls all functions.
+// (predictors/networks.cpp). The thread that builds graphs calls the functions, except forget(), which the thread that
+// loads a model calls.
 #pragma once
 
 #include "layout.h"
@@ -26,8 +27,8 @@ class RouterScores {
     void keep(int il, ggml_tensor * router) { routers_[il] = router; }
     void forget() { routers_.assign(routers_.size(), nullptr); } // drops all routers, because their model may be freed
 
-    // Returns the number of layers after layer il for which its graph computes scores: `window`, or fewer before the
-    // last layer. Returns 0 if a router is unknown, has an unsuitable shape, or is not in the device's memory.
+    // Returns the number of layers after layer il for which its graph computes scores: `window`, or fewer near the end
+    // of the model. Returns 0 if a router is unknown, has an unsuitable shape, or is not in the device's memory.
     int n_layers(int il, const ggml_tensor * input, int window, ggml_backend_dev_t device) const;
 
     // Returns a node with the expert ids, which is a view of a larger tensor of 32-bit values. The tensor begins with

@@ -82,8 +82,8 @@ struct Shared {
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
-    // Waits until done() returns true or the deadline passes, and returns the last result of done(). Unlike wait(), it
-    // keeps waiting while the store is cancelled or being closed.
+    // Waits until done() returns true, the deadline passes, or nothing is left to wait for (virtual time). Returns the
+    // last result of done(). Unlike wait(), this function keeps waiting while the store is cancelled or being closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

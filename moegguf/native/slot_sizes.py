@@ -11,6 +11,7 @@ from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.native import abi, library
 
 KIND = abi.enum("kind")
+SIZE_CLASSES = 128  # bit of the remedy size_classes (switches.h)
 
 
 def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any:
@@ -59,15 +60,22 @@ class SlotSizes:
     streams: bool
 
 
-def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
+def slot_sizes(layout: ExpertLayout, n_slots: int = 0, on_device: bool = False) -> SlotSizes:
     """Returns the sizes of a pool with n_slots slots for this layout.
 
+    on_device: True if the pool is on a device other than the CPU, or fills slots on such a device.
     Raises OptionError for a negative n_slots, and for matrices of a kind or type that does not exist.
     """
     sizes, matrices = abi.Sizes(), matrices_of(layout)
-    library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes))
+    library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, on_device, c.byref(sizes))
     strides = {kind: sizes.stride_bytes[KIND[kind]] for kind in layout.kinds}
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, bool(sizes.streams))
+
+
+def has_size_classes() -> bool:
+    """Returns True if plans may give layers with large experts slots of their own size (the remedy size_classes is
+    on)."""
+    return bool(library.load().moegguf_switched_on() & SIZE_CLASSES)
 
 
 def slot_tokens(device: str | None) -> int:
@@ -89,7 +97,7 @@ def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Returns the largest number of slots, from 1 to n_slots, that one pool can have on a device.
 
     The limits are the device's largest buffer, the largest tensor by which its kernels can multiply, and 32-bit offsets
-    in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name.
+    in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name, and for n_slots below 1.
     """
     most, matrices = c.c_int32(), matrices_of(layout, [device])
     library.load().moegguf_most_slots(device and device.encode(), matrices, len(matrices), n_slots, c.byref(most))

@@ -13,7 +13,7 @@ namespace {
 // once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
-// The number of nodes in a graph that runs until a stop. A layer has about this many nodes.
+// The number of nodes that run before each measured stop. A layer has about this many nodes.
 constexpr int n_part_ops = 25;
 constexpr int least_runs = 3;
 // No run starts after longest * `seconds`, even if there were fewer than least_runs.
@@ -181,16 +181,18 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
     return experts.expert_bytes() * experts.n_used() * n_tokens / (ns - of_nodes_ns);
 }
 
-// Measures copies from RAM to the device, of one expert and of several experts together. Sets copy_bytes_per_ns, and
-// copy_ns, the fixed time of a batch of copies. The copies go through the slots of both pools in turn.
-void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool & from, const Pool & to, double seconds,
-                    moegguf_speeds & out) {
+// Measures copies from RAM to the device, of one expert and of several experts together. Sets bytes_per_ns, and
+// fixed_ns, the fixed time of a batch of copies. The copies go through the slots of both pools in turn.
+void measure_copies(ggml_backend_t backend, const Experts & experts, const PoolMemory & memory, const Pool & to,
+                    double seconds, double & bytes_per_ns, double & fixed_ns) {
+    const Pool from = experts.pool(memory);
     int next = 0;
     const auto batch_ns = [&](int n_experts) {
         return run_ns(seconds, [&] {
             for (int i = 0; i < n_experts; i++, next = (next + 1) % experts.n_slots()) {
                 for (size_t m = 0; m < experts.layout.matrices.size(); m++) {
-                    to.write_slots(backend, (int)m, next, 1, from.data((int)m, next));
+                    const uint64_t n = to.end((int)m, next) - to.data((int)m, next);
+                    to.write_bytes(backend, (int)m, next, n, from.data((int)m, next));
                 }
             }
             ggml_backend_synchronize(backend);
@@ -199,8 +201,8 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
     const int many = std::min(experts.n_slots(), std::max(2, experts.n_used()));
     const double one_ns = batch_ns(1), many_ns = many > 1 ? batch_ns(many) : 2 * one_ns;
     const double each_ns = std::max(many_ns - one_ns, many_ns / 2) / std::max(many - 1, 1);
-    out.copy_bytes_per_ns = experts.expert_bytes() / each_ns;
-    out.copy_ns = std::max(0.0, one_ns - each_ns);
+    bytes_per_ns = experts.expert_bytes() / each_ns;
+    fixed_ns = std::max(0.0, one_ns - each_ns);
 }
 
 // Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
@@ -246,11 +248,15 @@ void measure_cpu(const Experts & experts, bool repack, int n_threads, double sec
 
 void measure_device(const Experts & experts, const char * name, int n_threads, double seconds, moegguf_speeds & out) {
     const PoolMemory memory = device_memory(name, /*repack =*/false);
-    const Pool host = experts.pool(host_memory({memory.device})), pool = experts.pool(memory);
+    const Pool pool = experts.pool(memory);
     const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
     out.device_op_ns = op_ns(backend.get(), experts.n_embd(), seconds);
     out.device_bytes_per_ns = multiply_bytes_per_ns(backend.get(), experts, pool, out.device_op_ns, seconds);
-    measure_copies(backend.get(), experts, host, pool, seconds, out);
+    PoolMemory host = host_memory({memory.device});
+    measure_copies(backend.get(), experts, host, pool, seconds, out.copy_bytes_per_ns, out.copy_ns);
+    host.pinned = false;
+    host.buft = ggml_backend_cpu_buffer_type();
+    measure_copies(backend.get(), experts, host, pool, seconds, out.pageable_bytes_per_ns, out.pageable_ns);
     measure_stops(backend.get(), experts, seconds, out);
 }
 

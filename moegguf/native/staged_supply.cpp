@@ -17,12 +17,13 @@ namespace {
 // expert. In a pass that decodes, one token is enough.
 constexpr int least_tokens_to_evict = 2;
 
-// A layer's experts are copied ahead if the pass has at least this many choices per expert. Tokens that choose evenly
-// would then use about half of the layer's experts (1 - e^-0.7).
+// A later layer's experts are copied in advance if the pass has at least this many choices per expert. Tokens that
+// choose evenly would then use about half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
-// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn. If a device has
-// two, the experts of the next layer are copied ahead into one tensor while a layer is computed with the other.
+// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn, even if the slots
+// of these layers are in several tiers. If a device has two tensors, experts of the next layer can be copied into one
+// tensor while a layer is computed with the other.
 class StagedSupply final : public Supply {
   public:
     StagedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tiers & tiers)
@@ -53,9 +54,10 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Pins the event's experts in the layer's staging tensor, and demands the absent ones. First waits for copies
-    // ahead, so that later choices do not depend on the speed of copies.
+    // Pins the event's experts in the layer's staging tensor, and queues demands for the absent ones. First waits for
+    // copies that an earlier layer queued, so that later choices do not depend on the speed of copies.
     bool place(Context & context, Lock & lock) override {
+        context.pinned.tier->staged_for = &tiers_.of(context.event.il);
         if (!take_tensor(context, lock)) {
             context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
@@ -97,9 +99,9 @@ class StagedSupply final : public Supply {
     }
 
   private:
-    // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies from them.
-    // Then pins the event's experts that are present or on their way, demands their missing matrices, and waits for all
-    // copies into the tensors. Returns false if a wait was cancelled.
+    // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies whose
+    // sources are these slots. Then pins the event's experts that are present or on their way, queues demands for their
+    // missing matrices, and waits for all copies into the tensors. Returns false if a wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;
         const Event & event = context.event;
@@ -109,7 +111,7 @@ class StagedSupply final : public Supply {
         tier.staged_for->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
         drop(tier, &event);
         pin_there(context);
-        transfers_.demand(tier, context.pinned.slots); // demands are queued before copies ahead
+        transfers_.demand(tier, context.pinned.slots); // queued before copies for later layers
         return come() || stall(shared_, tier, lock, come);
     }
 
@@ -206,9 +208,9 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // Copies all experts of a layer ahead, if the pass has enough tokens (choices_per_expert). With fewer tokens, too
-    // many experts would be copied unnecessarily. Does nothing if the layer would use the same tensor as the layer that
-    // is being computed (`computing`).
+    // Queues copies of a later layer's experts into its staging tensor, if the pass has enough tokens
+    // (choices_per_expert). With fewer tokens, too many experts would be copied unnecessarily. Does nothing if the
+    // layer would use the same tensor as the layer that is being computed (`computing`).
     void copy_layer_ahead(int il, int n_tokens, int computing) {
         Tier & to = tiers_.of(il, n_tokens);
         const Window window = to.numbering.window(il);
@@ -232,7 +234,7 @@ class StagedSupply final : public Supply {
             const int s = tier.residency.find(il, expert);
             return s >= 0 && tier.residency.complete(s) ? s : -1;
         };
-        Tier & from = whole(*to.staged_for) >= 0 ? *to.staged_for : *to.ram();
+        Tier &slots = tiers_.of(il), &from = whole(slots) >= 0 ? slots : *to.ram();
         const int source = whole(from), s = source >= 0 ? to.assign(il, expert, {il, false, false, 0}) : -1;
         if (s < 0) { return false; }
         to.residency.mark_prefetched(s);

@@ -38,8 +38,10 @@ Store::Store(const moegguf_config & config)
         shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});
         for (size_t d = 0; d < tiers.compute.size(); d++) {
             const moegguf_device & device = config.devices[d];
-            for (Tier * to : {tiers.compute[d].get(), tiers.compute[d]->staging}) {
-                if (!to || !to->copies) { continue; }
+            Tier * const slots = tiers.compute[d].get();
+            for (Tier * to : {slots, slots->staging}) {
+                // Tiers of one device share staging tensors. The link of these is carried only once.
+                if (!to || !to->copies || (to->staged_for && to->staged_for != slots)) { continue; }
                 shared.clock->carry(*to->copies, {device.sim_copy_bytes_per_ns, device.sim_copy_latency_ns});
             }
         }

@@ -1,6 +1,6 @@
 // store.h: the expert store, which owns its parts and connects them. There is one object for each kind of supply, and
 // one context. The store's function acquire() runs between a router's choice and the multiplications of the chosen
-// experts (acquire.cpp). Each part has its own header. moegguf.h declares the C ABI.
+// experts (acquire.cpp). The included headers declare the parts. moegguf.h declares the C ABI.
 #pragma once
 
 #include "events.h"
@@ -75,7 +75,7 @@ class Store {
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
-    // The parts of the store. Each part uses only parts that are declared before it.
+    // The parts of the store. Each part except the context uses only parts that are declared before it.
     const Layout layout;
     Shared shared;
     Events events;
@@ -88,7 +88,7 @@ class Store {
     Forecaster forecaster;
     RouterScores router_scores;
     const std::unique_ptr<Mapped> mapped; // nullptr: every pass stops at each layer
-    // A counter that increases before pool tensors move to other memory, which makes all earlier graphs invalid.
+    // A counter that increases before a resize changes pool tensors, which makes all earlier graphs invalid.
     uint64_t n_bindings = 0;
 
   private:

@@ -80,17 +80,17 @@ class StoreOptions:
     direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops queued prefetches of its layer (MOEGGUF_PREEMPT)
-    demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
+    demand_first: bool = True  # demands are read before prefetches; False: prefetches are read first
     overlap: bool = True  # a layer may start running before all of its matrices have arrived
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     # that the layer does not need. In successive passes of several tokens that use more experts than there are slots,
     # experts of the layer that is needed last are evicted first, unless the policy's scores decide.
     sweep: bool = True
-    # If True, the experts of passes with several tokens are streamed through a few of the CPU's slots in each layer,
+    # If True, absent experts of a pass with several tokens are streamed through a few of the CPU's slots in each layer,
     # and each expert is read once. If False, experts are streamed only if the experts of a layer do not fit into the
     # slots.
     stream: bool = False
-    fill: bool = True  # a tier with a slot for each of its experts reads all of them in the background
+    fill: bool = True  # a tier with a slot for each of its experts is filled in the background
     # Number of staging tensors of the device `device`, up to STAGING_TENSORS; None: the planned number, or none without
     # a plan.
     staging: int | None = None
@@ -170,8 +170,9 @@ class Store:
     """A cache of experts of `layout`, with n_slots slots in the memory of the compute device.
 
     With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. Experts
-    missing on the device are then copied from RAM; experts that are not in RAM either are first read from the file into
-    RAM. `tiers` lists the tiers that exist. `context` provides the calls for the llama_context that uses the store.
+    missing on the device are then copied from RAM. Experts that are not in RAM either are first read from the file into
+    RAM, or directly into the device's slots if no slot in RAM is available. `tiers` lists the tiers that exist.
+    `context` provides the calls for the llama_context that uses the store.
 
     n_slots: a number, or a list of several devices with their slots. In the second case, every layer with experts is on
     one of the devices, `options.device` and `options.staging` have no effect, and devices with `through_ram` share the
@@ -322,9 +323,9 @@ class Store:
     def staging(self) -> dict[str, Any]:
         """Returns the fields of struct moegguf_tier_info for the staging tensors of all devices; {} without any.
 
-        Each look-up is for one expert of a prompt. It is a hit if the expert was already in the tensor or on its way.
-        bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time of
-        all copies, and stall_ns is the time that layers waited.
+        Each look-up is for one expert that a staged pass uses in a layer. It is a hit if the expert was already in the
+        tensor or on its way. bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited.
+        copy_ns is the time of all copies, and stall_ns is the time that layers waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
@@ -340,10 +341,10 @@ class Store:
         return there
 
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
+        """Returns how often each expert was looked up, and how often it got a slot, since the store was opened.
 
-        Returns (look-ups, assigned slots) for the compute tiers, both (n_layer, n_expert). In a pool that holds every
-        expert, look-ups are counted only while `watch` is on or there is a listener.
+        Both arrays are (n_layer, n_expert), and cover the compute tiers. In a pool that holds every expert, look-ups
+        are counted only while `watch` is on or there is a listener.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
@@ -426,15 +427,17 @@ class Store:
     def prefetch(self, il: Integers, experts: Integers) -> None:
         """Queues prefetches of experts (il[i], experts[i]), in this order, after earlier requests.
 
-        Experts that are unknown, or already in a slot of the compute tier, are dropped and counted.
+        A request is dropped and counted if the expert is unknown or already has a slot in the compute tier, or if 4096
+        requests are already waiting.
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False)
 
     def warm(self, il: Integers, experts: Integers) -> None:
         """Fills free slots in the background with experts (il[i], experts[i]), in this order.
 
-        Each expert gets a free slot of the compute tier, or else a free slot in RAM. All other transfers come first,
-        and nothing is evicted. A later call replaces the experts of an earlier one that have no slot yet.
+        Each expert gets a free slot of the compute tier, or else a free slot in RAM. If there is neither, the expert is
+        skipped. Demands and prefetches come first, and nothing is evicted. A later call replaces the experts of an
+        earlier one that have no slot yet.
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
@@ -453,8 +456,9 @@ class Store:
     ) -> None:
         """Calls on_routing for each routing event, and on_tokens for each announcement, on the store's event thread.
 
-        Without arguments, stops the calls, and returns after the last one. The functions may keep an event's arrays. An
-        exception in a function stops the calls. The next `raise_callback_error` then raises CallbackError.
+        Without arguments, stops the calls, and returns after the last one. The functions may keep an event's arrays. If
+        they are too slow, events are dropped unless `options.everything` is True. An exception in a function stops the
+        calls. The next `raise_callback_error` then raises CallbackError.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
@@ -520,7 +524,7 @@ class Store:
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until no transfer is queued or under way, and the background fill has ended; then runs `check`.
 
-        Raises GenerationCancelled after timeout_s.
+        Raises GenerationCancelled if this takes longer than timeout_s seconds.
         """
         self._library.moegguf_store_drain(self.handle, timeout_s)
 

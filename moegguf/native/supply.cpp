@@ -245,8 +245,8 @@ void Context::set_aside(Shared & shared, Lock & lock) {
 }
 
 // Collects the sequence and the phase of each token of the event. A layer may be computed for only those tokens of the
-// pass whose logits are needed. Returns false if the tokens were announced without a sequence for each token, or if the
-// number of tokens found is not n_event_tokens.
+// pass whose logits are needed. Returns false if the tokens were not announced, or without a sequence for each token.
+// Also returns false if the number of tokens found is not n_event_tokens.
 bool Context::gather_tokens(int n_event_tokens) {
     if (pass.first_token < 0 || announced.sequences.empty()) { return false; }
     event.sequences.clear();

@@ -47,7 +47,7 @@ struct Pass {
     // True: MOEGGUF_SWEEP is set, this pass and the previous pass have several tokens, and the previous pass used more
     // experts than there are usable slots.
     bool cycles = false;
-    // Index of the pass's first token among the announced ones; -1: not all its tokens were announced.
+    // Index of the pass's first token among the announced ones; -1: not all of its tokens were announced.
     int first_token = -1;
 };
 
@@ -92,7 +92,7 @@ struct Event : Choice {
 // The slots that a context has pinned for one layer, all in one tier. pin(), unpin(), awaits_file() and noted() need
 // the store's lock.
 struct Pinned {
-    Tier * tier = nullptr; // tier whose slots the layer uses; never nullptr
+    Tier * tier = nullptr; // tier whose slots the layer uses; nullptr only in Context::late, before its first use
     std::vector<int> slots;
     uint8_t chunks = 0; // bits of the matrices that each expert of the layer has
     // Backend whose stream runs the layer and can wait for copies; nullptr: the compute thread waits.
@@ -156,16 +156,16 @@ struct Context {
     // store's lock.
     void note_failures(const Shared & shared);
 
-    // Waits until the copy thread has recorded the end of all copies for which the stream waits, and unpins the slots
-    // in `late`. Afterwards, neither the next victim nor a failure of the pass depends on when the copy thread runs.
+    // Waits until the copy thread has recorded the end of all copies for which the stream waits, or until the store is
+    // cancelled. Unpins the slots in `late`. Without a cancellation, neither the next victim nor a failure of the pass
+    // then depends on when the copy thread runs.
     void await_copies(Shared & shared, Lock & lock);
     void free_late(Shared & shared, Lock & lock);
     // Moves the pinned slots into `late` if the end of a copy into one of them has not been recorded. The next layer
     // then does not have to wait for the record. If `late` has slots, waits for their copies and unpins them first.
     void set_aside(Shared & shared, Lock & lock);
 
-    // Fills event.sequences and event.phases. Returns false if the tokens were announced without a sequence for each
-    // token.
+    // Fills event.sequences and event.phases. Returns false if the sequence of each token of the event is not known.
     bool gather_tokens(int n_event_tokens);
     bool has_one_token_each() const; // true: the announced batch decodes one token of each sequence in this pass
 

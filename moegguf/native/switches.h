@@ -14,7 +14,8 @@ namespace moegguf {
 enum class Remedy : uint32_t {
     quiet_copies = 1, // a layer's demands wake the copy thread only if a copy is queued
     pinned_ids = 2,   // expert ids are copied to and from a device through pinned host memory
-    // The compute thread submits the copies that its layer demands; the copy thread only records their completion.
+    // The compute thread may itself submit the copies that its layer demands; the copy thread then only records their
+    // completion.
     own_copies = 4,
     // The compute thread does not wait at each layer until the copy thread has recorded the end of the layer's copies.
     // It waits when it needs slots, when a second layer has unrecorded copies, or when the pass ends.
@@ -27,13 +28,21 @@ enum class Remedy : uint32_t {
     // scores are copied with the expert ids. Off: the layer's router input is copied, and the predictor's thread
     // computes the scores.
     graph_scores = 64,
+    // Layers with larger experts than other layers have slots of their own size on a device. moegguf/engine/solver.py
+    // plans these slots; the library itself does not read this bit.
+    size_classes = 128,
+    // The matrices of an expert lie one after another in its slot, on a device and in the slots in RAM below it, so
+    // that one copy moves an expert. Off: each kind of matrix has an arena of its own, and each matrix is copied
+    // separately.
+    one_arena = 256,
 };
 
-constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64;
-// All remedies except own_copies and graph_scores are on by default. With own_copies, two threads use one backend's
-// stream, and no test on a GPU has shown that this is safe. With graph_scores, a simulated device was not 5 % faster
-// (docs/gpu.md).
-constexpr uint32_t default_remedies = all_remedies & ~((uint32_t)Remedy::own_copies | (uint32_t)Remedy::graph_scores);
+constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256;
+// All remedies except own_copies, graph_scores and one_arena are on by default. With own_copies, two threads use one
+// backend's stream, and no test on a GPU has shown that this is safe. With graph_scores and with one_arena, a simulated
+// device was not faster (docs/gpu.md).
+constexpr uint32_t default_remedies =
+    all_remedies & ~((uint32_t)Remedy::own_copies | (uint32_t)Remedy::graph_scores | (uint32_t)Remedy::one_arena);
 
 inline uint32_t read_switches() {
     const char * bits = getenv("MOEGGUF_SWITCHES");

@@ -57,7 +57,7 @@ void check_maps(const Layout & layout, const moegguf_config & config) {
     const int n = device.n_slots + layout.n_experts;
     if (config.n_devices != 1 || config.flags & MOEGGUF_SIMULATE || !device.through_ram || !maps(device.name) ||
         device.n_slots >= layout.n_experts || config.n_ram_slots < layout.n_experts ||
-        most_slots(find_device(device.name), config.matrices, config.n_matrices, n) < n) {
+        most_slots(find_device(device.name), config.matrices, config.n_matrices, n, /*packed =*/false) < n) {
         invalid(
             "mapped slots need one device, a backend that puts its memory and RAM into one range of addresses, a "
             "slot in RAM for each expert, fewer slots on the device, and buffers and kernels for all of these " +
@@ -89,11 +89,18 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     }
     const bool is_mapped = config.devices[0].maps;
     if (is_mapped) { check_maps(layout, config); }
-    const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); });
+    const auto packs = [&](int d) {
+        return has_memory && !is_mapped && packs_slots(find_device(config.devices[d].name));
+    };
+    bool packs_any = false;
+    for (int d = 0; d < config.n_devices; d++) { packs_any = packs_any || (has_ram(d) && packs(d)); }
+    const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); }, packs_any);
     if (!in_ram.moe_layers.empty()) {
         std::vector<ggml_backend_dev_t> devices;
         for (int d = 0; has_memory && d < config.n_devices; d++) {
-            if (has_ram(d)) { devices.push_back(find_device(config.devices[d].name)); }
+            if (!has_ram(d)) { continue; }
+            ggml_backend_dev_t device = find_device(config.devices[d].name);
+            if (std::find(devices.begin(), devices.end(), device) == devices.end()) { devices.push_back(device); }
         }
         Memory memory;
         if (has_memory) { memory = host_memory(devices); }
@@ -102,7 +109,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     }
     for (int d = 0; d < config.n_devices; d++) {
         const moegguf_device & device = config.devices[d];
-        const LayerSet layers(layout, [&](int il) { return device_of_layer[il] == d; });
+        const LayerSet layers(layout, [&](int il) { return device_of_layer[il] == d; }, packs(d));
         if (layers.moe_layers.empty() || device.n_slots <= 0) {
             invalid("each device of a store must have a layer with experts and at least one slot");
         }
@@ -118,30 +125,52 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         Tier & tier = *compute.back();
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) { on_cpu = &tier; }
-        add_staging(layout, device, tier, memory);
         // The number of slots that a pass may need at once if it is not staged.
         tier.pass_slots = std::min(std::max(device.n_pass_slots, layers.n_used_max), tier.residency.n_slots());
     }
+    for (int d = 0; d < config.n_devices; d++) { add_staging(layout, config, d); }
     if (ram) { all.push_back(ram.get()); }
     for (const auto * tiers : {&compute, &staging}) {
         for (const auto & tier : *tiers) { all.push_back(tier.get()); }
     }
 }
 
-// Adds the device's staging tensors. Does nothing if the config has none for the device, if its slots are not filled
-// from RAM, or if it has a slot for each expert. Throws Error(INVALID) for a number of tensors out of range.
-void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory) {
+// Adds the staging tensors of entry d of the config. Later entries with the same device and number of tensors share the
+// tensors. Does nothing if the entry has no staging tensors, or if an earlier entry has added them. Does nothing if the
+// entry's slots are not filled from RAM, or if there is a slot for each expert. Throws Error(INVALID) for a number of
+// tensors out of range.
+void Tiers::add_staging(const Layout & layout, const moegguf_config & config, int d) {
+    const moegguf_device & device = config.devices[d];
     if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
                 std::to_string(device.n_staging_tensors));
     }
-    if (device.n_staging_tensors == 0 || !slots.ram() || slots.numbering.resident()) { return; }
-    staging.push_back(std::make_unique<Tier>(TierId::staging, layout, slots.layers, 0, memory, slots.ram(),
-                                             device.n_staging_tensors));
-    staging.back()->staged_for = &slots;
-    slots.staging = staging.back().get();
-    slots.slot_tokens =
-        std::clamp(slots.residency.n_slots() / slots.layers.n_used_max, 1, most_slot_tokens(device.name));
+    const std::string name = device.name ? device.name : "";
+    const auto shares = [&](int other) {
+        const moegguf_device & of = config.devices[other];
+        const Tier & slots = *compute[other];
+        return name == (of.name ? of.name : "") && of.n_staging_tensors == device.n_staging_tensors && slots.ram() &&
+               !slots.numbering.resident();
+    };
+    Tier & first = *compute[d];
+    if (device.n_staging_tensors == 0 || first.staging || !shares(d)) { return; }
+    const LayerSet layers(layout, [&](int il) { return shares(device_of_layer[il]); }, first.layers.strides.packed);
+    Memory memory;
+    if (first.pool()) { memory = first.pool()->memory(); }
+    if (memory) { // staging tensors are in no range (mapped.h)
+        memory->owner = nullptr;
+        memory->n_others = 0;
+    }
+    staging.push_back(
+        std::make_unique<Tier>(TierId::staging, layout, layers, 0, memory, first.ram(), device.n_staging_tensors));
+    staging.back()->staged_for = &first;
+    for (int other = d; other < config.n_devices; other++) {
+        if (!shares(other)) { continue; }
+        Tier & slots = *compute[other];
+        slots.staging = staging.back().get();
+        slots.slot_tokens =
+            std::clamp(slots.residency.n_slots() / slots.layers.n_used_max, 1, most_slot_tokens(device.name));
+    }
 }
 
 Tier & Tiers::of(int il, int n_tokens) const {

@@ -1,8 +1,11 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
 // slots are filled. A store has a tier for each entry of moegguf_config::devices; a device may have several entries.
-// The store may also have a tier in RAM that fills the tiers of devices. The staging tensors of an entry form another
-// tier, for prompts.
+// The store may also have a tier in RAM that fills the tiers of devices. The staging tensors of a device form another
+// tier, for prompts. All entries of the device share these tensors.
+//
+// A slot has space for any expert of the tier's layers. Several entries for one device therefore save memory if some
+// layers have larger experts than others.
 //
 // Supplies pin (class Pinned), assign and unpin the slots of layers. The staged supply also borrows the slots from
 // which it copies. The transfer queue assigns slots to prefetches, and assigns and borrows the slots in RAM from which
@@ -58,9 +61,9 @@ struct Job {
 constexpr int most_staging_tensors = 2;
 
 // Returns the largest number of tokens in a pass for which a device's results are bit-identical to those with every
-// expert resident. The number is valid for any number of slots and any weight type. It is 1 for NULL, and if the ggml
-// backend does not report it. For a CUDA card that ggml does not know, it is least_of_cuda. `name`: ggml's name of the
-// device.
+// expert resident. The number is valid for any number of slots and any weight type. For a CUDA card that ggml does not
+// know, it is least_of_cuda. It is 1 for NULL, for any other unknown device, and if the ggml backend does not report
+// it. `name`: ggml's name of the device.
 int most_slot_tokens(const char * name);
 
 using Memory = std::optional<PoolMemory>; // empty in a simulation
@@ -95,20 +98,22 @@ class Tier {
 
     // Tier in RAM from which this tier is filled; nullptr: it is filled from the file.
     Tier * ram() const { return ram_; }
-    Copies * copies = nullptr;   // link that copies into this tier's slots; nullptr: none
-    Tier * staged_for = nullptr; // if this is a staging tier: the tier with slots on the same device; else nullptr
-    Tier * staging = nullptr;    // if this is a tier with slots: the staging tier of the same device; nullptr: none
-    int slot_tokens = 0;         // events with more tokens use the staging tier, if there is one
-    bool still = false;          // true: experts may be evicted from the tier only between passes (mapped.h)
-    int pass_slots = 0;          // number of slots that a pass may need at once; Store::resize() refuses fewer
+    Copies * copies = nullptr; // link that copies into this tier's slots; nullptr: none
+    // If this is a staging tier: the tier on the same device with the slots of the layer that is being staged; else
+    // nullptr. Before the first layer, one of these tiers.
+    Tier * staged_for = nullptr;
+    Tier * staging = nullptr; // if this is a tier with slots: the staging tier of the same device; nullptr: none
+    int slot_tokens = 0;      // events with more tokens use the staging tier, if there is one
+    bool still = false;       // true: experts may be evicted from the tier only between passes (mapped.h)
+    int pass_slots = 0;       // number of slots that a pass may need at once; Store::resize() refuses fewer
 
     // The verbs that change a slot. A slot is free, holds an expert, or has a layer's experts streamed through it.
-    // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream. In a resident or
-    //   staging tier, an expert can get only its own slot.
+    // - assign reserves a free slot, or else the slot of a victim, for an expert or for a layer's stream. In a resident
+    //   or staging tier, an expert can get only its own slot.
     // - borrow makes a slot of another tier the source of a slot. The source is pinned until the slot is complete or
     //   vacated.
-    // - pin protects a slot from eviction. Each layer that uses the slot has a pin, and so has each slot that is filled
-    //   from it.
+    // - pin protects a slot from eviction. Each layer that uses the slot holds a pin, and so does each slot that is
+    //   filled from it.
     // - unpin drops one pin, and settles the slot.
     // - settle unpins the source of a complete slot. It vacates an unpinned, incomplete slot if no transfer into the
     //   slot is under way, and if none is queued or the slot failed.
@@ -211,7 +216,7 @@ struct Tiers {
     // Returns the tier that layer il uses for n_tokens tokens: the device's slots, or its staging tensors.
     Tier & of(int il, int n_tokens) const;
     void check() const; // calls Residency::check() and check_sources() of every tier
-    void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
+    void add_staging(const Layout & layout, const moegguf_config & config, int d);
 
     std::unique_ptr<Tier> ram;                  // slots in RAM from which device slots are filled; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // one for each device that runs layers

@@ -189,10 +189,10 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
         to.source(s) < 0 && !slot.streams() && !to.residency.complete(s) && !slot.queued && !slot.reading;
-    const Tier * slots = looks_up ? to.staged_for : nullptr;
+    Tier * slots = looks_up && to.id == TierId::staging ? &tiers_.of(slot.il) : nullptr;
     if (const int r = slots ? slots->residency.find(slot.il, slot.expert) : -1;
         r >= 0 && slots->residency.complete(r)) {
-        to.borrow(s, *to.staged_for, r, false); // the source is a slot on the same device
+        to.borrow(s, *slots, r, false); // the source is a slot on the same device
         return false;
     }
     if (looks_up) {

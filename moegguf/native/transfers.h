@@ -8,8 +8,8 @@
 // prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
-// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
-// device usually occupies a slot on the device and one in RAM. If no slot in RAM can be assigned, the bytes are read
+// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch
+// usually occupies a slot on the device and one in RAM. If no slot in RAM can be assigned, the bytes are read
 // directly into the device's slot. This class may assign, borrow, fill and vacate slots of every tier.
 #pragma once
 
@@ -68,11 +68,12 @@ class Transfers final : public Link {
     void wake_idle_reader(); // wakes a reader thread if forecasts wait and no demand is being read
     // Drops the layer's requests and its queued prefetches, except those into pinned slots. Waiting forecasts stay.
     void drop_prefetches(int il);
-    // While on, prefetches get no slots, and a prefetch that a reader would begin is dropped.
+    // While prefetches are paused, none of them gets a slot: a request or forecast is dropped when a reader takes it,
+    // and free slots are not filled. Prefetches that already have slots are still read.
     void pause_prefetch(bool on);
     void pause_fill(bool on); // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
-    bool idle() const; // true: nothing is queued or under way, and no slot is left to fill
+    bool idle() const; // true: nothing is queued or under way, and the background fill has ended
     // number of waiting requests and forecasts; any thread may call this
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); }
 

@@ -1,7 +1,7 @@
 """The ASGI application: all routes, the access checks before them, the error handlers, and a log of requests.
 
-In front of Ray Serve's replicas (`moegguf.serving.ray`) some endpoints are missing, such as those that change models.
-The paths in `INSTEAD` then reply with status 501 and with advice.
+In front of Ray Serve's replicas (`moegguf.serving.ray`) some endpoints are missing, such as endpoints that change
+models. The paths in `INSTEAD` then reply with status 501 and with advice.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ INSTEAD = {  # {path that is missing in front of Ray: what to do instead}
 
 
 def request_log(app: ASGIApp) -> ASGIApp:
-    """Middleware that logs each HTTP request when its response has ended: client, key (if there are several), method,
-    path, status, seconds and bytes."""
+    """Middleware that logs each HTTP request when its response has ended: client, number of the key (if there are
+    several keys), method, path, status, seconds and bytes."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not log.isEnabledFor(logging.INFO):

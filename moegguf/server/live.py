@@ -8,10 +8,10 @@
   in the query, only the first name of each model is listed.
 
 `/budget` shows the memory for a loaded model's experts, and PUT changes it. `expert_cache` and `vram_cache` accept the
-same values as `--expert-cache` and `--vram-cache`. A budget larger than the one at the model's load is reduced to that
-one. `vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not
-change. A new budget takes effect between two passes of a running answer and changes no token. It lasts until the model
-is unloaded, and is kept if waiting requests then reload the model.
+same values as `--expert-cache` and `--vram-cache`. A budget cannot exceed its size at the model's load; a larger value
+is reduced to that size. `vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in
+the reply, does not change. A new budget takes effect between two passes of a running answer and changes no token. It
+lasts until the model is unloaded, and is kept if waiting requests then reload the model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from starlette.routing import Route
 
 from moegguf.errors import BudgetError
 from moegguf.models.entry import ModelEntry
+from moegguf.options import BUDGETS
 from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
@@ -73,8 +74,8 @@ async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
 
 
 async def _snapshots(manager: ModelManager, entry: ModelEntry | None, per_s: float) -> dict[str, Snapshot]:
-    """Returns {name: current snapshot} for the model `entry`, or for all loaded models if it is None. `per_s` is the
-    number of snapshots per second that the client reads."""
+    """Returns {name: current snapshot} for the model `entry`, or for all loaded models if `entry` is None. `per_s` is
+    the number of snapshots per second that the client reads."""
     return {snapshot.model: snapshot for snapshot in await manager.snapshots(entry, 2 / per_s + POLL_S)}
 
 
@@ -105,7 +106,7 @@ async def snapshot_lines(
                     continue
                 snapshot = now.since(before.get(name))
                 # Clients also display these figures, so a change in one of them triggers a snapshot.
-                figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes
+                figures = model.queue, model.stopping, *model.cache_bytes.values()
                 tokens = snapshot.stats.tokens, model.last_answer_s
                 visible = snapshot.state, snapshot.busy, snapshot.layers, *tokens, *figures
                 if visible != sent.get(name) or any(snapshot.uses) or any(snapshot.loads):
@@ -122,7 +123,7 @@ def _snapshot_object(snapshot: Snapshot) -> dict[str, Any]:
 def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]:
     """Returns a loaded model and its budgets as a JSON object. `whole` adds the model's statistics and plan."""
     found = {
-        **vars(loaded),
+        **{name: value for name, value in vars(loaded).items() if name != "cache_bytes"},
         **_budget_object(loaded),
         "expires": loaded.expires and loaded.expires.isoformat(),
         "names": [each.name for each in loaded.names],
@@ -140,15 +141,16 @@ class _BudgetRequest(BaseModel):
 
 
 async def _put_budget(request: HttpRequest) -> Response:
-    """Changes the budgets of a loaded model, and replies with them. Raises HttpError 400 if there is no budget in the
-    body, or if a budget is invalid, too small, or larger than the free memory allows."""
+    """Changes the budgets of a loaded model, and replies with the new budgets. Raises HttpError 400 if there is no
+    budget in the body, or if a budget is invalid, too small, or larger than the free memory allows. Raises
+    ModelNotFoundError for a model that is not loaded, and BusyError while it is being loaded or unloaded."""
     body = await read_body(request, _BudgetRequest)
-    if body.expert_cache is None and body.vram_cache is None:
+    given = {"RAM": body.expert_cache, "VRAM": body.vram_cache}
+    if set(given.values()) == {None}:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
     try:
-        expert_cache = None if body.expert_cache is None else parse_expert_cache(str(body.expert_cache))
-        vram_cache = None if body.vram_cache is None else parse_expert_cache(str(body.vram_cache), "vram_cache")
-        loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
+        budgets = [parse_expert_cache(str(value), tier) for tier, value in given.items() if value is not None]
+        loaded = await request.app.state.manager.set_budget(body.model, *budgets)
         return JSONResponse(_budget_object(loaded))
     except BudgetError as error:
         raise HttpError(400, str(error)) from None
@@ -168,18 +170,18 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
     PUT /budget can set, and the bytes of the whole model."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     most = planned_budgets(loaded.plan)
-    in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
+    in_ram, in_vram = (loaded.cache_bytes[tier] for tier in BUDGETS)
     return {
         "model": loaded.name,
-        "expert_cache_bytes": loaded.expert_cache_bytes,
-        "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
-        "vram_cache_bytes": loaded.vram_cache_bytes,
-        "n_vram_slots": in_vram // slot_bytes if slot_bytes else 0,
+        "expert_cache_bytes": in_ram,
+        "n_slots": in_ram // max(1, slot_bytes),
+        "vram_cache_bytes": in_vram,
+        "n_vram_slots": max(0, in_vram - staging_bytes) // max(1, loaded.plan.get("device_slot_bytes", slot_bytes)),
         "staging_bytes": staging_bytes,
         "slot_bytes": slot_bytes,
         "n_experts": loaded.stats.n_experts,
-        "max_expert_cache_bytes": most["expert_cache"],
-        "max_vram_cache_bytes": most["vram_cache"],
+        "max_expert_cache_bytes": most["RAM"],
+        "max_vram_cache_bytes": most["VRAM"],
         "size_bytes": loaded.size_bytes,
         "vram_bytes": loaded.vram_bytes,
     }

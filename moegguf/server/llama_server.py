@@ -135,7 +135,7 @@ class _SlotBody(Body):
 
 async def _change_slot(request: HttpRequest) -> Response:
     """Saves, restores or erases the computed context in one of llama-server's slots, as `?action=` selects. Saved
-    contexts are files in the data folder, in one folder for each owner. Clients without an owner share a folder."""
+    contexts are files in the data folder, in one folder for each API key. Clients without a key share a folder."""
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
         raise HttpError(400, f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
@@ -233,7 +233,7 @@ async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
 
 async def _tokenizer_info(request: HttpRequest) -> Response:
     """Replies with a model's BOS, EOS and padding tokens, chat template and training context length, with vLLM's names.
-    A token that the file does not name is None."""
+    A token that the file does not name is null."""
     entry, known, _ = await _selected(request)
 
     async def work() -> Json:

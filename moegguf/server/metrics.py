@@ -1,8 +1,8 @@
 """GET /metrics: statistics of all models in Prometheus' text format 0.0.4, written by prometheus_client.
 
 Metrics `llamacpp:*` have llama-server's names and cover all models together. Metrics `moegguf_*` have a label with the
-model. Counters do not decrease while the server runs: the counts of an unloaded model remain in its total. Names follow
-the conventions of Prometheus: base units, and `_total` for counters.
+model, and their names follow the conventions of Prometheus: base units, and `_total` for counters. Counters do not
+decrease while the server runs: the counts of an unloaded model remain in its total.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Totals:
             self.answers[model][field] += figures[field]
 
     def prompt_tokens(self, model: str) -> dict[str, int]:
-        """Returns how many prompt tokens of a model's finished answers were computed, reused from memory, and read from
-        disk."""
+        """Returns, for a model's finished answers, the numbers of prompt tokens that were computed, reused from memory,
+        and read from disk."""
         known: Mapping[str, float] = self.answers.get(model, {})
         cached, disk = (int(known.get(field, 0)) for field in ("cached_tokens", "disk_tokens"))
         return {"computed": int(known.get("prompt_tokens", 0)), "memory": cached - disk, "disk": disk}
@@ -197,7 +197,7 @@ class _Scrape:
             ("n_decode_total", "Total number of passes through models.", n_passes),
             ("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", prompt_rate),
             ("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", rate),
-            ("requests_processing", "Number of models generating answers.", sum(model.busy for model in self._loaded)),
+            ("requests_processing", "Number of requests being answered.", sum(m.n_answering for m in self._loaded)),
             ("requests_deferred", "Number of waiting requests.", sum(model.queue for model in self._loaded)),
         ):
             yield f"llamacpp:{name}", text, (), [((), value)]

@@ -39,8 +39,8 @@ def read_pdf(data: bytes) -> dict[str, Any]:
 
 
 def _bounded(pages: Iterator[str]) -> Iterator[str]:
-    """Yields the text of each page that has text, followed by an empty line. The texts together have at most MAX_CHARS
-    characters."""
+    """Yields the text of each page that has text, followed by an empty line. Without these lines, the texts together
+    have at most MAX_CHARS characters; further text is cut off."""
     left = MAX_CHARS
     for page in pages:
         text = page.strip()[:left]

@@ -197,8 +197,8 @@ class QuietServer(Server):
 
 
 async def _preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
-    """Loads models one after another, and keeps each loaded unless a later request sets a keep-alive time. If a model
-    cannot be loaded, the error is logged."""
+    """Loads models one after another, without a limit on their idle time unless a later request sets a keep-alive time.
+    They may still be unloaded to make room. If a model cannot be loaded, the error is logged."""
     for model in models:
         try:
             manager.kept.add(model.name)

@@ -1,5 +1,5 @@
-"""The client and the owner of the current request. The HTTP server, batches and Ray's replicas set them. Queues read
-the client; worker calls, files, batches and responses read the owner."""
+"""The client and the owner of the current request. The HTTP server and batches set both; Ray's replicas set only the
+client. Queues read the client; worker calls, files, batches and responses read the owner."""
 
 from __future__ import annotations
 

@@ -6,38 +6,25 @@ The events of an answer are `PromptProgress` and `Delta` of `moegguf.generate.re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import AnswerSummary, Delta, PromptProgress
-from moegguf.options import load_options_of
+from moegguf.options import BUDGETS, load_options_of
+
+LoadOverrides = Mapping[str, Any]
+"""{load option: value} of a request or of a model's name. No value is None."""
+NO_OVERRIDES: LoadOverrides = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class LoadOverrides:
-    """Load options of a request or of a model's name. None means that the option is not set here."""
-
-    n_ctx: int | None = None
-    n_batch: int | None = None
-    n_threads: int | None = None
-    expert_cache: str | None = None
-    draft: str | None = None
-    mirror: Sequence[str] | None = None
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:
-        """Returns the load options in `parameters`, which have Ollama's names. A missing option, and a value of None, 0
-        or "", becomes None."""
-        known = load_options_of(parameters)
-        return cls(**{f.name: known.get(f.name) for f in fields(cls)})
-
-    def with_defaults(self, defaults: LoadOverrides) -> LoadOverrides:
-        """Returns a copy in which options that are None come from `defaults`."""
-        missing = {name: value for name, value in vars(defaults).items() if getattr(self, name) is None}
-        return replace(self, **missing)
+def load_overrides(parameters: Mapping[str, Any]) -> LoadOverrides:
+    """Returns the load options in `parameters`, which have Ollama's names. Leaves out options with a value of None, 0
+    or "", and num_gpu, which only a chat without a server reads."""
+    return {name: value for name, value in load_options_of(parameters).items() if name != "n_gpu_layers"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +32,7 @@ class Done:
     """The last event of an answer."""
 
     summary: AnswerSummary
-    load_s: float  # seconds of the load that the request waited for; 0: the model was already loaded
+    load_s: float  # duration in seconds of the load that the request waited for; 0: the model was loaded
     decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
 
 
@@ -80,11 +67,11 @@ class LoadedModel:
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
     decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
     names: tuple[LoadedName, ...] = ()
-    expert_cache_bytes: int = 0  # value of the budget `expert_cache` (`planned_budgets`)
-    vram_cache_bytes: int = 0  # value of the budget `vram_cache` (`planned_budgets`); 0: no GPU has slots
+    # {tier: bytes of its budget now} (`planned_budgets`); 0 for VRAM: no GPU has slots
+    cache_bytes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(BUDGETS, 0))
     n_parallel: int = 1  # maximum number of requests that the model answers at once
     n_answering: int = 0  # number of granted requests that generate or embed
-    last_answer_tokens: int = 0  # tokens of the last answer to the owner of the current request
+    last_answer_tokens: int = 0  # number of tokens of the last answer to the owner of the current request
     last_answer_s: float = 0.0  # seconds from the end of that answer's prompt to the end of the answer
 
 

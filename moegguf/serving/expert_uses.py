@@ -1,4 +1,5 @@
-"""Counts which experts each client's requests use, so that one client's snapshots do not show the experts of others.
+"""Counts the uses of experts for each client, so that one client's snapshots do not show which experts other clients
+use.
 
 The store counts the uses of all passes together. Consecutive passes that serve only one client are counted for this
 client. A pass that serves several clients is not counted for any client.

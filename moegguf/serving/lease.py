@@ -112,9 +112,9 @@ def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
 
     The context length is not part of the string, because a longer context also serves requests for shorter contexts.
     """
-    n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
-    others = overrides.n_threads, n_batch, overrides.expert_cache, overrides.draft, overrides.mirror
-    return "\0".join(map(str, (files_key(entry), *others)))
+    options = {"n_batch": DEFAULT_UBATCH_TOKENS, **overrides}
+    options.pop("n_ctx", None)
+    return f"{files_key(entry)}\0{sorted(options.items())}"
 
 
 class ManagedModel:
@@ -132,19 +132,19 @@ class ManagedModel:
         self.waiting: list[LeaseRequest] = []  # waiting requests in their order of arrival
         self._served: dict[str, int] = {}  # {waiting client: ticket when one of its requests last began or ended}
         self.unloads: set[str] = set()  # names that stop using the model after their current answer
-        self.users: set[LeaseRequest] = set()  # requests that were granted and have not ended
+        self.users: set[LeaseRequest] = set()  # requests that were granted and have not been released
         self.process: WorkerProcess | None = None  # the process that has loaded the model; None: not loaded
         self.load_share = 0.0  # share of the model that was read in the current or last load, 0 to 1
         self.ending = asyncio.Event()  # set when the process must end, or has ended
         self._timer: asyncio.TimerHandle | None = None
-        self.overrides = LoadOverrides()  # load options of the current or last load
+        self.overrides: LoadOverrides = {}  # load options of the current or last load
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # context length of a load whose request does not set one
         # {RAM or device: bytes}, reserved from the decision to load until the process has ended
         self.used: dict[str, int] = {}
-        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count towards this budget}
+        self.cache_bytes: dict[str, int] = {}  # {tier: the bytes of `used` that count towards its budget}
         self.changing_budget = asyncio.Lock()
-        # {name of a budget: value that a client set while the model was loaded}; a reload keeps these values
+        # {tier: budget that a client set while the model was loaded}; a reload keeps these budgets
         self.asked_budgets: dict[str, ExpertCache] = {}
         self.last_used_s = 0.0
         self.n_requests = 0
@@ -232,22 +232,22 @@ class ManagedModel:
         """Returns the names of the devices on which memory is reserved for the model. RAM is not a device."""
         return [place for place in self.used if place != RAM]
 
-    def places_of(self, budget: str) -> list[str]:
-        """Returns the places (RAM, devices) whose memory a budget uses. `budget` is "expert_cache" or "vram_cache"."""
-        return [RAM] if budget == "expert_cache" else self.devices or [RAM]
+    def places_of(self, tier: str) -> list[str]:
+        """Returns the places (RAM, devices) whose memory the budget of a tier uses."""
+        return [RAM] if tier == RAM else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
-        """Changes the bytes that are counted for budgets. `n_bytes`: {name of a budget: bytes}. Several devices share a
+        """Changes the bytes that are counted for budgets. `n_bytes`: {tier: bytes}. Several devices share a
         change in proportion to their used bytes."""
-        for budget, n in n_bytes.items():
-            places, change = self.places_of(budget), n - self.cache_bytes[budget]
+        for tier, n in n_bytes.items():
+            places, change = self.places_of(tier), n - self.cache_bytes[tier]
             total = sum(self.used[place] for place in places)
             for place in places[1:]:
                 part = change * self.used[place] // max(1, total)
                 self.used[place] += part
                 change -= part
             self.used[places[0]] += change
-            self.cache_bytes[budget] = n
+            self.cache_bytes[tier] = n
 
     def serves(self, request: LeaseRequest) -> bool:
         """Returns True if the loaded model has the files and the context length that `request` needs.
@@ -256,10 +256,11 @@ class ManagedModel:
         """
         if request.entry.weights != self.entry.weights or self.files_changed:
             return False
-        if (n_ctx := request.overrides.n_ctx) is None:
-            return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
-        # The loaded context may be shorter than `overrides.n_ctx`, since the model's own length limits it.
-        return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
+        own_n_ctx = self.overrides.get("n_ctx", 0)
+        if (n_ctx := request.overrides.get("n_ctx")) is None:
+            return not own_n_ctx or self.ready.n_ctx >= self.default_n_ctx
+        # The loaded context may be shorter than the option `n_ctx`, since the model's own length limits it.
+        return n_ctx <= max(self.ready.n_ctx, own_n_ctx)
 
     def look_at_files(self) -> None:
         """Sets `files_changed` to True if a file was written or replaced since the model was measured, otherwise to
@@ -293,8 +294,7 @@ class ManagedModel:
             stats=process.stats,
             plan=self.ready.plan,
             decisions=process.decisions,
-            expert_cache_bytes=self.cache_bytes["expert_cache"],
-            vram_cache_bytes=self.cache_bytes["vram_cache"],
+            cache_bytes=dict(self.cache_bytes),
             n_parallel=self.ready.n_parallel,
             n_answering=len(self.answering),
             last_answer_tokens=last.answer_tokens,
@@ -329,8 +329,9 @@ class Calls(ABC):
                     raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """Returns the value of a call: for "count" the number of tokens in a conversation's prompt, for "render" the
-        prompt's text. Raises the worker's error, or WorkerError if the process fails."""
+        """Returns the value of a call. For example, the value of "count" is the number of tokens in a conversation's
+        prompt, and the value of "render" is the prompt's text. Raises the worker's error, or WorkerError if the process
+        fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value

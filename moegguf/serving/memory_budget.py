@@ -2,7 +2,7 @@
 
 Each model has a plan with all the memory that it can use, and plans with less memory. Plans are built from the headers
 of the model's files, before anything is loaded. A worker receives the plan with which it loads its model. This module
-knows nothing about processes.
+does not handle processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import known_speeds, plan_load, read_model
-from moegguf.engine.load_spec import F16, LoadSpec
+from moegguf.engine.load_spec import F16, Budgets, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
 from moegguf.engine.memory import Sizes, choose_context, is_embedding
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
@@ -23,14 +23,14 @@ from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.models.details import files_of
 from moegguf.models.entry import ModelEntry
-from moegguf.options import load_keywords
+from moegguf.options import BUDGETS, load_keywords
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
-IN_THE_PLAN = ("expert_cache", "vram_cache", "placement", "n_seq_max", "kv_tokens", "n_batch")
+IN_THE_PLAN = (*BUDGETS.values(), "placement", "n_seq_max", "kv_tokens", "n_batch")
 """Keywords of `Llama` that a plan replaces."""
 
 
@@ -59,7 +59,7 @@ def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings
     files = files_of(entry)
     given = {**files, **settings.loading}
     given |= {name: path for name, path in files.items() if name == "draft"}
-    given |= {name: value for name, value in vars(overrides).items() if value is not None}
+    given |= overrides
     if "lora_path" not in given:
         given.pop("lora_scale", None)
     return given
@@ -103,7 +103,7 @@ def measure(
         minimum={place: min(n_bytes, least_bytes.get(place, 0)) for place, n_bytes in most_bytes.items()},
         plan_within=lambda room: owner.plan_within(room, wanted, least),
         load_config=load_config,
-        default_n_ctx=owner.default_context(wanted) if overrides.n_ctx else wanted.n_ctx,
+        default_n_ctx=owner.default_context(wanted) if "n_ctx" in overrides else wanted.n_ctx,
     )
 
 
@@ -138,7 +138,7 @@ class _Owner:
         """Returns the context length of a load that does not set one."""
         places = self.here.devices if wanted.on_device else ()
         free_bytes = sum(device.free_bytes for device in places) or self.here.memory.available_bytes
-        budget = self.spec.vram_cache[0] if wanted.on_device else self.spec.expert_cache
+        budget = self.spec.budgets.vram[0] if wanted.on_device else self.spec.budgets.ram
         sizes = Sizes.of(self.layout, replace(self.spec, n_ctx=None))
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
@@ -147,12 +147,13 @@ class _Owner:
         otherwise `least`."""
         if _fits(wanted, room):
             return wanted
-        one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total
+        one_slot = self._slot_bytes(wanted)
         smaller = replace(
             self._settled(wanted),
             placement="slots" if wanted.on_device else "cpu",
-            expert_cache=_at_most(self.spec.expert_cache, n_experts, one_slot),
-            vram_cache=tuple(_at_most(cache, n_experts, one_slot) for cache in self.spec.vram_cache),
+            budgets=self.spec.budgets.as_limits(
+                self.layout.n_expert_total, one_slot, wanted.mean_slot_bytes or one_slot
+            ),
         )
         gpus = [replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0) for gpu in self._devices(wanted)]
         memory = Memory(room[RAM], room[RAM], "the models' budget", 0)
@@ -184,22 +185,16 @@ class _Owner:
         n_tokens = 1 if devices else sizes.one_pass_tokens
         n_slots = layer_slots(layout, n_tokens, wanted.streams) * max(1, len(devices))
         one_slot = self._slot_bytes(wanted)
-        fewest = ExpertCache("bytes", n_bytes=n_slots * one_slot)
+        fewest = n_slots * one_slot
         if devices:
-            ram = ExpertCache("bytes", n_bytes=one_slot)
-            spec = replace(spec, placement="slots", expert_cache=ram, vram_cache=(fewest,), n_ubatch=1)
+            budgets = Budgets.of({BUDGETS[RAM]: one_slot, BUDGETS["VRAM"]: fewest})
+            spec = replace(spec, placement="slots", budgets=budgets, n_ubatch=1)
         else:
             n_ubatch = sizes.n_ubatch or sizes.one_pass_tokens
-            spec = replace(spec, placement="cpu", expert_cache=fewest, n_ubatch=n_ubatch)
+            spec = replace(spec, placement="cpu", budgets=Budgets.of({BUDGETS[RAM]: fewest}), n_ubatch=n_ubatch)
         with suppress(BudgetError):
             return make_plan(layout, replace(self.here, devices=devices), spec)
         return wanted
-
-
-def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
-    """Returns an automatic budget (as much as fits) with the budget `cache` as its maximum."""
-    n_bytes = int(cache.fraction * n_experts + 1e-9) * one_slot
-    return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 
 
 def bytes_of(plan: Plan) -> dict[str, int]:
@@ -303,19 +298,19 @@ class MemoryLimits:
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Returns {name of a budget: bytes for slots} for a plan, which is given as JSON.
+    """Returns {tier: bytes of its budget} for a plan, which is given as JSON.
 
-    `expert_cache` includes all slots in RAM. `vram_cache` includes the slots on GPUs and the buffers in which prompts
-    are staged.
+    The budget of RAM includes all slots in RAM. The budget of VRAM includes the slots on GPUs and the buffers in which
+    prompts are staged.
     """
-    return {name: plan.get(f"{name}_bytes", 0) for name in ("expert_cache", "vram_cache")}
+    return {tier: plan.get(f"{option}_bytes", 0) for tier, option in BUDGETS.items()}
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
     """Returns a budget in bytes, limited to the bytes reserved at the model's load and rounded down to whole slots.
 
-    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte: the model
-    will refuse it.
+    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte, so that the
+    model refuses this budget.
 
     Raises BudgetError for a model without experts.
     """

@@ -2,8 +2,8 @@
 
 Each model has a task (`_live`), which starts with its first request. The task waits for memory, loads the model, and
 stops the process when `ending` is set. The task repeats this while requests wait, then ends. Every change calls
-`_dispatch`, which never waits. `_dispatch` grants requests of loaded models, unloads models that nobody uses, and wakes
-the tasks that wait for a change.
+`_dispatch`, which never waits. `_dispatch` grants requests for loaded models, ends idle models that have expired or
+must be reloaded, and wakes the tasks that wait for a change.
 
 Rules:
 - Names with equal files and load options share a process. An option that neither a request nor the entry sets comes
@@ -19,7 +19,7 @@ Rules:
   for memory, for OVERTAKE_S at most.
 - No request interrupts another request's answer.
 
-This module knows nothing about HTTP.
+This module does not handle HTTP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import functools
 import logging
 import math
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -50,10 +50,11 @@ from moegguf.errors import (
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
+from moegguf.options import BUDGETS
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
+from moegguf.serving.events import NO_OVERRIDES, LoadedModel, LoadOverrides, Snapshot, load_overrides
 from moegguf.serving.lease import Lease, LeaseRequest, ManagedModel, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
@@ -64,7 +65,7 @@ log = logging.getLogger(__name__)
 
 OVERTAKE_S = 10.0  # seconds for which other requests may overtake a waiting load, so that models are swapped less often
 SHUTDOWN_GRACE_S = 5.0
-# share of the longest wait in the queue after which a refused client should retry (from 1 s to MAX_RETRY_S)
+# a refused client should retry after this share of the longest wait in the queue (at least 1 s, at most MAX_RETRY_S)
 FREED = 0.1
 MAX_RETRY_S = 60.0
 
@@ -101,7 +102,7 @@ class ModelManager:
 
     def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # {process_key: model that is loaded or requested}
-        self.kept: set[str] = set()  # names whose models stay loaded unless a request sets a keep-alive time
+        self.kept: set[str] = set()  # names whose models have no default limit on their idle time
         self._limits = memory_budget.MemoryLimits(self.settings)
         self._admission = asyncio.Lock()  # held for the model whose load waits for memory
         self._short: ManagedModel | None = None  # the model whose load waits for memory
@@ -137,7 +138,7 @@ class ModelManager:
     def lease(
         self,
         name: str | ModelEntry,
-        overrides: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = NO_OVERRIDES,
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
@@ -163,7 +164,7 @@ class ModelManager:
         return Lease(acquire, self._release)
 
     async def load(
-        self, name: str | ModelEntry, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
+        self, name: str | ModelEntry, overrides: LoadOverrides = NO_OVERRIDES, keep_alive_s: float | None = None
     ) -> LoadedModel:
         """Loads a model, or restarts the keep-alive time of a loaded model, and returns its state. Raises the errors of
         entering a lease."""
@@ -282,22 +283,21 @@ class ModelManager:
         newest.end(busy)
 
     def _remembered(self, request: LeaseRequest) -> LoadOverrides:
-        """Returns the load options of `request`. Options that are None come from the entry's parameters, then from the
+        """Returns the load options of `request`. Missing options come from the entry's parameters, then from the
         newest waiting request with this name, then from the name's last granted request. A waiting request's context
         length is not used, since it may be too long to be loaded."""
-        name, own = request.name, LoadOverrides.of(request.entry.parameters)
+        name, own = request.name, load_overrides(request.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiting if other.name == name]
         last = max(waiting, key=lambda w: w.ticket, default=None)
-        known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
-        return functools.reduce(LoadOverrides.with_defaults, [own, *known], request.overrides)
+        if last is not None:
+            uses.insert(0, {name: value for name, value in last.overrides.items() if name != "n_ctx"})
+        return dict(ChainMap(*map(dict, (request.overrides, own, *uses))))
 
-    async def set_budget(
-        self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
-    ) -> LoadedModel:
+    async def set_budget(self, name: str, *budgets: ExpertCache) -> LoadedModel:
         """Changes a loaded model's budgets for experts, in RAM and on its devices. The model may be answering.
 
-        The maximum of a budget is its value at the model's load. None leaves a budget unchanged.
+        The maximum of a budget is its value at the model's load. A tier without a budget here keeps its own.
 
         Raises ModelNotFoundError for a name that uses no model. Raises BudgetError for less than the model's passes
         need, for more than is free, and for a tier that the model does not have. Raises BusyError while the model is
@@ -306,9 +306,8 @@ class ModelManager:
         model = self._used_by((await self._find(name)).name)
         if model is None:
             raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
-        asked = {"expert_cache": expert_cache, "vram_cache": vram_cache}
         async with model.changing_budget:
-            await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
+            await self._set_budget(model, {cache.tier: cache for cache in budgets})
         return model.status()
 
     async def _set_budget(self, model: ManagedModel, given: Mapping[str, ExpertCache]) -> None:
@@ -318,27 +317,25 @@ class ModelManager:
                 f"the budgets of {model.name!r} cannot change while the model is being loaded or unloaded; try again."
             )
         reserved = memory_budget.planned_budgets(plan)
-        if "vram_cache" in given and not reserved["vram_cache"]:
+        has_slots = [tier for tier, n_bytes in reserved.items() if n_bytes]
+        for tier in given.keys() - has_slots if has_slots else ():
             raise BudgetError(
-                f"vram_cache changes the slots in VRAM, but {model.name!r} has no slots in VRAM; give expert_cache."
-            )
-        if "expert_cache" in given and reserved["vram_cache"] and not reserved["expert_cache"]:
-            raise BudgetError(
-                f"expert_cache changes the slots in RAM, but {model.name!r} has every expert in VRAM and no slots in"
-                " RAM; give vram_cache."
+                f"{BUDGETS[tier]} changes the slots in {tier}, but {model.name!r} has no slots in {tier}; give"
+                f" {BUDGETS[has_slots[0]]}."
             )
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
+        sizes = {"RAM": slot_bytes, "VRAM": plan.get("device_slot_bytes", slot_bytes)}
         wanted: dict[str, Any] = {
-            name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
-            for name, cache in given.items()
+            tier: memory_budget.expert_cache_within(cache, n_experts, sizes[tier], reserved[tier])
+            for tier, cache in given.items()
         }
-        before = {name: model.cache_bytes[name] for name in wanted}
-        for name, n_bytes in wanted.items():
-            self._check_growth(model, model.places_of(name), n_bytes - before[name])
-        model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # reserves memory for growth
+        before = {tier: model.cache_bytes[tier] for tier in wanted}
+        for tier, n_bytes in wanted.items():
+            self._check_growth(model, model.places_of(tier), n_bytes - before[tier])
+        model.set_budgets({tier: max(before[tier], wanted[tier]) for tier in wanted})  # reserves memory for growth
         now = wanted
         try:
-            await process.request("budget", **wanted).value()
+            await process.request("budget", **{BUDGETS[tier]: n_bytes for tier, n_bytes in wanted.items()}).value()
         except MoeggufError:
             now = before
             raise
@@ -353,9 +350,8 @@ class ModelManager:
         if n_bytes > free_bytes:
             where = ", ".join(places)
             raise BudgetError(
-                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit, because the"
-                f" other models leave only {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give"
-                " less."
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit, because only"
+                f" {format_bytes(free_bytes)} are free for models; unload another model (`moegguf stop`), or give less."
             )
 
     def _release(self, request: LeaseRequest) -> None:
@@ -408,8 +404,8 @@ class ModelManager:
         """Returns the request that is granted next, or None.
 
         Requests queued behind a request that needs another load have to wait. After a load of another model has waited
-        for OVERTAKE_S, only requests that arrived before it are granted. Such a request may be anywhere in the queue,
-        since the queue is sorted by turns.
+        for OVERTAKE_S, only requests that arrived before the oldest request for that load are granted. Such a request
+        may be anywhere in the queue, since the queue is sorted by turns.
         """
         since = math.inf  # ticket of a load that must not be overtaken; inf: there is none
         if self._short is not None:
@@ -491,7 +487,7 @@ class ModelManager:
         try:
             size = await asyncio.to_thread(self.measure, *arguments, lambda: self._limits.gpus(self.devices(), used))
         except BudgetError as error:
-            raise error if request.overrides.expert_cache is None else OptionError(str(error)) from None
+            raise error if request.overrides.keys().isdisjoint(BUDGETS.values()) else OptionError(str(error)) from None
         model.entry, model.overrides, model.default_n_ctx = request.entry, request.overrides, size.default_n_ctx
         return size
 
@@ -546,11 +542,11 @@ class ModelManager:
             for waiting in model.waiting:
                 waiting.load_s = time.monotonic() - start_s
             async with model.changing_budget:
-                for name, cache in dict(model.asked_budgets).items():  # keeps budgets that a client has set
+                for tier, cache in dict(model.asked_budgets).items():  # keeps budgets that a client has set
                     try:
-                        await self._set_budget(model, {name: cache})
+                        await self._set_budget(model, {tier: cache})
                     except MoeggufError:  # the new plan may not allow this budget
-                        model.asked_budgets.pop(name, None)
+                        model.asked_budgets.pop(tier, None)
             self._dispatch()
             await model.ending.wait()
             await self._workers.prepare(str(model.entry.path))

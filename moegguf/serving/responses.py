@@ -2,7 +2,8 @@
 response.
 
 A response is removed when it is older than the age limit, or when newer responses need its space. When a later response
-continues it, its age is reset to 0. Only one process at a time can open the database. Any thread may call any method.
+continues a conversation, the age of the responses before it is reset to 0. Only one process at a time can open the
+database. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class ResponseStore:
                 self._database = None
 
     def add(self, about: dict[str, Any], previous: str | None, messages: Sequence[Message]) -> None:
-        """Stores a response of the current owner with the messages of its turn. Then removes the oldest responses while
-        all together exceed MAX_BYTES. Raises BusyError or StorageError."""
+        """Stores a response of the current owner with the messages of its turn. Then removes the oldest responses until
+        all together have at most MAX_BYTES. Raises BusyError or StorageError."""
         expires_at = self._now() + self._age_s
         parts = [json.dumps(part, ensure_ascii=False).encode() for part in (messages, about)]
         n_bytes = sum(map(len, parts))

@@ -2,13 +2,13 @@
 
 A dataclass is sent as an object with the fields that differ from their defaults, and is rebuilt from its type hints.
 Bytes are sent as base64, errors as class name and text. Pickle is not used: a receiver builds only the types that it
-expects. This module knows nothing about processes or models.
+expects. This module does not start processes or load models.
 
 Messages to the worker, each with an id:
 - load (config) is the first message. Its value is a `Ready`.
 - generate (request, stream), embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents,
   client_key), tokenize (text, special, add_special), pieces (tokens), count (request), render (request)
-- slot (action, slot, owner, path, most_bytes), budget ({name of a budget: bytes})
+- slot (action, slot, owner, path, most_bytes), budget ({option of a budget: bytes})
 - experts (watch_s, client_key; None: counts the requests of all clients)
 - cancel has the id of the message to cancel.
 

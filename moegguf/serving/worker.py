@@ -169,7 +169,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {
     "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: function that computes the value of the reply from the model and the message's other fields}"""
-COMPUTED = ("embed", "rank", "slot")  # kinds of messages that `BatchLoop` runs as tasks, between answers
+COMPUTED = ("embed", "rank", "slot")  # kinds of messages that `BatchLoop` runs as tasks while it generates no answer
 
 
 class Worker:
@@ -367,8 +367,8 @@ def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> 
 
 
 def main() -> None:
-    """Runs a worker. The first command-line argument is the file descriptor of its socket. Any others are model files
-    that the worker will probably load."""
+    """Runs a worker. The first command-line argument is the file descriptor of its socket. Any further arguments are
+    model files that the worker will probably load."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         worker = Worker(connection)

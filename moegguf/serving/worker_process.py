@@ -1,8 +1,8 @@
 """The server's side of one worker process: start, load, requests, exit. Runs on one event loop.
 
 Every request ends: with the worker's reply, or with a WorkerError when the process exits. Cancelling a request returns
-immediately. A worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not
-cancelled. model_manager.py decides which requests are sent.
+immediately. A worker that does not stop a cancelled request in time (`cancel_grace_s`) is killed, but not while it also
+answers requests that are not cancelled. model_manager.py decides which requests are sent.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ from moegguf.models.details import details, files_of, main_type, parameters, par
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import fetchable_name, library
 from moegguf.models.sources import demo_path, hub_offline
-from moegguf.options import load_options_of
+from moegguf.options import BUDGETS, load_options_of
 from moegguf.quantities import Link, parse_link, parse_size
-from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
@@ -39,11 +38,11 @@ Facts = dict[str, Any]
 
 @contextmanager
 def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
-    """Context manager that yields the entry of the model with this path or name. Also yields True if the model's files
-    are on this machine.
+    """Context manager that yields the entry of the model with this path or name, and True if the model's files are on
+    this machine.
 
-    For a model that is only on Hugging Face, yields False and fetches only the headers of the files. Raises
-    ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
+    For a model that is only on Hugging Face, fetches only the headers of the files, and yields an entry that refers to
+    the headers, and False. Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
     try:
         entry = Catalog().find(model)
@@ -64,14 +63,15 @@ def _shown_path(entry: ModelEntry, is_here: bool) -> str:
 
 
 def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
-    """Returns the hit rates of a model. The rates of a model on this machine include measured ones if there are any.
-    For any other model, the rates are published ones."""
+    """Returns the known hit rates of a model. Measured rates are included if the model is on this machine and has been
+    measured; otherwise, only published rates are known."""
     return HitRates.of(layout) if is_here else HitRates(layout)
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
     """Returns the facts that `moegguf show` prints about a model (a path or a name). `verbose` adds the metadata of the
-    first file, without long texts and arrays, and the tensors of all files."""
+    first file, without long texts, long arrays and arrays of strings. `verbose` also adds the names, shapes and types
+    of the tensors in all files."""
     with described(model) as (entry, is_here):
         facts = facts_of(entry, is_here)
         if verbose:
@@ -128,7 +128,9 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         plan = plan_here(layout, spec)
         reads = is_here and layout.is_moe and not plan.resident
         disk = expert_read_speed(layout, DISK_SECONDS, spec.store, spec.mirror) if reads else None
-        default = "auto" if plan.placement or plan.on_device else None
+        budgets: Facts = {**spec.budgets.texts}
+        if not (plan.placement or plan.on_device):
+            budgets[BUDGETS["VRAM"]] = None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
         if device:  # predicts with unlimited RAM, and with the context length of the plan for this machine
@@ -143,8 +145,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
             "name": layout.name,
             "path": _shown_path(entry, is_here),
             "fetched": is_here,
-            "expert_cache": str(spec.expert_cache),
-            "vram_cache": options.get("vram_cache") or read_load_keywords().get("vram_cache") or default,
+            **budgets,
             "cache_types": [GGML_TYPES[number][0].lower() for number in (spec.type_k, spec.type_v)],
             "n_ctx": plan.n_ctx,
             "n_expert_total": layout.n_expert_total,
@@ -206,7 +207,8 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
 
 
 def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
-    """Returns the facts that `moegguf show` prints, from the headers of a model's files and its catalog entry."""
+    """Returns the facts that `moegguf show` prints about the model of a catalog entry. Of the model's own files, only
+    the headers are read."""
     layout, known = read_layout(entry.path), details(entry)
     total, active = parameters(layout)
     own_name = known.metadata.get("general.name") or entry.path.stem
@@ -240,7 +242,8 @@ def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
 
 
 def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
-    """Returns facts about the model's experts, and for some budgets the slots, the bytes and the range of hit rates."""
+    """Returns facts about the model's experts. Also returns, for each budget in BUDGET_SHARES, the number of slots,
+    their bytes and the range of hit rates."""
     sizes, n_total, size = [layer.expert_bytes for layer in layout.layers], layout.n_expert_total, slot_bytes(layout)
     # Every token uses the shared experts, so elsewhere they are treated as dense weights.
     count = layout.metadata.get(f"{layout.arch}.expert_shared_count")

@@ -1,6 +1,7 @@
-"""Draws a map of the experts as text: which are in memory and which were used. Rows are layers, columns are experts.
+"""Draws a map of a model's experts as text. The map shows where each expert is and whether it was used. Rows are
+layers, columns are experts.
 
-If the width or height is too small, several experts or layers share a cell. Each state has its own letter, so the map
+If the width or height is too small, several experts or layers share a cell. Each state has its own symbol, so the map
 can also be read without colours.
 """
 
@@ -16,7 +17,7 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM = ":"  # drawn if layers run on a GPU: some experts of the cell are in RAM, and none in VRAM
+SOME_IN_RAM = ":"  # drawn if VRAM has slots: some experts of the cell are in RAM, and none is in VRAM
 ALL_IN_RAM = "%"
 IN_RAM, IN_VRAM = 2, 3  # values of `state`
 
@@ -66,9 +67,10 @@ def heatmap(
         state: (n_rows, n_expert): 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
         uses, loads: (n_rows, n_expert): lookups and fetches in the period shown.
         layers: il of the layer in each row.
-        width: characters of a line, including the layer index. At least MIN_COLUMNS columns are always shown.
+        width: characters of a line, including the layer index. If that leaves room for fewer than MIN_COLUMNS columns,
+            lines may be longer, with up to MIN_COLUMNS columns.
         height: maximum number of lines; None or 0: one line for each layer.
-        vram: True if layers run on a GPU; only experts in VRAM then count as resident.
+        vram: True if VRAM has slots; only experts in VRAM then count as resident.
     """
     if not state.size:
         return Text("no layers with experts")
@@ -99,13 +101,14 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        for letter, run in groupby(map(str, line)):  # one span per run of equal letters, which terminals draw fast
+        # One span is added for each run of equal symbols, because few spans are drawn faster.
+        for letter, run in groupby(map(str, line)):
             drawn.append("".join(run), STYLES[letter])
     return drawn
 
 
 def legend(width: int, vram: bool = False) -> Text:
-    """Returns the meaning of the letters, wrapped to `width` characters. `vram`: True if layers run on a GPU."""
+    """Returns the meaning of the symbols, wrapped to `width` characters. `vram`: True if VRAM has slots."""
     text = Text(end="")
     column = 0
     for letters, meaning in VRAM_LEGEND if vram else LEGEND:
@@ -135,5 +138,5 @@ def tiers_line(state: Counts, vram: bool) -> str:
 
 
 def group_size(n: int, n_cells: int) -> int:
-    """Returns how many of `n` items must share one cell if there are `n_cells` cells."""
+    """Returns the smallest number of items per cell with which `n` items fit into `n_cells` cells."""
     return -(-n // max(1, n_cells))

@@ -1,4 +1,4 @@
-"""Turns off the terminal's echo while a program reads keys, and terminates a process that cannot be interrupted.
+"""Turns off the terminal's echo while a program reads keys, and terminates this process if it cannot be interrupted.
 
 Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode
 the input would appear in the answer, and Enter would arrive as a line feed, which is Ctrl-J.
@@ -25,7 +25,7 @@ _saved_attributes: list[Any] | None = None
 @contextmanager
 def keyboard_echo_off() -> Iterator[None]:
     """Context manager that turns off echo, line buffering and the mapping of CR to LF. Ctrl-C and Ctrl-Z still work.
-    The mode is restored at the end, even after SIGTERM and SIGHUP."""
+    The terminal's mode is restored at the end, even after SIGTERM and SIGHUP, which exit the program."""
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)

@@ -53,8 +53,8 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
 
 def find_or_pull(name: str) -> ModelEntry:
     """Returns the entry of the model called `name`. If the model is not on this machine, and `name` is a name on
-    Hugging Face or in the library, pulls the model first. Raises ModelNotFoundError, ModelNameError, ModelFormatError
-    or PullError."""
+    Hugging Face or in the library, downloads the model first. Raises ModelNotFoundError, ModelNameError,
+    ModelFormatError or PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import fetchable_name
@@ -84,8 +84,8 @@ def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | No
 
 
 def print_card_note(loading: Mapping[str, Any]) -> None:
-    """Prints the reason if moegguf cannot use a GPU of this machine. Prints nothing if the load options choose the
-    CPU."""
+    """Prints the reason if this machine has a GPU that moegguf cannot use. Prints nothing if the load options choose
+    the CPU."""
     from moegguf.engine.cards import card_note
 
     chosen = "cpu" if loading.get("n_gpu_layers") == 0 else loading.get("placement")

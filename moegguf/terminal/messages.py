@@ -33,7 +33,7 @@ _ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#
 
 
 def print_message(text: str) -> None:
-    """Prints `text` on stderr, and breaks lines between words on a terminal. If stderr is closed, does nothing."""
+    """Prints `text` on stderr. On a terminal, wraps long lines between words. If stderr is closed, does nothing."""
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         if sys.stderr.isatty():
             text = "\n".join(map(_broken_line, text.split("\n")))
@@ -49,7 +49,7 @@ def _broken_line(line: str) -> str:
 
 
 def print_error(error: Exception, before: str = "") -> None:
-    """Prints an error on stderr as one line: "error: ", the text `before`, and the error's message."""
+    """Prints an error on stderr as one paragraph: "error: ", the text `before`, and the error's message."""
     print_message(f"error: {before}{' '.join(str(error).split())}")
 
 
@@ -74,8 +74,8 @@ def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
 
 
 def run_with_exit_code(call: Callable[[], Any]) -> int:
-    """Runs `call` and returns the exit code. If `call` fails, prints the error, or re-raises it with
-    MOEGGUF_DEBUG=1."""
+    """Runs `call` and returns the exit code. If `call` fails, prints the error, except after Ctrl-C and for a closed
+    pipe. With MOEGGUF_DEBUG=1, re-raises the error instead."""
     _replace_closed_streams()
     codecs.register_error(_ASCII_ONLY, _ascii_letters)
     for stream in (sys.stdout, sys.stderr):

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from moegguf.engine.cost import PROMPT_TOKENS
 from moegguf.models.entry import ModelEntry
+from moegguf.options import BUDGETS
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
 from moegguf.text import without_surrogates
@@ -51,8 +52,8 @@ def print_renderable(renderable: Any, least_width: int = 0) -> None:
 
 
 def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
-    """Prints a title, and below it rows of cells: usually a name, a value and an optional remark, which is dim. The
-    columns whose indices are in `right` are right-aligned."""
+    """Prints a title, and below it rows of cells: usually a name, a value and an optional remark. The third column is
+    dim. The columns whose indices are in `right` are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
@@ -72,7 +73,7 @@ def print_columns(
     style: str = "",
     drop: Sequence[str] = (),
 ) -> None:
-    """Prints a table with a header, as `ollama list` does. No cell is cut.
+    """Prints a table with a header, as `ollama list` does. The text of a cell is never shortened.
 
     between: spaces between columns.
 
@@ -80,7 +81,8 @@ def print_columns(
 
     style: style of the header.
 
-    drop: names of columns that are left out, one after another in this order, until the table fits the terminal.
+    drop: names of columns that are left out, one after another in this order, until the table fits the terminal. If
+    leaving out all of them is not enough, the table is too wide.
     """
     lines = [list(header), *map(list, rows)]
     widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}
@@ -139,7 +141,7 @@ def _range(low: str, high: str) -> str:
 
 def two_digits(low: float, high: float) -> str:
     """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54". If both ends have the same text,
-    returns only one."""
+    returns that text once."""
     return _range(*(
         f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
         for value in (low, high)
@@ -229,9 +231,10 @@ def print_estimate(facts: Facts) -> None:
     print_renderable(Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
-        title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
+        ram, vram = (facts[option] for option in BUDGETS.values())
+        title += f" and --expert-cache {ram.replace(' ', '')}"
         device = plan["device"] or plan["layers_on"]
-        title += f", on {device} with --vram-cache {facts['vram_cache']}" if device else ""
+        title += f", on {device} with --vram-cache {vram.replace(' ', '')}" if device else ""
     _section(title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section("What to expect while it answers", _expectation_rows(facts))
@@ -244,7 +247,8 @@ def print_estimate(facts: Facts) -> None:
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("Basis of these predictions", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
-    supposed = facts["placement"] if not plan["placement"] else None  # the plan's own placement is among its reasons
+    # The plan's reasons already include the reason for its own placement.
+    supposed = facts["placement"] if not plan["placement"] else None
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:

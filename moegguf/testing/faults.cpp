@@ -46,7 +46,8 @@ bool fault(moegguf_fault_kind kind, int fd = -1) {
     return false;
 }
 
-// Returns the store's own table of operations. The first call puts the table `failing` in its place.
+// Returns the table of operations that was in use before the first call. The first call puts the table `failing` in its
+// place.
 const OperatingSystem & real();
 
 const OperatingSystem failing = {

@@ -17,7 +17,7 @@
 // product that reads experts in such host memory takes at least as long as a copy of their bytes over the link at
 // mapped_speed.
 //
-// Unlike with CUDA, the caller waits for a launch until it has been computed, unless the device is strict.
+// Unlike with CUDA, the caller waits until a launch has been computed, unless the device is strict.
 //
 // A strict device does the worst that CUDA may do to its users:
 // - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing until a caller

@@ -41,7 +41,7 @@ struct moegguf_link_figures {
     uint64_t replays;                // launches that only repeated an earlier launch, like CUDA's graphs
     uint64_t copies;                 // copies that were queued in a stream
     uint64_t copies_to_host;         // copies that were queued in a stream, from the device to the host
-    uint64_t launches_beside_copies; // launches while such a copy was under way
+    uint64_t launches_beside_copies; // launches while a copy in a stream was under way
     char fault[256];                 // description of the device's first fault; empty: there was none
 };
 

@@ -37,7 +37,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # compute time of a layer in microseconds if transfers take no time
+IN_TIME_US = 1.0  # compute time of a layer per pass, in microseconds, in a replay that prefetches without a link
 Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
 
 
@@ -107,7 +107,7 @@ class Row:
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
     """Returns the share of the gap between LRU and Belady's bound that the decode hit rate of `row` closes
     (`gap_closed`). LRU (without a predictor) and the bound are taken from the rows with the same `share`. Returns None
-    if one of them is missing."""
+    if one of them is missing, or if there is no gap."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
@@ -160,11 +160,8 @@ class TraceAnalysis:
         if not trace.decode().n_pass:
             raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
         layout = read_layout(model) if model else None
-        if layout is not None and Artifacts(layout).fingerprint != trace.header.fingerprint:
-            raise OptionError(
-                f"{path} was recorded from another model ({trace.header.model or 'unnamed'}) than {model};"
-                " name that model, or record this one."
-            )
+        if layout is not None:
+            trace.header.check_model(Artifacts(layout).fingerprint)
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
@@ -382,9 +379,9 @@ class TraceAnalysis:
         ahead_of = [name for name, part in parts.items() if part[2]]
         if ahead_of and not options.timed and not prefetch:
             raise OptionError(
-                f"{', '.join(ahead_of)} prefetches, and prefetching needs a modelled link, because transfers take no"
-                " time without one; give --link or --no-prefetch, or give --prefetch to let each expert arrive in"
-                " time."
+                "prefetching needs a modelled link, because transfers take no time without a link, but these strategies"
+                f" prefetch: {', '.join(ahead_of)}; give --link or --no-prefetch, or --prefetch to let each expert"
+                " arrive in time."
             )
         rows = list[Row]()
         step = step_reporter(progress, "hit rates", len(strategies) * len(shares))
@@ -448,11 +445,7 @@ class TraceAnalysis:
             ),
             bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
-        if not self.artifacts.fingerprint:
-            raise OptionError(
-                "hit rates are saved for the model whose fingerprint the trace has, but this one has none; import it"
-                " again with --model FILE.gguf."
-            )
+        self.trace.header.check_model(self.artifacts.fingerprint)
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)
         return path

@@ -5,7 +5,7 @@ The file is a zip. Block number i consists of the members NAME.i.npy (i with six
 blocks, so a truncated file has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs
 are stored uncompressed, because they hardly compress; everything else is compressed (deflate).
 
-This module imports pydantic, which is slow. Programs should import it only if they read or write traces.
+This module imports pydantic, which is slow. Programs should import this module only if they read or write traces.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FileHeader(BaseModel, strict=True):
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
     weights: bool  # True: the file has the router weights that multiply the experts' outputs
-    inputs: bool  # True: the routers' inputs were recorded, at least in some blocks
+    inputs: bool  # True: blocks may have the routers' inputs; False: no block has them
     n_pass: Count
     n_tokens: Count
     blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]  # blocks in the order of the file
@@ -176,8 +176,8 @@ def _require(holds: Any, name: str, rule: str) -> None:
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
-    """Returns True if each layer that was not computed for all tokens of a pass was computed for the pass's last
-    tokens. Checks only passes of a single request and phase."""
+    """Returns True if each layer was computed for all, for none or for the last tokens of each pass. Checks only passes
+    of a single request and phase."""
     lengths = np.diff(trace.pass_start)
     of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
@@ -252,7 +252,8 @@ class TraceWriter:
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
 
     def add(self, block: Trace) -> None:
-        """Appends the passes of `block`, which may have no inputs. Raises TraceError."""
+        """Appends the passes of `block`. The block may lack inputs even if the writer accepts inputs. Raises
+        TraceError."""
         has_inputs = block.inputs is not None
         batches = block.token_sequence is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
@@ -385,7 +386,7 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
 
 def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
     """Copies an array of one block to its place in the array of the whole trace. Raises TraceError if pass_start does
-    not end with the block's number of tokens."""
+    not go from 0 to the block's number of tokens."""
     if name == "pass_start":
         if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
             raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")

@@ -136,7 +136,9 @@ def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
     n_used = facts.get("n_expert_used")
     n_expert = routing.chosen.shape[2]
     if n_used > n_expert:
-        raise TraceError(f"{name}: a token uses {n_used} experts, but has logits for {n_expert}; correct --used.")
+        raise TraceError(
+            f"{name}: a token uses {n_used} experts, but has logits for {n_expert}; correct --used or n_expert_used."
+        )
     ids = np.argsort(-routing.chosen, axis=2, kind="stable")[:, :, :n_used]
     return Routing(ids, routing.tokens, routing.n_prompt)
 
@@ -181,7 +183,8 @@ def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_
         n_read = min(n_prompt, n_tokens) if request.n_prompt is None else request.n_prompt
         if not 0 <= n_read <= n_tokens:
             raise TraceError(
-                f"n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read}."
+                f"n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read};"
+                " correct it in the file."
             )
         begins = range(0, n_read, PROMPT_PASS)
         n_decoded = n_tokens - n_read

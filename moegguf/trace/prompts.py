@@ -1,7 +1,7 @@
-"""Reads prompt files, the input for trace recordings. This module knows nothing about models and tokenizers.
+"""Reads prompt files, the input for trace recordings. This module does not use models or tokenizers.
 
 NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}. Only the
-prompt is required. Any other file is plain text with one prompt per paragraph; empty lines separate the paragraphs.
+prompt is required. Any other file is plain text with one prompt per paragraph; blank lines separate the paragraphs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Prompt:
 
     text: str
     label: str  # kind of text
-    n_predict: int | None = None  # number of tokens to generate; None: the caller's default
+    n_predict: int | None = None  # maximum number of answer tokens; None: the caller's default, or the whole completion
     # A given answer, whose tokens are evaluated one by one; None: the model generates an answer
     completion: str | None = None
 

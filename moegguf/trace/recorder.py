@@ -49,7 +49,7 @@ class _Pass:
 
     @property
     def is_mixed(self) -> bool:
-        """True if the pass has tokens of several requests or phases."""
+        """True if the pass was announced together with tokens of several requests or phases."""
         return self.first.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
 
     def of_tokens(self, name: str, unknown: int) -> Int32s:

@@ -195,8 +195,8 @@ def slots_of(shape: MoeShape, share: float) -> int:
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
-    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts (at least
-    n_expert_used). A store that cannot stream experts needs this."""
+    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts. n_slots must
+    be at least n_expert_used. A store that cannot stream experts needs such a trace."""
     return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
 
 
@@ -367,9 +367,9 @@ def announce_to(context: StoreContext, event: Announcement) -> None:
 class _Meter:
     """Divides the store's counters by phase and request. Reads the counters only when the phase or the request changes.
 
-    All counters of a pass with any decoded token are attributed to the decode phase. The prompt tokens of such a pass
-    are not counted as decoded tokens. A pass with tokens of several requests is counted under the request of its first
-    announced token.
+    All counters of a pass are attributed to the phase of its announcement, which is decode if any announced token is
+    decoded. The prompt tokens of such a pass are not counted as decoded tokens. If an announcement has tokens of
+    several requests, its passes are counted under the request of its first token.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
@@ -415,7 +415,7 @@ class _Meter:
 
     @property
     def decode(self) -> Span:
-        """The counters of passes with decoded tokens."""
+        """The counters of the passes whose announcements have decoded tokens."""
         return sum((span for (_, phase), span in self._parts.items() if phase == Phase.DECODE), Span())
 
     @property

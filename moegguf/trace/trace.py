@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
+from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Int32s, Phase, RoutingEvent
 
 MAX_TEXT = 4096  # maximum number of characters in a label, a name or a setting
@@ -23,12 +24,24 @@ Setting = str | int | float
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The origin of a trace."""
+    """Facts about the recorded model, run and requests."""
 
     model: str = ""  # name of the model
     fingerprint: str = ""  # hex digits for the model's routers (`moegguf.gguf.fingerprint`); "" if unknown
     labels: dict[int, str] = field(default_factory=dict)  # {request: kind of text}
     settings: dict[str, Setting] = field(default_factory=dict)  # facts about the recorded run: options and counters
+
+    def check_model(self, fingerprint: str) -> None:
+        """Raises OptionError unless the trace was recorded from the model with this fingerprint."""
+        if not self.fingerprint:
+            raise OptionError(
+                "the trace does not state from which model it was recorded; import it again with --model FILE.gguf."
+            )
+        if self.fingerprint != fingerprint:
+            raise OptionError(
+                f"the trace was recorded from another model ({self.model or 'unnamed'}); name that model, or record"
+                " this one."
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,8 @@
 Answers are sampled with the settings in the model's file, as on the server. The starters are the questions on the web
 page and in the documentation. Each starter is sent alone, after a greeting, after every other starter, and after system
 messages. It is also sent after long contexts: more than 600 or more than 1,500 tokens of conversation or other text. An
-answer is right if it is identical to the taught answer. Held-out questions use wordings that are not taught.
+answer is right if it is identical to the taught answer, or to one of several taught answers if the model cannot know
+more. Held-out questions use wordings that are not taught.
 """
 
 import argparse

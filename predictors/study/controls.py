@@ -1,7 +1,9 @@
-"""Controls for measurements of predictors: an oracle that no predictor can beat, and the router itself.
+"""Controls for measurements of predictors: an oracle, which is always right about passes of one token, and the router
+itself.
 
 The accuracy of the router with its own input shows whether the events belong to the model. Neither control is a real
-predictor, because both use the routing that is to be predicted.
+predictor, because the oracle reads the routing that is to be predicted, and the router uses an input that is known too
+late.
 """
 
 from __future__ import annotations

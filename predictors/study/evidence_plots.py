@@ -10,7 +10,7 @@ import matplotlib
 
 from predictors.study.figures import figures, read_result, speed_of
 from predictors.study.papers import LINKS, NAMES
-from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS
+from predictors.study.subjects import DEEP, DEMO, LABORATORY, SUBJECTS
 from tools.models.locality import LOCALITIES
 
 matplotlib.use("svg")
@@ -28,7 +28,7 @@ def draw(folder: Path) -> None:
             _save(_model(), folder / "laboratory-model.svg")
         steps = {f"link-{paper}": (NAMES[paper], paper) for paper in LINKS}
         for step, (title, file) in (steps | {"ablation": ("ProMoE, step by step", "promoe-steps")}).items():
-            found = [name for name in (DEMO, LABORATORY) if read_result(f"{name}/{step}")]
+            found = [name for name in (DEMO, DEEP, LABORATORY) if read_result(f"{name}/{step}")]
             if found:
                 _save(_speeds(found, step, f"{title}: 25 % of the experts"), folder / f"{file}.svg")
 

@@ -59,9 +59,12 @@ class Worker:
         """
         strategy, _, predictor = self.system.partition(" with ")
         spec = Spec(
-            self.model, (Test(self.n_ctx, 0),), strategy=strategy, predictor=predictor or None,
-            prefetch=True if predictor else None, simulate_link=self.link, simulate_threads=1,
-            expert_cache="100%", vram_cache=self.share, placement="slots", n_threads=1,
+            self.model, (Test(self.n_ctx, 0),), strategy=strategy, n_threads=1, simulate_link=self.link,
+            simulate_threads=1,
+            loading={
+                "expert_cache": "100%", "vram_cache": self.share, "placement": "slots", "predictor": predictor or None,
+                "prefetch": True if predictor else None,
+            },
         )  # fmt: skip
         with load(spec) as llm:
             for line in requests:

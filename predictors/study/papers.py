@@ -166,8 +166,8 @@ def ahead(paper: str, window: int) -> System:
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
     """Returns the systems that are compared to decide a paper's claims.
 
-    All systems get the switch `sweep` of the paper's strategy, so that the comparison is fair. With this switch on, the
-    store prefetches and evicts during prompts.
+    All systems get the switch `sweep` of the paper's strategy, so that the comparison is fair. This switch changes
+    which experts the store prefetches and evicts during prompts.
 
     window: the prefetch window of the paper's strategy in layers, chosen on other requests; None: the strategy's own.
     """
@@ -311,7 +311,8 @@ Eams = list[npt.NDArray[np.float32]]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
-    """Returns the EAMs of the requests, each (n_layer, n_expert). They count only tokens of one phase.
+    """Returns the EAMs (expert activation matrices) of the requests, each (n_layer, n_expert). They count only tokens
+    of one phase.
 
     n_windows: the number of EAMs per request. A single EAM counts all of the request's tokens of the phase. With
     several EAMs, each counts a window of half of these tokens, and the windows begin at evenly spaced tokens.

@@ -47,13 +47,23 @@ from predictors.study.papers import (
 )
 from predictors.study.scheduling import compare
 from predictors.study.score import score_named
-from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
+from predictors.study.subjects import (
+    CARD,
+    DEEP,
+    DEMO,
+    LABORATORY,
+    N_WARM,
+    SUBJECTS,
+    WORK,
+    Bench,
+    chosen_window,
+    recordings,
+)
 from predictors.study.synthesize import shape_of
 
 # Increase this number whenever a change to the code changes a figure. tests/pure/test_replayed_figures.py checks that
 # three figures stay exactly the same.
 CODE_VERSION = 2
-CARD = "laboratory-model"  # name of the result with the laboratory model's card; no step computes it
 # Matches a JSON list that contains no list or object; such a list is written on one line
 LIST = re.compile(r"\[[^][{}]*\]")
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
@@ -81,7 +91,7 @@ class Step(NamedTuple):
 
     take: Take
     settings: Callable[[str], Any]  # given a subject's name, returns the settings that its figures depend on
-    on: tuple[str, ...] = (DEMO, LABORATORY)  # names of the subjects for which the step is computed by default
+    on: tuple[str, ...] = (DEMO, LABORATORY, DEEP)  # names of the subjects for which the step is computed by default
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
@@ -412,8 +422,8 @@ def key_of(name: str, step: str) -> dict[str, Any]:
 
 
 def is_current(result: str) -> bool:
-    """Returns True if the result MODEL/STEP is recorded and has the key that a new result would have. The recorded card
-    of the laboratory model always counts as current."""
+    """Returns True if the result MODEL/STEP is recorded and has the key that a new result would have. A recorded card
+    always counts as current."""
     found = read_result(result)
     name, _, step = result.partition("/")
     return found is not None and (step == CARD or found.get("key") == key_of(name, step))
@@ -434,8 +444,8 @@ def take_step(step: str, bench: Bench, again: bool) -> None:
 
 
 def write_result(step: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
-    """Writes a result file: the figures of a step, and the command, commit, machine, recording and key for which they
-    were computed."""
+    """Writes a result file: the figures of a step, with the command, commit, machine, recording and key that produced
+    them."""
     facts = {
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),

@@ -34,13 +34,15 @@ from predictors.study.figures import (
 )
 from predictors.study.papers import LINKS, NAMES, WINDOWS
 from predictors.study.regenerate import is_current
-from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS
+from predictors.study.subjects import CARD, DEEP, DEMO, LABORATORY, SUBJECTS
 from tools.models.locality import LOCALITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EARLIER = "recorded with an earlier version"
-COLUMNS = (DEMO, LABORATORY)  # models that have a column in the tables of claims
+COLUMNS = (DEMO, DEEP, LABORATORY)  # models that have a column in the tables of claims
+# {the kind of model from which a model was made: title of the made model's column of losses}
+ORIGINS = {"dense": "of its experts", "demo": "of the deep model"}
 PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
     "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
 }  # fmt: skip
@@ -187,14 +189,19 @@ def hits_table(model: str) -> str:
 
 
 def model_table(model: str) -> str:
-    """Returns the model's card as Markdown: a table of losses by kind of text, then some answers."""
-    card = read_result(f"{model}/laboratory-model")
-    assert card is not None
+    """Returns the model's card as Markdown: a table of losses by kind of text, then some answers if the card has
+    answers. The losses are compared with the losses of the model from which this model was made."""
+    card = read_result(f"{model}/{CARD}")
+    if card is None:
+        raise NotCountedError(f"{model}/reuse")  # every step first makes the model and its card
+    origin = next(origin for origin in ORIGINS if f"loss_{origin}" in card)
     losses = [
-        [kind, f"{card['heldout_tokens'][kind]:,}", f"{dense:.2f}", f"{card['loss'][kind]:.2f}"]
-        for kind, dense in card["loss_dense"].items()
+        [kind, f"{card['heldout_tokens'][kind]:,}", f"{before:.2f}", f"{card['loss'][kind]:.2f}"]
+        for kind, before in card[f"loss_{origin}"].items()
     ]
-    head = ["text held out", "tokens", "loss of the dense model, nats per token", "of its experts"]
+    head = ["text held out", "tokens", f"loss of the {origin} model, nats per token", ORIGINS[origin]]
+    if "answers" not in card:
+        return markdown(head, losses)
     answers = [f"> {question}\n>\n> {' '.join(answer.split())}" for question, answer in card["answers"].items()]
     return "\n\n".join([markdown(head, losses), "Some answers of it:", *answers])
 
@@ -350,7 +357,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "learned": learned_table,
 }
 STEPS_OF = {
-    "model": ("laboratory-model",),
+    "model": (CARD,),
     "own": tuple(f"link-{paper}" for paper in LINKS),
     "routing": ("reuse", "hits", "accuracy"),
     "tuned": tuple(f"tuned-{paper}" for paper in WINDOWS),

@@ -50,8 +50,8 @@ class Reuse:
     # Skew within samples of tokens from all requests, averaged over samples. Each sample is as long as one request.
     same_size: Skew
     merged: Skew  # skew of the summed uses in all requests
-    windows_same: dict[int, float]  # the n tokens belong to the token's own request
-    windows_other: dict[int, float]  # the n tokens belong to another request
+    windows_same: dict[int, float]  # {n: share}, where the n tokens belong to the token's own request
+    windows_other: dict[int, float]  # {n: share}, where the n tokens belong to another request
     # {upper bound of the number of tokens since the request last used the expert: share of uses}. 0: first use, -1:
     # above all bounds
     reuse_distances: dict[int, float]
@@ -115,7 +115,7 @@ def _mean_skew(counts: Counts) -> Skew:
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
     """Returns `windows_same` and `windows_other`. For `windows_other`, each request is compared with another request,
     chosen at random."""
-    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [uses, uses of recently used experts] x [window]
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other request] x [uses, recent uses] x [window]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])

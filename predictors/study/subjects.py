@@ -20,13 +20,14 @@ from predictors.study.requests import ROLES
 
 WORK = Path("build/evidence")
 N_WARM = 4
-LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
+LABORATORY, DEMO, EIGHT, DEEP = "laboratory", "demo", "eight", "deep"
+CARD = "card"  # name of the result with a made model's card; no step computes it
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model whose figures are reported. title: its name in tables. recipe: options for recipes.make_lab_model; None:
-    the model is bundled. training: {predictor: its training options}."""
+    """A model whose figures are reported. title: its name in tables. recipe: the module in `recipes` that makes it, and
+    the module's options; None: the model is bundled. training: {predictor: its training options}."""
 
     title: str
     recipe: tuple[str, ...] | None
@@ -43,13 +44,19 @@ SUBJECTS = {
          "routing-path": ("epochs=4",), "expert-mlp": ("epochs=3",)},
     ),
     LABORATORY: Subject(
-        "laboratory model", (),
+        "laboratory model", ("make_lab_model",),
         {**COUNTED, "mlp": ("windows=1,4", "n_hidden=3125", "epochs=8", "lr=1e-3", "patience=0"),
          "routing-path": ("epochs=8",), "expert-mlp": ("epochs=15",)},
     ),
     EIGHT: Subject(
-        "laboratory model, 2 of 8 experts", ("--experts", "8", "--used", "2", "--neurons", "64", "--shared", "16"),
+        "laboratory model, 2 of 8 experts",
+        ("make_lab_model", "--experts", "8", "--used", "2", "--neurons", "64", "--shared", "16"),
         {**COUNTED, "expert-mlp": ("epochs=8",)},
+    ),
+    DEEP: Subject(
+        "deep model", ("train_deep_model",),
+        {**COUNTED, "mlp": ("windows=1,4", "n_hidden=6945", "epochs=4", "lr=1e-3", "patience=0"),
+         "routing-path": ("epochs=4",), "expert-mlp": ("epochs=3",)},
     ),
 }  # fmt: skip
 
@@ -122,9 +129,11 @@ class Bench:
         """
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
-            run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
-            if self.name == LABORATORY:
-                shutil.copy(self.model.with_suffix(".json"), RESULTS / LABORATORY / "laboratory-model.json")
+            recipe, *options = self.subject.recipe or ()
+            run(f"recipes.{recipe}", "-o", str(self.model), *options)
+            if self.name != EIGHT:
+                (RESULTS / self.name).mkdir(exist_ok=True)
+                shutil.copy(self.model.with_suffix(".json"), RESULTS / self.name / f"{CARD}.json")
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         note_recording(self.name, routing_digest(self.reporting.trace))

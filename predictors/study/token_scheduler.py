@@ -1,6 +1,6 @@
 """ExpertFlow's token scheduler (sections 3.3 and 4.2): chooses the sequences of the next step by predicted paths.
 
-A path is the set of experts that a token uses in each layer. The paper's network predicts it (section 3.1). Cheaper
+A path is the set of experts that a token uses in each layer. The paper's network predicts paths (section 3.1). Cheaper
 predictions come from the token-id table or from the sequence's most recent tokens.
 
 Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step

@@ -95,8 +95,8 @@ def score_rows(figures: Figures) -> list[str]:
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
-    """Returns one table row for each layer, with its experts' loads. load: (n_layer, n_expert), each expert's share of
-    the choices; each row sums to 1."""
+    """Returns one table row for each layer. A row contains the unevenness, entropy, maximum and minimum of the experts'
+    loads. load: (n_layer, n_expert), each expert's share of the choices; each row sums to 1."""
     rows = []
     for il, shares in enumerate(load):
         uneven = float(shares.std(correction=0) / shares.mean())

@@ -131,8 +131,8 @@ class Chat:
         return Conversation(messages)
 
     def long(self, rng: random.Random, n_tokens: int) -> Encoded:
-        """Returns the tokens of one conversation of at most `n_tokens` tokens. Appends random questions until the next
-        one would not fit. A share of LONG_TEXT of the conversations begins with a long system message."""
+        """Returns the tokens of one conversation of at most `n_tokens` tokens. Appends random conversations until
+        the next one would not fit. With probability LONG_TEXT, begins with a long system message."""
         messages: list[Message] = []
         if rng.random() < LONG_TEXT:
             text = self.excerpt(rng, rng.randrange(n_tokens // 4, n_tokens * 3 // 4))

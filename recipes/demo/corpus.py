@@ -64,8 +64,8 @@ KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, decompressed if the file's name ends with .gz. Returns "" if the file cannot be
-    opened or is not UTF-8."""
+    """Returns the text of a file, decompressed if the file's name ends with .gz. Returns "" if the file cannot be read
+    or is not UTF-8."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode("utf-8")
@@ -157,8 +157,9 @@ def usable(text: str) -> bool:
 
 
 def select(documents: Iterable[Document]) -> list[Document]:
-    """Returns the documents of the corpus in the order of their digests. Drops texts that begin like an earlier one,
-    and cuts long texts. Drops all further texts of a kind that already has `max_chars` characters."""
+    """Returns the documents of the corpus in the order of their digests. Drops texts that are not `usable` or begin
+    like an earlier one, and cuts long texts. Drops all further texts of a kind that already has `max_chars`
+    characters."""
     left = {kind: facts.max_chars for kind, facts in KINDS.items()}
     seen: set[str] = set()
     chosen = []

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.out = zeros(shape.n_embd, shape.n_embd)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x: (B, T, n_embd)"""
+        """Returns the attention's output (B, T, n_embd) for x (B, T, n_embd)."""
 
         def heads(weight: Tensor) -> Tensor:
             return functional.linear(x, weight).unflatten(-1, (-1, self.shape.n_embd_head)).transpose(1, 2)
@@ -89,7 +89,7 @@ class FeedForward(nn.Module):
         return functional.silu(functional.linear(x, self.gate)) * functional.linear(x, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., n_embd)"""
+        """Returns the network's output (..., n_embd) for x (..., n_embd)."""
         return functional.linear(self.neurons(x), self.down)
 
 
@@ -128,7 +128,7 @@ class Mixture(nn.Module):
         return torch.cat((shared, routed * weights), dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., n_embd)"""
+        """Returns the mixture's output (..., n_embd) for x (..., n_embd)."""
         return functional.linear(self.weighted_neurons(x), self.ffn.down)
 
 
@@ -147,7 +147,7 @@ class Layer(nn.Module):
         return x + self.attn(self.attn_norm(x), angles)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x: (B, T, n_embd)"""
+        """Returns the residual stream after the layer, (B, T, n_embd), for x (B, T, n_embd)."""
         x = self.attended(x, angles)
         return x + self.ffn(self.ffn_norm(x))
 

@@ -23,7 +23,7 @@ Rows = NDArray[np.int64]
 class Text:
     """Rows of N_CTX tokens each."""
 
-    fit: Rows  # rows to fit on, taken from each kind of text in turn
+    fit: Rows  # rows of tokens to fit on, taken from each kind of text in turn
     heldout: dict[str, Rows]  # held-out rows, {kind of text: rows}
 
 

@@ -31,7 +31,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
 from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
+from moegguf.serving.events import NO_OVERRIDES, Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 from moegguf.settings import Host, Settings
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
@@ -160,7 +160,7 @@ class FakeManager:
     async def lease(
         self,
         model: str | ModelEntry,
-        overrides: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = NO_OVERRIDES,
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
@@ -177,7 +177,7 @@ class FakeManager:
                 self.there.pop(entry.name, None)
 
     async def load(
-        self, name: str, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
+        self, name: str, overrides: LoadOverrides = NO_OVERRIDES, keep_alive_s: float | None = None
     ) -> LoadedModel:
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
             return self.status(lease.entry)

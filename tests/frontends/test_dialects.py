@@ -52,7 +52,6 @@ from moegguf.package import __version__
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
 from moegguf.server.openai.chat import ChatBody
-from moegguf.serving.events import LoadOverrides
 from moegguf.settings import Settings
 
 Json = dict[str, Any]
@@ -283,9 +282,9 @@ def test_load_options_and_keep_alive_reach_the_lease(ask: Ask, manager: FakeMana
     ask(dialect, keep_alive=-1)
     ask(dialect)
     assert manager.leases == [
-        ("demo:latest", LoadOverrides(n_ctx=128), 300.0, True),
-        ("demo:latest", LoadOverrides(), float("inf"), True),
-        ("demo:latest", LoadOverrides(), None, True),
+        ("demo:latest", {"n_ctx": 128}, 300.0, True),
+        ("demo:latest", {}, float("inf"), True),
+        ("demo:latest", {}, None, True),
     ]
     assert ask(dialect, keep_alive="soon").status_code == 400
 

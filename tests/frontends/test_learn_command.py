@@ -73,7 +73,9 @@ def test_learn_from_server_reads_its_stored_responses(here: Command, home: dict[
         store.add({"id": f"resp_{n}"}, None, turn)
     assert store.turns()[0] == "Question 0?\n\nAn answer."
     busy = here(*flags, **home)
-    assert busy.returncode == 1 and "a running server has its stored responses open; stop it first" in busy.stderr
+    assert (
+        busy.returncode == 1 and "a running server has its stored responses open; stop the server first" in busy.stderr
+    )
     store.close()
     done = here(*flags, **home)
     assert done.returncode == 0, done.stderr

@@ -55,8 +55,8 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     stats = Stats(tiers=tiers, **numbered([*fields_of(COUNTS), *slots, "n_experts", "staging_bytes"], 100))
     gone = 2**22 + 1  # no process has this id: Linux's ids are below 2**22
     loaded = [
-        model("a:latest", gone, stats=stats, busy=True, queue=2, n_ctx=7),
-        model("b:latest", gone + 1, busy=True, queue=1),
+        model("a:latest", gone, stats=stats, busy=True, n_answering=3, queue=2, n_ctx=7),
+        model("b:latest", gone + 1, busy=True, n_answering=1, queue=1),
     ]
     totals.update(loaded)
     text = exposition(totals, loaded)

@@ -33,7 +33,6 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.sources import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
-from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, n_parallel
@@ -77,7 +76,7 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
 def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
     """Returns the load configuration that a server with these settings and 4 GiB of memory sends to a worker."""
     entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
-    size = measure(entry, LoadOverrides(n_ctx=256), settings, Memory(1 << 32, 1 << 32, "a test", 0))
+    size = measure(entry, {"n_ctx": 256}, settings, Memory(1 << 32, 1 << 32, "a test", 0))
     return size.load_config(size.plan_within({"RAM": 1 << 32}))
 
 
@@ -140,7 +139,7 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     assert catalog.find(entry.name) is entry  # The entry remains, although its adapter's file is gone.
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
-        with pytest.raises(OptionError, match="--mmproj belongs to one model"):
+        with pytest.raises(OptionError, match="with --mmproj, exactly one model must be named"):
             serve(models=models, mmproj=str(projector))
     with pytest.raises(ModelFormatError, match="is not a LoRA adapter"):
         serve(models=[str(path)], lora_path=str(projector))

@@ -34,7 +34,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """A model whose weights are not repacked for the CPU, just as slots in an unrepacked pool are not."""
+    """A model whose weights are not repacked for the CPU, for comparison with slots that are not repacked."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -65,15 +65,16 @@ def greedy_logits(
     return llm.scores[: llm.n_tokens].copy()
 
 
-def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
-    """Returns a budget in bytes that holds exactly `n_slots` slots.
-
-    The slots have the padding that `device` needs. None means the CPU.
-    """
+def share_for(path: Path, n_slots: int, device: str | None = None) -> Any:
+    """Returns a budget that holds exactly `n_slots` slots: bytes for the CPU (None), or a share of all experts for a
+    device, where slots may have several sizes."""
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
 
-    return n_slots * slot_bytes(padded(read_layout(path), [device]))
+    layout = read_layout(path)
+    if device is not None:
+        return f"{100 * n_slots / layout.n_expert_total:.9f}%"
+    return n_slots * slot_bytes(padded(layout, [None]))
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:

@@ -411,6 +411,20 @@ def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
         assert events.summary.n_shifts >= 1
 
 
+def test_batch_invariant_is_about_the_model_and_exact_requests_that_shift_are_alone(load: Load) -> None:
+    one, many = (load(DEMO, n_ctx=256, n_seq_max=n, logits_all=False) for n in (1, 2))
+    options = {"max_tokens": 300, "logit_bias": endless(one)}
+    alone, _ = reply(one, QUESTION, **options)
+    before = many.batch_invariant
+    with running(many) as loop:
+        answers_of(loop, [ask("Who are you?", max_tokens=3)])  # uses the first place in the KV cache
+        received = answers_of(loop, [ask(QUESTION, exact=True, **options), ask("Who are you?", **options)])
+    assert received[0].error is None
+    assert received[0].summary.n_shifts and received[0].text == alone
+    del many.batch_invariant  # clears the cached value
+    assert many.batch_invariant is before
+
+
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 def test_a_cancel_within_a_prompt_keeps_its_complete_passes(tiny: TinyModel, load: Load, n_seq_max: int) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%", n_batch=16, n_seq_max=n_seq_max, logits_all=False)

@@ -90,7 +90,7 @@ def test_a_run_killed_by_its_memory_limit_is_a_result(tiny: Callable[..., Path])
     limit = 8 << 20  # even an idle Python process uses more
     if limit_fault(limit):
         return  # memory cannot be limited here, so nothing is tested
-    spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
+    spec = Spec(str(tiny()), (Test(4, 0),), loading={"expert_cache": "100%"})
     outcome = ProcessRunner(limit)(make_systems(spec, ["100%"], [])[0])
     assert outcome.error == KILLED
     assert outcome.cgroup_peak_bytes <= limit

@@ -5,6 +5,7 @@ link. A strict simulated device reveals errors that could occur on CUDA. Its row
 poison, and copies complete late (moegguf/testing/link_device.cpp).
 """
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +19,17 @@ from rpc_device import on_servers
 from running import N_NEW, Llama, Logits, Meddler, Own, TinyModel, greedy_logits, hooks_off, random_prompt, share_for
 
 from moegguf.controller.watchdog import WatchdogOptions
+from moegguf.engine import loader
 from moegguf.engine.devices import find_gpus
-from moegguf.engine.session import Place
+from moegguf.engine.pinning import refused_bytes
+from moegguf.engine.session import Place, Session
 from moegguf.engine.warm_start import most_used
-from moegguf.errors import AllocationError, BudgetError, OptionError
+from moegguf.errors import AllocationError, BudgetError, ClosedError, GenerationCancelled, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.slot_sizes import padded, slot_sizes
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
-from moegguf.testing.library import arm_fault
+from moegguf.testing.library import ABI, arm_fault
 from moegguf.testing.link_device import add_link_device
 from tools.models import PRESETS
 
@@ -48,7 +51,7 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
     path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
 ) -> None:
     """Resizes both tiers halfway through the new tokens. Also compares `llm.stats()` with the store's own figures."""
-    vram, ram = (share_for(path, n) for n in slots)
+    vram, ram = (share_of(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
         store, passes = llm.session.store, count()
 
@@ -94,8 +97,8 @@ def test_no_ram_tier_exists_if_every_expert_is_in_vram(path: Path) -> None:
         Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **OPTIONS)
 
 
-def share_of(path: Path, n_slots: int) -> int:
-    """Returns a budget in bytes for exactly `n_slots` slots on the first device, or in RAM below it."""
+def share_of(path: Path, n_slots: int) -> Any:
+    """Returns a budget for exactly `n_slots` slots on the first device, or in RAM below it."""
     return share_for(path, n_slots, find_gpus()[0].name)
 
 
@@ -140,6 +143,38 @@ def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> Non
                 assert store.tier()["n_slots_usable"] == 34
     for other in logits[1:]:
         assert np.array_equal(other, logits[0])
+
+
+@on_servers()
+def test_slow_pinning_reports_progress_and_a_refusal_is_remembered(path: Path) -> None:
+    opened = list[Session]()
+
+    def slow_session(*arguments: Any) -> Session:
+        time.sleep(0.3)
+        opened.append(Session(*arguments))
+        return opened[-1]
+
+    loader.Session, loader.REPORT_S = slow_session, 0.05  # type: ignore[assignment, misc]
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, pinned=ABI.PINNED_NOT)
+    options = {"vram_cache": "50%", "expert_cache": "100%", "placement": "slots", "store": StoreOptions(device=device)}
+    layout, shares = read_layout(path), list[float]()
+    assert refused_bytes(layout) == 0
+
+    def cancel(_: float) -> bool:
+        shares.append(2.0)
+        return shares.count(2.0) < 3
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Llama(path, **options, progress=shares.append, **OPTIONS) as llm:
+            assert shares.count(0.0) >= 3
+            assert refused_bytes(layout) == llm.session.store.tier(Tier.RAM)["pool_bytes"]
+        with pytest.raises(GenerationCancelled):
+            Llama(path, **options, progress=cancel, **OPTIONS)
+    assert "pinned memory: slots in RAM are pageable" in str(told[0].message)
+    assert str(told[0].message).endswith("the next plan for this model uses the speed of such copies.")
+    with pytest.raises(ClosedError):
+        opened[1].store.info()
 
 
 @on_servers()
@@ -302,7 +337,7 @@ def check_resized_slots(path: Path, device: str) -> None:
 
         logits = greedy_logits(llm, prompt, 8, before_each)
         assert llm.stats().evictions > 0 and llm.stats().bytes_staged > 0
-        assert llm.session.store.info()["slot_bytes"] == llm.plan.slot_bytes
+        assert llm.session.store.info()["slot_bytes"] == pytest.approx(llm.plan.device_slot_bytes, rel=0.02)
     with hooks_off(), Llama(path, n_gpu_layers=-1, n_ubatch=n_ubatch, **OPTIONS) as llm:
         plain = greedy_logits(llm, prompt, 8)
     assert np.isfinite(plain).all() and np.array_equal(logits, plain), path.stem

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
 # The bits of SWITCHES in tools/gpu/short_plan.py
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64}
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64, "i": 128, "k": 256}
 
 
 def strict_devices(n: int) -> list[str]:
@@ -39,7 +39,7 @@ def strict_devices(n: int) -> list[str]:
 
 
 def scheduled(run: Callable[[], object]) -> str:
-    """Calls `run`. Returns the log lines of ggml's scheduler about new graphs and about inputs copied to a device.
+    """Calls `run`. Returns ggml's log, in which the scheduler names new graphs and inputs that it copies to a device.
 
     The caller sets GGML_SCHED_DEBUG before it loads the model.
     """
@@ -143,7 +143,9 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
         return in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
 
 
-@pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefg"])
+@pytest.mark.parametrize(
+    "letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefgik"]
+)
 def test_remedies_change_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:
@@ -158,17 +160,44 @@ def test_every_remedy_has_a_switch() -> None:
     assert library.load().moegguf_switches() == sum(REMEDIES.values())
 
 
+def copied(path: Path) -> tuple[int, int, Logits]:
+    """Decodes tokens with few slots, without prefetching. Returns the number of copies to the device, the number of
+    experts that were copied, and the logits."""
+    [device] = strict_devices(1)
+    options = {"vram_cache": share_for(path, 24, device), "expert_cache": "100%", "placement": "slots"}
+    store = StoreOptions(device=device, staging=0, fill=False)
+    with Llama(path, store=store, policy="lru", prefetch=False, **options, **OPTIONS | {"n_ubatch": 1}) as llm:
+        llm.n_batch = 1
+        greedy_logits(llm)  # reads experts into RAM
+        before, misses = link_figures(device), llm.session.tiers()["VRAM"]["misses"]
+        logits = greedy_logits(llm)
+        after = link_figures(device)
+        n_copies = after.copies - before.copies - (after.copies_to_host - before.copies_to_host)
+        return n_copies, llm.session.tiers()["VRAM"]["misses"] - misses, logits
+
+
+def test_one_arena_copies_an_expert_at_once(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = tiny("tiny-qwen2moe", "q4_k_m"), list[tuple[int, int, Logits]]()
+    for letters in ("abdefi", "abdefik"):
+        monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))
+        found.append(in_new_process(copied, path))
+    (n_apart, n_experts, apart), (n_together, n_misses, together) = found
+    assert n_misses == n_experts > 0 and np.array_equal(apart, together)
+    assert 1.5 * n_experts <= n_apart - n_together <= 2 * n_experts
+
+
 # Prediction in the graph
 
 N_MEASURED = 12
 SKIP = {"predictor": "skip", "prefetch": PrefetchOptions(watchdog=False)}
-IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefg"))
-INPUTS = str(sum(REMEDIES[letter] for letter in "abdef"))
+IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefgi"))
+INPUTS = str(sum(REMEDIES[letter] for letter in "abdefi"))
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """The logits of a run on strict devices, and counts: of the devices for the last tokens, of the store for all."""
+    """The logits of a run on strict devices, the devices' counts for the last N_MEASURED tokens, and the store's
+    counters for all tokens."""
 
     logits: Logits
     n_launches: int
@@ -237,7 +266,7 @@ def test_prediction_in_the_graph_adds_no_stop_and_no_copy(tiny: TinyModel) -> No
 
 @pytest.mark.parametrize("preset", ["tiny-gpt-oss", "tiny-deepseek2", "tiny-glm4moe"])
 def test_scores_of_other_routers_predict_like_their_inputs(tiny: TinyModel, preset: str) -> None:
-    """Routers with a bias, with groups, or with a sigmoid."""
+    """Tests routers with a bias, with groups, or with a sigmoid."""
     path = tiny(preset)
     inputs, in_graph = (predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH))
     assert np.array_equal(in_graph.logits, inputs.logits)
@@ -251,7 +280,7 @@ def test_layers_before_another_device_predict_from_inputs(tiny: TinyModel) -> No
     without, in_graph = (predicted(path, IN_GRAPH, each, 2, 36) for each in ({"predictor": "none"}, SKIP))
     assert np.array_equal(in_graph.logits, without.logits)
     assert in_graph.n_launches == without.n_launches
-    # The window is two layers. Some layers have a layer of the window on the other device.
+    # The window is two layers. For some layers, one layer in the window is on the other device.
     assert 0 < in_graph.counters["forecast_scored"] < in_graph.counters["passes"] * (n_layer - 1)
     assert in_graph.counters["prefetch_started"] > 0
 

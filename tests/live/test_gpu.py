@@ -32,7 +32,7 @@ TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 @pytest.fixture(scope="session")
 def devices() -> list[Device]:
-    """Returns all GPUs that ggml sees. Skips the test if ggml sees none."""
+    """Returns all GPUs that ggml sees, except integrated ones. Skips the test if there are none."""
     found = gpus()
     if not found:
         pytest.skip("ggml sees no GPU: `make test-vulkan` makes a software one")
@@ -117,7 +117,7 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots' worth of the VRAM budget that the staging tensors occupy.
+        # The staging tensors take as much of the VRAM budget as this number of slots.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A model with a pool smaller than a layer may process a prompt in smaller passes, in which kernels sum in another
     # order. The reference therefore uses the same n_ubatch.

@@ -130,7 +130,10 @@ def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyM
         assert computed(found) == (71, len(longer) - 71)
     with engine(model) as again:
         assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (6, N_PROMPT - 1)
-        assert computed(answer(again, prompt)) == (1, 0)  # the sequence holds these tokens, and returns to a state
+        assert computed(answer(again, prompt)) == (
+            1,
+            0,
+        )  # the sequence still holds these tokens, and goes back to an earlier state
     for block in stored_blocks(default_folder()):
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:

@@ -30,7 +30,7 @@ from moegguf.serving.worker_process import Workers
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
 
-ONE_THREAD = LoadOverrides(n_threads=1)
+ONE_THREAD = {"n_threads": 1}
 ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
@@ -94,7 +94,7 @@ def versions(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory, request:
     before, after = tiny("tiny-qwen2moe"), tmp_path_factory.mktemp("versions") / "after.gguf"
     write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
     assert after.stat().st_size == before.stat().st_size
-    options = replace(ONE_THREAD, expert_cache=parse_expert_cache(request.param))
+    options = {**ONE_THREAD, "expert_cache": parse_expert_cache(request.param)}
 
     async def texts() -> list[str]:
         async with running_manager(Files(before=before, after=after)) as manager:
@@ -162,17 +162,17 @@ async def test_set_budget_during_answers_frees_memory_and_changes_no_text(files:
         expected = await generate(manager, "a", story(5, 40))
         (full,) = manager.loaded()
         slot_bytes, n_slots = full.plan["slot_bytes"], full.plan["n_slots"]
-        assert full.expert_cache_bytes == n_slots * slot_bytes
+        assert full.cache_bytes["RAM"] == n_slots * slot_bytes
         least = ExpertCache("bytes", n_bytes=(n_slots // 2 + 1) * slot_bytes - 1)
         small = await manager.set_budget("a", least)
-        assert small.expert_cache_bytes == n_slots // 2 * slot_bytes
-        assert full.size_bytes - small.size_bytes == full.expert_cache_bytes - small.expert_cache_bytes
+        assert small.cache_bytes["RAM"] == n_slots // 2 * slot_bytes
+        assert full.size_bytes - small.size_bytes == full.cache_bytes["RAM"] - small.cache_bytes["RAM"]
         changed = asyncio.create_task(generate(manager, "a", story(5, 40)))
         for share in ("100%", "50%", "auto", "60%"):
             await manager.set_budget("a", parse_expert_cache(share))
         assert await changed == await generate(manager, "a", story(5, 40)) == expected
         (now,) = manager.loaded()
-        assert now.stats.n_slots == now.expert_cache_bytes // slot_bytes == int(0.6 * n_slots)
+        assert now.stats.n_slots == now.cache_bytes["RAM"] // slot_bytes == int(0.6 * n_slots)
         with pytest.raises(BudgetError, match="at least"):
             await manager.set_budget("a", ExpertCache("bytes", n_bytes=slot_bytes))
         assert manager.loaded()[0].size_bytes == now.size_bytes
@@ -184,18 +184,18 @@ async def test_a_set_budget_survives_a_reload_for_a_longer_context(files: Files)
     async with running_manager(files, n_ctx=512) as manager:
         full = await manager.load("a", ONE_THREAD)
         small = await manager.set_budget("a", parse_expert_cache("50%"))
-        again = await manager.load("a", replace(ONE_THREAD, n_ctx=1024))
+        again = await manager.load("a", {**ONE_THREAD, "n_ctx": 1024})
         assert (again.n_ctx, again.pid != full.pid) == (1024, True)
         (now,) = manager.loaded()
-        assert now.expert_cache_bytes == small.expert_cache_bytes < now.plan["budget_bytes"] == full.expert_cache_bytes
+        assert now.cache_bytes["RAM"] == small.cache_bytes["RAM"] < now.plan["budget_bytes"] == full.cache_bytes["RAM"]
         assert await generate(manager, "a", story(5, 4))
-        assert manager.loaded()[0].stats.n_slots * now.plan["slot_bytes"] == small.expert_cache_bytes
+        assert manager.loaded()[0].stats.n_slots * now.plan["slot_bytes"] == small.cache_bytes["RAM"]
         back = await manager.set_budget("a", parse_expert_cache("100%"))
-        assert back.expert_cache_bytes == full.expert_cache_bytes
+        assert back.cache_bytes["RAM"] == full.cache_bytes["RAM"]
         await manager.set_budget("a", parse_expert_cache("50%"))
         await manager.unload("a")
         fresh = await manager.load("a", ONE_THREAD)
-        assert fresh.expert_cache_bytes == full.expert_cache_bytes
+        assert fresh.cache_bytes["RAM"] == full.cache_bytes["RAM"]
 
 
 async def test_set_budget_grows_only_into_memory_free_of_other_models(files: Files) -> None:
@@ -206,11 +206,11 @@ async def test_set_budget_grows_only_into_memory_free_of_other_models(files: Fil
         await manager.set_budget("a", parse_expert_cache("40%"))
         await manager.load("b", ONE_THREAD)
         assert len(manager.loaded()) == 2
-        with pytest.raises(BudgetError, match="because the other models leave only"):
+        with pytest.raises(BudgetError, match="are free for models"):
             await manager.set_budget("a", parse_expert_cache("100%"))
         await manager.unload("b")
         full = await manager.set_budget("a", parse_expert_cache("100%"))
-        assert full.expert_cache_bytes == full.plan["budget_bytes"]
+        assert full.cache_bytes["RAM"] == full.plan["budget_bytes"]
 
 
 async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -> None:
@@ -274,10 +274,10 @@ async def test_a_lost_device_ends_one_answer_and_the_cpu_takes_over(
         assert loaded.vram_bytes == plan["total_bytes"]
         assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
         slot_bytes, n_slots = plan["slot_bytes"], plan["n_slots"]
-        fewer = ExpertCache("bytes", n_bytes=(n_slots - 5) * slot_bytes)
-        small = await manager.set_budget("a", vram_cache=fewer, expert_cache=parse_expert_cache("30%"))
+        fewer = ExpertCache("bytes", n_bytes=(n_slots - 5) * slot_bytes, tier="VRAM")
+        small = await manager.set_budget("a", fewer, parse_expert_cache("30%"))
         assert loaded.vram_bytes - small.vram_bytes == 5 * slot_bytes
-        assert small.expert_cache_bytes == int(0.3 * 64) * slot_bytes
+        assert small.cache_bytes["RAM"] == int(0.3 * 64) * slot_bytes
         assert await generate(manager, "a", QUESTION) == expected
         assert [tier.n_slots for tier in manager.loaded()[0].stats.tiers] == [n_slots - 5, 19]
         async with manager.lease("a", ONE_THREAD) as lease:
@@ -293,7 +293,7 @@ async def test_a_lost_device_ends_one_answer_and_the_cpu_takes_over(
         assert loaded.plan["device"] is None and loaded.vram_bytes == 0
         assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
         with pytest.raises(BudgetError, match="has no slots in VRAM"):
-            await manager.set_budget("a", vram_cache=fewer)
+            await manager.set_budget("a", fewer)
 
 
 async def test_memory_of_whole_layers_on_a_device_is_counted(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,12 +306,12 @@ async def test_memory_of_whole_layers_on_a_device_is_counted(tiny: TinyModel, mo
         assert (plan["layers_on"], plan["device"], plan["placement"]["chosen"]["n_layers"]) == ("RPC0", None, 2)
         assert loaded.vram_bytes == plan["total_bytes"]
         assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
-        assert (loaded.expert_cache_bytes, loaded.vram_cache_bytes) == (plan["budget_bytes"], 0)
-        small = await manager.set_budget("a", expert_cache=parse_expert_cache("60%"))
-        assert small.stats.n_experts == 32 and small.expert_cache_bytes < loaded.expert_cache_bytes
+        assert loaded.cache_bytes == {"RAM": plan["budget_bytes"], "VRAM": 0}
+        small = await manager.set_budget("a", parse_expert_cache("60%"))
+        assert small.stats.n_experts == 32 and small.cache_bytes["RAM"] < loaded.cache_bytes["RAM"]
         assert await generate(manager, "a", QUESTION) == expected
         with pytest.raises(BudgetError, match="has no slots in VRAM"):
-            await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
+            await manager.set_budget("a", parse_expert_cache("30%", "VRAM"))
 
 
 async def test_four_concurrent_answers_share_passes_with_slots_in_vram(

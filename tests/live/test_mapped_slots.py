@@ -42,7 +42,7 @@ def compare(path: Path, scenario: Scenario, staging: int = 1, **options: Any) ->
     with Llama(
         path, vram_cache=share_for(path, n_slots, name), placement="slots-mapped", store=store, **options
     ) as llm:
-        assert llm.plan.maps
+        assert llm.plan.maps and not llm.plan.size_classes
         llm.session.store.drain(60)
         with Meddler(llm.session.store):
             assert_same(scenario(llm), expected)
@@ -61,6 +61,15 @@ def test_mapped_slots_have_the_resident_bits(tiny: TinyModel, preset: str, stagi
     """The passes have 1 to 128 tokens, and are partly mapped and partly staged."""
     path = tiny(preset, "q4_k_m" if preset == "tiny-mix" else "q4_0")
     in_own_process(compare, path, turns, staging=staging, logits_all=True)
+
+
+@pytest.mark.parametrize("staging", [0, 1])
+def test_mapped_slots_have_one_size_and_separate_arenas(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, staging: int
+) -> None:
+    """The remedies size_classes and one_arena are on, but do not apply to mapped slots."""
+    monkeypatch.setenv("MOEGGUF_SWITCHES", "443")
+    in_new_process(compare, tiny("tiny-mix", "q4_k_m"), turns, staging, logits_all=True)
 
 
 @pytest.mark.parametrize("staging", [0, 1])
@@ -86,8 +95,7 @@ def resizing(llm: Llama) -> Outcome:
     def resize() -> None:
         if llm.plan.maps:
             n_slots = int(random.integers(n_least, n_most))
-            staged = llm.plan.staging_slots_bytes if llm.session.store.options.staging is None else 0
-            llm.set_budget(vram_cache=share_for(Path(llm.model_path), n_slots, llm.plan.device) + staged)
+            llm.set_budget(vram_cache=share_for(Path(llm.model_path), n_slots, llm.plan.device))
 
     found = [greedy_logits(llm, random_prompt(llm, 20), 16, before_each=resize) for _ in range(2)]
     return np.concatenate(found)

@@ -21,7 +21,6 @@ from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
 from moegguf.models.recipe import Recipe, parse
 from moegguf.native.store import StoreOptions
-from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import process_key
 from moegguf.serving.memory_budget import measure
 from moegguf.settings import read_settings
@@ -191,7 +190,7 @@ def test_a_created_model_has_its_adapter_and_draft_model(tuned: SimpleNamespace)
     entry, plain = tuned.entry, tuned.catalog.find(str(tuned.path))
     assert (entry.adapter, entry.draft) == (tuned.adapter, tuned.path)
     assert entry.weights != plain.weights and entry.digest != plain.digest
-    assert process_key(entry, LoadOverrides()) != process_key(plain, LoadOverrides())
+    assert process_key(entry, {}) != process_key(plain, {})
     again = parse(tuned.catalog.modelfile(entry))
     assert (again.adapter, again.draft) == (str(tuned.adapter), str(tuned.path))
     assert tuned.catalog.copy("tuned", "copied").adapter == tuned.adapter
@@ -200,11 +199,11 @@ def test_a_created_model_has_its_adapter_and_draft_model(tuned: SimpleNamespace)
 def test_a_load_config_has_adapter_and_draft_within_the_plan(tuned: SimpleNamespace) -> None:
     plain = tuned.catalog.find(str(tuned.path))
     memory = Memory(1 << 32, 1 << 32, "a test", 0)
-    sizes = [measure(entry, LoadOverrides(), read_settings(), memory) for entry in (tuned.entry, plain)]
+    sizes = [measure(entry, {}, read_settings(), memory) for entry in (tuned.entry, plain)]
     config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted))
     assert (config.options["lora_path"], config.options["draft"]) == (str(tuned.adapter), str(tuned.path))
     assert sizes[0].wanted["RAM"] - sizes[1].wanted["RAM"] == read_adapter(tuned.adapter).n_bytes
-    asked = measure(tuned.entry, LoadOverrides(draft="off"), read_settings(), memory)
+    asked = measure(tuned.entry, {"draft": "off"}, read_settings(), memory)
     assert asked.load_config(asked.plan_within(asked.wanted)).options["draft"] == "off"
 
 

@@ -385,7 +385,7 @@ def decisions(path: Path) -> dict[str, Any]:
 
 
 def of_another_disk(path: Path) -> list[bool]:
-    """Returns four times whether the model's speeds are known.
+    """Checks four times whether the model's speeds are known. Returns the results.
 
     The checks are before and after a measurement, then before and after a measurement on another file system.
     """

@@ -12,6 +12,7 @@ from running import Llama, Logits, TinyModel, hooks_off, random_prompt, share_fo
 from test_identity import MODELS
 
 from moegguf.engine.devices import gpus
+from moegguf.engine.plan import mean_slot_bytes, size_classes, slot_bytes, staging_bytes
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
@@ -135,7 +136,7 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
         with Llama(path, vram_cache=share_for(path, n_slots, device), expert_cache="30%", **options) as llm:
             logits, plan = turns(llm, SOME_PROMPTS), llm.plan
             held_bytes = plan.budget_bytes + plan.staging_bytes
-            assert held_bytes <= share_for(path, n_slots, device), f"{n_slots} slots: {plan}"
+            assert held_bytes <= n_slots * plan.device_slot_bytes, f"{n_slots} slots: {plan}"
             assert llm.stats().evictions > 0, f"{n_slots} slots: {plan}"
             same = np.array_equal(logits, plain[plan.n_ubatch])
             outcomes.append((same, plan.n_ubatch, plan.n_staging, llm.stats().bytes_staged))
@@ -146,7 +147,9 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
 def test_small_budgets_stage_prompts_or_use_single_token_passes(tiny: TinyModel, device: str) -> None:
     path = tiny("tiny-qwen2moe", "q4_k_m")
     layout = read_layout(path)
-    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # a layer's experts, and 2 slots for a guard
+    n_devices, classes = (2 if device == "two" else 1), size_classes(layout)
+    size = slot_bytes(layout) if n_devices == 2 else mean_slot_bytes(layout, classes)
+    tensor = -(-staging_bytes(layout, 1) // size) + 2  # slots for a layer's experts, and 2 for a guard
     cycle = layout.token_cycle_slots
     sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
     outcomes = on(device, small_budgets, path, sizes)

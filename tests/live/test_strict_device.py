@@ -278,9 +278,10 @@ def resizing(llm: Llama) -> Outcome:
 
     def resize() -> None:
         if resizes:
-            vram, ram = (share_for(path, int(n), llm.plan.device) for n in random.integers(n_least, n_most, 2))
-            staged = llm.plan.staging_slots_bytes
-            llm.set_budget(vram_cache=vram + staged, expert_cache=ram)
+            n_staged = llm.plan.staging_slots_bytes // llm.plan.device_slot_bytes
+            n_vram, n_ram = map(int, random.integers(n_least, n_most, 2))
+            budgets = (share_for(path, n, llm.plan.device) for n in (n_vram + n_staged, n_ram))
+            llm.set_budget(**dict(zip(("vram_cache", "expert_cache"), budgets, strict=True)))
 
     found = [short_greedy(llm)]
     for _ in range(3):
@@ -329,7 +330,7 @@ def compare_predicting(path: Path, scenario: Scenario) -> None:
 def test_prediction_in_the_graph_has_the_resident_bits(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, scenario: Scenario
 ) -> None:
-    monkeypatch.setenv("MOEGGUF_SWITCHES", str(switch_bits("abdefg")))
+    monkeypatch.setenv("MOEGGUF_SWITCHES", str(switch_bits("abdefgi")))
     in_new_process(compare_predicting, tiny("tiny-mix", "q4_k_m"), scenario)
 
 

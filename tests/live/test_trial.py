@@ -117,7 +117,7 @@ def test_a_load_with_hooks_off_is_tried_with_the_store(
 @pytest.mark.parametrize(
     ("command", "error", "words"),
     [*((command, AllocationError, "memory") for command in (KILL, MEMORY, BAD_ALLOC)),
-     (BUS, ExpertIOError, r"reading it failed .*SIGBUS.*; check the disk")],
+     (BUS, ExpertIOError, r"reading the file failed .*SIGBUS.*; check the disk")],
 )  # fmt: skip
 def test_trials_without_memory_or_disk_raise_and_store_no_verdict(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], error: type[Exception],

@@ -116,8 +116,8 @@ class ReferenceStore:
     def prefetch(self, expert: Expert, *, reads_fail: bool = False) -> None:
         """Reads an expert that has no slot.
 
-        If scores or the policy's averages determine the victim,
-        evicts it only if its score is lower than this expert's.
+        If scores or the policy's averages determine the victim, the victim is evicted only if its score is lower than
+        this expert's.
         """
         s = -1
         if self.find(expert) < 0:

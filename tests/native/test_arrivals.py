@@ -134,13 +134,14 @@ def test_cancelled_pass_aborts_even_if_cancel_is_reset_after_the_kernel(fake: Fa
 
 def test_late_read_error_of_an_ended_pass_does_not_fail_the_next_pass(fake: FakeModel, late: Late) -> None:
     store, context, product = late
-    arm_fault("slow_read", 2)
+    arm_fault("slow_read", 3)  # the first read is repeated once, so the third operation reads another expert
     arm_fault("read", 1, sticky=True)
     product.acquire()
     while not aborts(context):
         time.sleep(0.001)
     check_failure(context, abi.IO)
-    store.drain(10)  # the second read takes two seconds and then fails
+    assert store.counters()["chunks_reading"] > 0, "this read takes two seconds and then fails"
+    store.drain(10)
     arm_fault("read", 0)
     fake.token(store, context, [3, 4])
     assert context.take_failure() is None

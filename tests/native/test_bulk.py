@@ -134,15 +134,16 @@ def test_slot_sizes_equal_the_sizes_of_an_open_store(tmp_path: Path, open_store:
 def test_slot_sizes_reject_impossible_matrices() -> None:
     call, pad, sizes = library.load().moegguf_slot_sizes, library.load().moegguf_pad, c.byref(abi.Sizes())
     refused: list[tuple[Any, ...]] = [
-        (call, None, 1, 1, sizes), (call, None, -1, 1, sizes), (call, None, 0, -1, sizes), (call, None, 0, 1, None),
+        (call, None, 1, 1, 0, sizes), (call, None, -1, 1, 0, sizes), (call, None, 0, -1, 0, sizes),
+        (call, None, 0, 1, 0, None),
     ]  # fmt: skip
     for kind, type_ in ((-1, 0), (4, 0), (0, -1), (0, 999), (0, 4)):
         matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
-        refused += [(call, matrices, 1, 1, sizes)] + ([] if kind else [(pad, b"CPU", matrices, 1)])
+        refused += [(call, matrices, 1, 1, 0, sizes)] + ([] if kind else [(pad, b"CPU", matrices, 1)])
     for function, *arguments in refused:
         with pytest.raises(OptionError):
             function(*arguments)
-    call(None, 0, 1, sizes)
+    call(None, 0, 1, 0, sizes)
 
 
 def test_native_policies_lists_names_that_a_store_accepts(fake: FakeModel, open_store: Open) -> None:

@@ -141,7 +141,8 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """Copies bytes to a device. Returns the host buffer's type, and three times whether the bytes have arrived.
+    """Copies bytes to a device, and checks three times whether they have arrived. Returns the host buffer's type, and
+    the results of the checks.
 
     The first check is when the call returns. The second is after waiting for an event that was recorded on another
     stream before the copy. The third is after another stream has waited for an event that follows the copy.

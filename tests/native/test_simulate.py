@@ -80,7 +80,7 @@ class Answers:
 
 def test_failing_policy_ends_the_simulation_with_its_name() -> None:
     with pytest.raises(
-        CallbackError, match="correct it and simulate again: the policy answers raised ZeroDivisionError: no"
+        CallbackError, match="in a policy or predictor: the policy answers raised ZeroDivisionError: no"
     ):
         run(Answers(ZeroDivisionError("no")))
     with pytest.raises(

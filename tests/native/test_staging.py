@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, Open, make_model
+from fake_model import PLAIN, Q4_0, FakeModel, Open, Types, make_model
 from test_tiers import check_tiers, held
 
 from moegguf.errors import OptionError
 from moegguf.native import abi
+from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 N_TOKENS = (1, 2, 3, 9, 33)
@@ -118,15 +119,25 @@ def test_staging_rejects_impossible_numbers_of_tensors_and_a_resize(fake: FakeMo
     assert store.staging() == {}
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-def test_staging_has_tensors_of_its_own_on_every_device(tmp_path: Path, simulate: bool) -> None:
-    fake = make_model(tmp_path, n_layer=7)
+@pytest.mark.parametrize(("names", "n_tensors"), [((None, None), 2), (("A", "A"), 2), (("A", "B"), 4)])
+def test_pools_of_one_device_share_staging_tensors(
+    tmp_path: Path, names: tuple[str | None, str | None], n_tensors: int
+) -> None:
+    """Every second layer has larger experts and larger slots. Devices with names are simulated."""
+    small: Types = {"gate": Q4_0, "up": Q4_0, "down": Q4_0}
+    fake = make_model(tmp_path, n_layer=7, types=(small, PLAIN))
     slots = [
-        DeviceSlots(None, n, layers, through_ram=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))
+        DeviceSlots(name, n, layers, through_ram=True, staging=2)
+        for name, n, layers in zip(names, (6, 5), ((0, 2, 4, 6), (1, 3, 5)), strict=True)
     ]
-    store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_ram_slots=12)
+    simulate = names[0] is not None
+    store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_ram_slots=14)
     context = store.context
     try:
+        sizes = [slot_sizes(fake.layout.only(of.layers)).slot_bytes for of in slots]
+        assert [store.device(d)["slot_bytes"] for d in range(2)] == sizes and sizes[0] < sizes[1]
+        assert store.tier()["slot_bytes"] == (6 * sizes[0] + 5 * sizes[1]) // 11
+        assert store.tier(Tier.RAM)["slot_bytes"] == slot_sizes(fake.layout).slot_bytes
         if not simulate:
             check_figures(store, events(fake, store, context, 16))
         for _ in range(2):
@@ -134,7 +145,7 @@ def test_staging_has_tensors_of_its_own_on_every_device(tmp_path: Path, simulate
                 assert np.array_equal(context.acquire(il, IDS), IDS)
                 if simulate:
                     store.advance(1)
-        assert store.staging()["n_slots"] == 2 * 2 * 8
+        assert store.staging()["n_slots"] == n_tensors * 8
         assert store.staging()["bytes_prefetched"] > 0
     finally:
         store.close()

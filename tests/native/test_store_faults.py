@@ -1,4 +1,4 @@
-"""Tests operations of the store that fail, once or permanently (TYPED), and files that change while a store is open.
+"""Tests operations of the store (TYPED) that fail once or permanently, and files that change while a store is open.
 
 In each case, a routing event finds the file's bytes in its slots, or raises a typed error.
 """

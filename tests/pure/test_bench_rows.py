@@ -48,7 +48,7 @@ LLAMA_BENCH_FIELDS = (
     "fit_target,fit_min_ctx,n_prompt,n_gen,n_depth,test_time,avg_ns,stddev_ns,avg_ts,stddev_ts"
 )
 
-SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, expert_cache="50%")
+SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, loading={"expert_cache": "50%"})
 
 
 def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_make_systems_lists_own_budgets_before_llama_cpp_systems(tiny: Any) -> N
         ("moegguf", "moegguf", False), ("moegguf", "moegguf", False),
         ("mmap", "mmap", True), ("resident", "resident", True),
     ]  # fmt: skip
-    assert [entry.spec.expert_cache for entry in group[:2]] == ["30%", "100%"]
+    assert [entry.spec.loading["expert_cache"] for entry in group[:2]] == ["30%", "100%"]
 
 
 def test_run_series_skips_a_system_that_was_killed() -> None:
@@ -203,7 +203,9 @@ def test_markdown_names_synthetic_routing_and_policies_once() -> None:
     synthetic = result(0.5) | {"routing": "random weights"}
     page = as_markdown(make_rows([Outcome(OWN, 0, synthetic), Outcome(MMAP, 0, synthetic)]))
     assert page.count("routing: random weights\n") == 1
-    others = [BenchedSystem(name, replace(SPEC, policy="lru")) for name in ("lru", "no-chunks")]
+    others = [
+        BenchedSystem(name, replace(SPEC, loading=SPEC.loading | {"policy": "lru"})) for name in ("lru", "no-chunks")
+    ]
     page = as_markdown(make_rows([Outcome(entry, 0, result(0.5)) for entry in (OWN, *others)]))
     assert "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n" in page
     assert page.count("policy next-use") == 1

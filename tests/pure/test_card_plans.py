@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from moegguf.engine.cost import HitRates, Speeds
+from moegguf.engine.load import plan_load
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.plan import Plan
+from moegguf.engine.pinning import note_pinning
+from moegguf.engine.plan import Plan, divide_slots, slot_bytes
+from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.engine.run_hits import RunHits, read_run_hits
 from moegguf.engine.solver import make_plan
 from moegguf.engine.speeds import cpu_pool_bytes
@@ -57,7 +60,7 @@ def plan(layout: ExpertLayout, device: Device, cpu_bytes_per_s: float = 45e9, **
 
 @pytest.mark.parametrize(
     ("name", "n_bytes", "share"),
-    [("qwen1.5-moe-a2.7b", 8 * GB, 0.55), ("qwen3-30b-a3b", 8 * GB, 0.28), ("qwen3-30b-a3b", 16 * GB, 0.70)],
+    [("qwen1.5-moe-a2.7b", 8 * GB, 0.63), ("qwen3-30b-a3b", 8 * GB, 0.31), ("qwen3-30b-a3b", 16 * GB, 0.76)],
 )
 def test_plan_of_an_unused_card_has_slots_for_the_expected_share(
     layouts: Layouts, name: str, n_bytes: int, share: float
@@ -68,11 +71,35 @@ def test_plan_of_an_unused_card_has_slots_for_the_expected_share(
     assert found.total_bytes <= n_bytes - 384 * MIB
 
 
+@pytest.mark.parametrize(
+    ("name", "n_bytes", "least"),
+    [("qwen1.5-moe-a2.7b", 8 * GB, 1.09), ("qwen3-30b-a3b", 8 * GB, 1.07), ("qwen3-30b-a3b", 16 * GB, 1.07)],
+)
+def test_slots_of_two_sizes_leave_memory_for_more_slots(
+    layouts: Layouts, monkeypatch: pytest.MonkeyPatch, name: str, n_bytes: int, least: float
+) -> None:
+    layout = layouts(name)
+    found = plan(layout, card(n_bytes), placement="slots")
+    small, large = found.size_classes
+    assert sorted((*small, *large)) == [layer.il for layer in layout.layers]
+    sizes = [slot_bytes(layout.only(of)) for of in (small, large)]
+    n_each = divide_slots(layout, found.size_classes, found.n_slots)
+    assert n_each[0] / n_each[1] == pytest.approx(len(small) / len(large), rel=0.01)
+    taken = sum(n * size for n, size in zip(n_each, sizes, strict=True))
+    assert sizes[0] < sizes[1] and abs(taken - found.budget_bytes) < found.n_slots + sizes[1]
+    monkeypatch.setattr("moegguf.engine.solver.has_size_classes", lambda: False)
+    without = plan(layout, card(n_bytes), placement="slots")
+    assert not without.size_classes and without.budget_bytes == without.n_slots * without.slot_bytes
+    assert found.n_ubatch == without.n_ubatch and found.n_staging == without.n_staging
+    assert found.n_slots >= least * without.n_slots
+    assert found.vram_cache_bytes <= without.vram_cache_bytes + without.slot_bytes
+
+
 def test_plan_counts_embeddings_and_host_bytes_only_in_ram(layouts: Layouts) -> None:
     layout = layouts("qwen3-30b-a3b")
     on_card, on_cpu = plan(layout, card(8 * GB), placement="slots"), plan(layout, card(8 * GB), placement="cpu")
-    assert on_cpu.needs.dense_bytes - on_card.needs.dense_bytes == layout.embedding_bytes > 0
-    assert on_card.host_bytes > layout.embedding_bytes + on_card.n_ram_slots * on_card.slot_bytes
+    assert on_cpu.needs.dense_bytes - on_card.needs.dense_bytes == row_pages_bytes(layout) > 0
+    assert on_card.host_bytes > row_pages_bytes(layout) + on_card.n_ram_slots * on_card.slot_bytes
 
 
 def test_margin_grows_with_memory_used_by_others_and_disables_the_warm_up(layouts: Layouts) -> None:
@@ -112,6 +139,31 @@ def test_saved_hit_rate_counts_for_about_the_same_share_of_slots(
     assert found is not None and found.chosen.kind == "layers" and "and of answers here" in found.reason
     curve = HitRates.of(layout).curve()
     assert curve.at(0.56) == pytest.approx(0.43) and curve.at(0.49) > 0.7 and curve.at(1.0) == 1
+
+
+def test_refused_pinning_makes_later_plans_expect_pageable_copies(
+    layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    layout, there = layouts("qwen3-30b-a3b"), Machine(RAM, devices=(card(8 * GB),))
+    measured = replace(speeds(45e9), pageable=Link(2e9))
+
+    def planned() -> Plan:
+        return plan_load(layout, LoadSpec(n_ctx=2048), there, lambda _: measured)
+
+    pinned = planned()
+    ram_bytes = pinned.n_ram_slots * pinned.slot_bytes
+    note_pinning(layout, ram_bytes + 1, is_refused=True)
+    assert pinned.device == "CUDA0" and planned() == pinned
+    note_pinning(layout, ram_bytes, is_refused=True)
+    pageable = planned()
+    assert pageable.device is None and pageable.placement is not None
+    assert pageable.placement.speeds.copies == measured.pageable
+    assert "copies from pageable memory are expected, at 2.0 GB/s" in pageable.reasons[-1]
+    note_pinning(layout, ram_bytes - 1, is_refused=False)
+    assert planned() == pageable
+    note_pinning(layout, ram_bytes, is_refused=False)
+    assert planned() == pinned
 
 
 @pytest.mark.parametrize("cpu_bytes_per_s", [45e9, 60e9, 80e9])

@@ -75,7 +75,8 @@ def chain(n: int) -> dict[str, Any]:
 
 
 def doubling(word: str, n: int) -> dict[str, Any]:
-    """Returns a schema with a chain of n definitions. Each definition refers to the next one twice, under `word`."""
+    """Returns a schema with a chain of definitions, d0 to dn. Each except the last refers to the next one twice, under
+    `word`."""
     defs: dict[str, Any] = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
     defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
     return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import crashing
 import pytest
@@ -188,6 +189,18 @@ def test_add_blob_removes_leftovers_of_dead_writers_only(catalog: Catalog) -> No
         live.commit()
     assert catalog.blobs.has(digest)
     assert len(files_of(folder)) == 2
+
+
+def test_interrupted_create_keeps_a_set_that_another_name_uses(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"model.gguf": send(catalog, demo_path().read_bytes())}  # type: ignore[union-attr]
+    first = catalog.create("first", Recipe(files=files))
+    with monkeypatch.context() as patch:
+        patch.setattr(own_store, "read_layout", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            catalog.create("second", Recipe(files=files))
+    assert first.path.exists() and catalog.find("first").path == first.path
 
 
 PIRATE = Recipe(from_="demo", system="You are a pirate.", parameters={"temperature": 0.5, "stop": ["x"]})

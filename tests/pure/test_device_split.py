@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.cost import Speeds
-from moegguf.engine.load_spec import LoadSpec, parse_vram_caches
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory, margin_bytes
 from moegguf.engine.memory import kv_bytes
 from moegguf.engine.plan import Plan, slot_bytes
@@ -20,7 +20,7 @@ from moegguf.engine.solver import ON_CPU, device_of_layers, divide_ram_slots, ho
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.store import StoreOptions
-from moegguf.quantities import GIB, Link, format_bytes_up, parse_expert_cache
+from moegguf.quantities import GIB, Link, format_bytes_up
 
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
@@ -42,8 +42,8 @@ def machine(*free_bytes: int, name: str = "GPU") -> Machine:
 def budgets(
     vram: str = "auto", ram: str | int = "50%", n_ctx: int | None = 512, staging: int | None = None, **others: Any
 ) -> LoadSpec:
-    given = {"expert_cache": parse_expert_cache(ram), "vram_cache": parse_vram_caches(vram)}
-    return LoadSpec(n_ctx, **given, store=StoreOptions(staging=staging), **others)
+    given = Budgets.of({"expert_cache": ram, "vram_cache": vram})
+    return LoadSpec(n_ctx, budgets=given, store=StoreOptions(staging=staging), **others)
 
 
 def plan(
@@ -150,7 +150,7 @@ def test_n_gpu_layers_keeps_layers_on_a_gpu_slower_than_the_cpu(layout: ExpertLa
     given = budgets("40%", n_gpu_layers=-1)
     assert make_plan(layout, one, given, slow).on_device
     with pytest.raises(BudgetError, match="n_gpu_layers leaves no layer to the CPU"):
-        make_plan(layout, machine(1 << 20), replace(given, vram_cache=parse_vram_caches("auto")), slow)
+        make_plan(layout, machine(1 << 20), replace(given, budgets=Budgets(given.budgets.ram)), slow)
 
 
 def test_kv_cache_size_depends_on_the_memory_that_holds_the_cache(layout: ExpertLayout) -> None:
@@ -203,7 +203,7 @@ def test_devices_without_room_fall_back_to_the_cpu_unless_requested(layout: Expe
     placed = make_plan(layout, small, how)
     assert (placed.on_device, placed.tensor_split, placed.n_slots) == (False, None, 96)
     assert any("not slots: " in reason for reason in placed.reasons)
-    for asked in (replace(how, placement="slots"), replace(how, vram_cache=parse_vram_caches("25%,1KiB"))):
+    for asked in (replace(how, placement="slots"), replace(how, budgets=Budgets.of({"vram_cache": "25%,1KiB"}))):
         with pytest.raises(BudgetError):
             make_plan(layout, small, asked)
     assert make_plan(layout, machine(8 * GIB, 8 * GIB), how).device == "GPU0, GPU1"

@@ -23,7 +23,7 @@ from moegguf.trace.format import write
 from moegguf.trace.prompts import read_prompts
 from predictors import texts
 from predictors.models.demo import questions
-from predictors.study import evidence, figures, regenerate, render, requests
+from predictors.study import evidence, figures, regenerate, render, requests, subjects
 from predictors.study.arrange import answered, joined
 from predictors.study.claims import CLAIMS, FAILS, HOLDS, UNTESTED, VERDICTS, Claim, half
 from predictors.study.common import Study
@@ -87,8 +87,8 @@ def test_recorded_result_has_its_command_commit_machine_and_trace() -> None:
     names = [path.relative_to(regenerate.RESULTS).with_suffix("") for path in regenerate.RESULTS.glob("*/*.json")]
     live = {f"live-{paper}" for paper in LINKS}
     assert {name.parent.name for name in names} <= set(SUBJECTS)
-    assert {name.name for name in names} <= {*regenerate.STEPS, *live, "laboratory-model"}
-    found = {str(name): figures.read_result(str(name)) for name in names if name.name != "laboratory-model"}
+    assert {name.name for name in names} <= {*regenerate.STEPS, *live, subjects.CARD}
+    found = {str(name): figures.read_result(str(name)) for name in names if name.name != subjects.CARD}
     assert found
     for name, result in found.items():
         assert result and {"command", "commit", "machine", "reporting_trace", "figures"} <= result.keys()

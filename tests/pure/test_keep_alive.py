@@ -16,7 +16,6 @@ from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_
 
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import LeaseRequest, ManagedModel
 from moegguf.serving.model_manager import ModelManager
 
@@ -145,7 +144,7 @@ class Queue:
         self.tickets: list[int] = []
 
     def add(self, client: str) -> None:
-        request = LeaseRequest(cast(Any, None), LoadOverrides(), 0.0, client=client, granted=asyncio.Future(loop=LOOP))
+        request = LeaseRequest(cast(Any, None), {}, 0.0, client=client, granted=asyncio.Future(loop=LOOP))
         self.model.waiting.append(request)
         self.tickets.append(request.ticket)
 

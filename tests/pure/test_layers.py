@@ -157,7 +157,8 @@ def test_package_docstring_states_its_promises_and_limits(package: str) -> None:
 
 
 def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yields the public classes, functions, methods and properties of a module or class. Leaves out setters."""
+    """Yields the public classes, functions, methods and properties of a module or class. Leaves out setters and
+    overloads."""
     for inner in node.body:
         if not isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
             continue

@@ -216,11 +216,15 @@ def test_learn_names_a_file_that_cannot_be_written(
 
 
 def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(trace: Trace, artifacts: Artifacts) -> None:
-    with pytest.raises(OptionError, match="one of them judges what was learned, but there are 3; give more texts"):
+    with pytest.raises(OptionError, match="held out to test what was learned, but there are 3; give more texts"):
         Learning(trace.select(range(3)), artifacts)
     with pytest.raises(OptionError, match="recorded from another model"):
         Learning(replace(trace, header=replace(trace.header, fingerprint="0" * 32)), artifacts)
-    with pytest.raises(OptionError, match="the trace has none; give --max-tokens above 0"):
+    with pytest.raises(
+        OptionError, match=r"does not state from which model .* import it again with --model FILE\.gguf"
+    ):
+        Learning(replace(trace, header=replace(trace.header, fingerprint="")), artifacts)
+    with pytest.raises(OptionError, match="held out for the test have none; record longer answers"):
         Learning(trace.keep(trace.phase_of == 0), artifacts)
     with pytest.raises(OptionError, match="record it with inputs"):
         Learning(replace(trace, inputs=None), artifacts, SMALL).learn("promoe")

@@ -25,7 +25,6 @@ from moegguf.models.sources import file_entry
 from moegguf.native.slot_sizes import padded
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving import memory_budget
-from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import (
     RAM,
     Admission,
@@ -149,9 +148,7 @@ def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) ->
 
     Each has a plan that fits, and the worker receives this plan.
     """
-    found = measure(
-        file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
-    )
+    found = measure(file_entry(path, "path", "m"), {}, Settings(loading={"placement": "cpu"}), memory_of(64 * GIB))
     whole = found.plan_within(found.wanted)
     assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted[RAM]
     least, most = found.minimum[RAM], found.wanted[RAM]
@@ -186,7 +183,7 @@ def path(tmp_path: Path) -> Path:
 
 def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
     settings, memory = Settings(loading=loading), memory_of(16 * GIB)
-    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), settings, memory, lambda: [GPU])
+    return measure(file_entry(path, "path", "m"), {"n_ctx": 512}, settings, memory, lambda: [GPU])
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
@@ -247,14 +244,14 @@ def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> N
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
 
 
-def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_expert_cache(path: Path) -> None:
+def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(path: Path) -> None:
     found = measure_on_gpu(path, n_gpu_layers=4, vram_cache="25%", expert_cache="50%")
     plan = found.plan_within(found.wanted)
     (on_gpu, in_ram), size = plan.memories, plan.slot_bytes
     assert in_ram.n_slots > 0 and in_ram.n_below > 0
     budgets = planned_budgets(plan.facts())
-    assert budgets["expert_cache"] == (in_ram.n_slots + in_ram.n_below) * size == 48 * size
-    assert budgets["vram_cache"] == on_gpu.n_slots * size + plan.staging_slots_bytes
+    assert budgets["RAM"] == (in_ram.n_slots + in_ram.n_below) * size == 48 * size
+    assert budgets["VRAM"] == on_gpu.n_slots * size + plan.staging_slots_bytes
 
 
 def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +293,7 @@ def test_parallel_sequences_share_a_kv_cache_of_kv_tokens(path: Path) -> None:
 
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
         given = Settings(loading={"n_parallel": 8, "placement": "cpu", **settings})
-        size = measure(entry, LoadOverrides(n_ctx=4096), given, memory_of(limit_bytes))
+        size = measure(entry, {"n_ctx": 4096}, given, memory_of(limit_bytes))
         plan = size.plan_within(size.wanted)
         assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
         return plan.kv_tokens, plan.needs.kv_bytes
@@ -317,7 +314,7 @@ def least_on_a_padding_device(path: Path) -> None:
     assert slot > slot_bytes(layout)
     for placement in ("slots", "auto"):
         settings = Settings(loading={"n_ctx": 512, "placement": placement, "vram_cache": "50%"})
-        found = measure(file_entry(path, "path", "a"), LoadOverrides(), settings, memory_of(GIB), lambda: [gpu])
+        found = measure(file_entry(path, "path", "a"), {}, settings, memory_of(GIB), lambda: [gpu])
         least = found.plan_within(found.minimum)
         assert least.device == name and least.slot_bytes == slot and least.device_slots >= layout.n_expert_used
 

@@ -29,7 +29,7 @@ from moegguf.generate.request import Delta, Request
 from moegguf.serving import lease as lease_module
 from moegguf.serving import worker_process
 from moegguf.serving.clients import BACKGROUND, current_client
-from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.events import Done
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -68,7 +68,7 @@ async def test_budget_error_of_a_request_is_an_option_error(
         with pytest.raises(BudgetError, match="1 experts"):
             await manager.load("a")
         with pytest.raises(OptionError, match="1 experts"):
-            await manager.load("a", LoadOverrides(expert_cache="2%"))
+            await manager.load("a", {"expert_cache": "2%"})
 
 
 async def test_lease_grants_as_many_requests_as_the_worker_runs_in_parallel(catalog: FakeCatalog) -> None:
@@ -263,7 +263,7 @@ async def test_crashed_load_fails_its_waiters_and_the_next_request_loads_again(
 async def test_failed_load_is_tried_once_for_each_set_of_options(catalog: FakeCatalog) -> None:
     catalog.add("d", fail="ModelFormatError")
     async with manager_of(catalog) as manager:
-        asked = [generate(manager, "d", "say x", LoadOverrides(n_ctx=n)) for n in (1024, 1024, 512)]
+        asked = [generate(manager, "d", "say x", {"n_ctx": n}) for n in (1024, 1024, 512)]
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(result) for result in results] == [ModelFormatError] * 3 and manager.loaded() == []
         assert [load["n_ctx"] for load in catalog.loads("d")] == [1024, 512]
@@ -305,7 +305,10 @@ async def test_model_is_reloaded_only_for_options_that_the_worker_lacks(
     catalog: FakeCatalog, asked: list[dict[str, Any]], process: list[int]
 ) -> None:
     async with manager_of(catalog) as manager:
-        pids = [(await manager.load("a", LoadOverrides(**options))).pid for options in asked]
+        pids = [
+            (await manager.load("a", {name: value for name, value in options.items() if value is not None})).pid
+            for options in asked
+        ]
     assert [pids.index(pid) for pid in pids] == process
 
 
@@ -316,7 +319,7 @@ async def test_cancelled_waiter_is_skipped_and_a_reload_waits_for_earlier_reques
     async with manager_of(catalog) as manager:
         tasks = [await begun(manager, "a", go)]
         for word, n_ctx in (("two", None), ("cancelled", None), ("other", 8192), ("four", None)):
-            tasks.append(asyncio.create_task(generate(manager, "a", f"say {word}", LoadOverrides(n_ctx=n_ctx))))
+            tasks.append(asyncio.create_task(generate(manager, "a", f"say {word}", {"n_ctx": n_ctx} if n_ctx else {})))
             await until(lambda: waiting(manager) == len(tasks) - 1)
         cancelled = tasks.pop(2)
         cancelled.cancel()

@@ -7,6 +7,7 @@ that names the rule. Requests, Modelfiles and files of measurements cannot name 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,9 @@ def test_simulation_without_a_link_has_no_late_prefetch_and_counts_accuracy(file
 
 
 def test_save_rejects_hit_rates_of_an_unknown_model(tmp_path: Path) -> None:
-    analysis = TraceAnalysis(random_trace(), Artifacts(None, "", tmp_path))
+    trace = random_trace()
+    trace = replace(trace, header=replace(trace.header, fingerprint=""))
+    analysis = TraceAnalysis(trace, Artifacts(None, "", tmp_path))
     rows = analysis.simulate(["lru"], ["none"], [0.25])
     with pytest.raises(OptionError, match="import it again with --model"):
         analysis.save(rows, rows)

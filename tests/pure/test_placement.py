@@ -8,7 +8,7 @@ from gguf_builder import moe
 
 from moegguf.controller.hit_rates import HitCurve, published_curve
 from moegguf.engine.cost import ModelBytes, Placement, Speeds, cpu_s, layers_s, slots_s
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
 from moegguf.engine.memory import Sizes
 from moegguf.engine.plan import Plan, slot_bytes
@@ -18,7 +18,7 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import abi
 from moegguf.native.store import StoreOptions
-from moegguf.quantities import GIB, Link, parse_expert_cache
+from moegguf.quantities import GIB, Link
 
 QWEN3_30B = ModelBytes(48, 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
 MIXTRAL = ModelBytes(32, 6_830_000_000, 1_000_000_000)
@@ -83,7 +83,7 @@ AMPLE = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
 def planned(
-    layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **budgets: Any
+    layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **options: Any
 ) -> Plan:
     """Plans for a device with room for a share of the experts and everything else.
 
@@ -92,7 +92,7 @@ def planned(
     needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
     device = Device("GPU0", 0, free, 64 * GIB)
-    how = LoadSpec(512, n_ubatch=64, store=StoreOptions(staging=0), **budgets)
+    how = LoadSpec(512, n_ubatch=64, store=StoreOptions(staging=0), **options)
     return make_plan(layout, Machine(memory, devices=(device,)), how, speeds, HitCurve({0.5: 0.9}, "put in"))
 
 
@@ -129,20 +129,20 @@ def test_plan_of_a_resident_model_compares_only_the_cpu(layout: ExpertLayout) ->
 
 
 def test_plan_uses_a_small_device_for_the_parts_that_fit(layout: ExpertLayout) -> None:
-    found = planned(layout, 0.5, vram_cache=(parse_expert_cache(slot_bytes(layout)),))
+    found = planned(layout, 0.5, budgets=Budgets.of({"vram_cache": slot_bytes(layout)}))
     assert set(by_kind(found)) == {"layers", "cpu"}
     assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
     assert found.layers_on == "GPU0"  # weights other than experts are computed faster on the GPU
     assert any("not slots: " in reason for reason in found.reasons)
     small = replace(RTX_3070, cpu_bytes_per_s=1e6)
-    assert not planned(layout, None, small, vram_cache=(parse_expert_cache("auto"),)).device
+    assert not planned(layout, None, small, budgets=Budgets()).device
     with pytest.raises(BudgetError, match="limited by the device GPU0"):
         planned(layout, None, placement="slots")
 
 
 def test_less_ram_makes_every_placement_slower(layout: ExpertLayout) -> None:
     enough = by_kind(planned(layout, 0.3))
-    for kind, short in by_kind(planned(layout, 0.3, expert_cache=parse_expert_cache("20%"))).items():
+    for kind, short in by_kind(planned(layout, 0.3, budgets=Budgets.of({"expert_cache": "20%"}))).items():
         assert short.tokens_per_s < 0.8 * enough[kind].tokens_per_s, kind
 
 
@@ -155,9 +155,9 @@ def test_plan_layers_fills_whole_layers_from_the_last_by_their_own_bytes(layout:
         (layout, 2 * own_bytes, (6, 7)), (layout, 2 * own_bytes - 1, (7,)),
         (uneven, 2 * own_bytes, (7,)), (uneven, 2 * own_bytes - 1, ()), (uneven, 100 * own_bytes, tuple(range(1, 8))),
     ):  # fmt: skip
-        device, much = Device("GPU0", 0, 32 * GIB, 64 * GIB), parse_expert_cache(2 * of.expert_bytes)
-        budgets = {"expert_cache": much, "vram_cache": (parse_expert_cache(n_bytes),)}
-        how = LoadSpec(512, n_ubatch=64, placement="layers", **budgets)
+        device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
+        budgets = Budgets.of({"expert_cache": 2 * of.expert_bytes, "vram_cache": n_bytes})
+        how = LoadSpec(512, n_ubatch=64, placement="layers", budgets=budgets)
         found = plan_layers(Task.of(of, Machine(AMPLE, devices=(device,)), how))
         assert (found.whole_layers, found.n_slots) == (whole, sum(x.n_expert for x in of.layers if x.il not in whole))
 
@@ -172,13 +172,17 @@ def test_published_curve_interpolates_and_falls_back_to_the_middle_curve() -> No
 
 
 def test_best_of_takes_the_best_value_of_each_figure() -> None:
-    first = abi.Speeds(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9, copy_bytes_per_ns=1, copy_ns=10)
-    second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
+    first = abi.Speeds(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9)
+    second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8)
+    for kind in ("copy", "pageable"):
+        for turn, bytes_per_ns, ns in ((first, 1, 10), (second, 2, 70)):
+            setattr(turn, f"{kind}_bytes_per_ns", bytes_per_ns)
+            setattr(turn, f"{kind}_ns", ns)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
     # Both copy figures come from the measurement with the shortest time to copy `n_bytes`.
-    assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)
-    assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
+    assert (few.copy_bytes_per_ns, few.copy_ns) == (few.pageable_bytes_per_ns, few.pageable_ns) == (1, 10)
+    assert (many.copy_bytes_per_ns, many.copy_ns) == (many.pageable_bytes_per_ns, many.pageable_ns) == (2, 70)
 
 
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])

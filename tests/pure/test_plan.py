@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
 from moegguf.engine.cost import HitRates, ModelBytes, Speeds, prompt_tokens_per_s, request_cost, touched_bytes
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
 from moegguf.engine.memory import Sizes, choose_context, kv_bytes, logits_tokens, pass_bytes
 from moegguf.engine.plan import Plan, slot_bytes
@@ -43,7 +43,9 @@ def plan(
     layout: ExpertLayout, budget: str | int | ExpertCache, memory: Memory = PLENTY, streams: bool = True, **sizes: Any
 ) -> Plan:
     store = StoreOptions(overlap=streams)
-    spec = LoadSpec(**{"n_ctx": 4096, "n_batch": 4096, **sizes}, expert_cache=parse_expert_cache(budget), store=store)
+    spec = LoadSpec(
+        **{"n_ctx": 4096, "n_batch": 4096, **sizes}, budgets=Budgets(parse_expert_cache(budget)), store=store
+    )
     return make_plan(layout, Machine(memory), spec)
 
 
@@ -196,7 +198,7 @@ def test_kv_bytes_equals_sizes_computed_by_hand(tmp_path: Path) -> None:
     assert kv_bytes(plain, 256, type_k=8, type_v=8) == 256 * 2 * (34 * 2 + 34 * 2)
     uneven = moe(n_layer=2, skip_kv=("attention.head_count_kv",))
     uneven.add_array("qwen2moe.attention.head_count_kv", U32, [2, 1]).add("qwen2moe.attention.key_length", U32, 32)
-    # the V rows of all layers are as wide as the widest one
+    # The V rows of all layers are as wide as the widest one.
     assert kv_bytes(read_layout(uneven.write(tmp_path / "m.gguf")), 256) == 256 * 2 * (32 * 2 + 32 * 1 + 2 * 16 * 2)
     latent = moe("deepseek2", n_layer=2, skip_kv=("attention.head_count_kv",))
     lengths = {"key_length": 40, "key_length_mla": 24, "value_length_mla": 16, "kv_lora_rank": 32, "head_count_kv": 1}

@@ -29,7 +29,7 @@ TEXT = "\n".join(PAGES.values())
 LABORATORY = (ROOT / "predictors/README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))
 ALL_TEXT = "\n".join((TEXT, *(page.read_text(encoding="utf-8") for page in LABORATORY)))
 # Programs that import torch when they start. Their help is not tested.
-TRAINING = ("recipes.make_lab_model", "recipes.train_demo")
+TRAINING = ("recipes.make_lab_model", "recipes.train_deep_model", "recipes.train_demo")
 GROUPS = ("trace", "contexts")  # commands that have subcommands
 
 

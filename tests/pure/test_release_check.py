@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,18 @@ def test_check_tag_requires_the_version_of_the_files_and_a_dated_section(places:
     changelog = places / "CHANGELOG.md"
     changelog.write_text(changelog.read_text().replace("## Unreleased", "## 0.9.0 (2027-01-31)", 1))
     assert version.check_tag("refs/tags/v0.9.0", places) == "0.9.0"
+
+
+def test_write_urls_writes_the_section_once_and_rejects_other_addresses(places: Path) -> None:
+    before = tomllib.loads((places / "pyproject.toml").read_text())["project"]
+    for owner in ("first", "second"):
+        version.write_urls(f"https://host.example/{owner}/moegguf", places)
+    project = tomllib.loads((places / "pyproject.toml").read_text())["project"]
+    assert project.pop("urls")["Issues"] == "https://host.example/second/moegguf/issues"
+    assert project == before
+    for address in ("host.example/owner/name", "https://host.example/owner", 'https://host.example/owner/"name'):
+        with pytest.raises(ValueError, match="https://host/owner/name"):
+            version.write_urls(address, places)
 
 
 def test_check_wheel_accepts_a_complete_wheel_and_a_plugin(tmp_path: Path) -> None:

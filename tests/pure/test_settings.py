@@ -33,7 +33,8 @@ HOSTS = [
 
 BAD_HOSTS = [
     "ftp://x", "a:99999", "a:-1", "a:port", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1", "user:secret@host",
-    "http://user:secret@host", "https://user:s@/secret @host:1", "http://me:se cret@host",
+    "http://user:secret@host", "host?a=b", "http://host/#part",
+    "https://user:s@/secret @host:1", "http://me:se cret@host",
 ]  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def test_default_settings_match_ollama_and_placement_rejects_other_words() -> No
         read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
     )
     assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {"placement": "slots"}
-    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, slots-mapped, cpu"):
+    wanted = "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, slots-mapped, cpu"
+    with pytest.raises(OptionError, match=wanted):
         read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})
 
 

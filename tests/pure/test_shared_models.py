@@ -13,7 +13,6 @@ from scripted_manager import FakeCatalog, begun, generate, manager_of, until
 
 from moegguf.engine.stats import Stats
 from moegguf.server.metrics import Totals
-from moegguf.serving.events import LoadOverrides
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -70,18 +69,18 @@ async def test_names_of_one_file_share_a_process_unless_their_options_differ(
 
 async def test_reload_keeps_earlier_options_of_the_name(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
-        await generate(manager, "b", "say x", LoadOverrides(n_ctx=1024))
-        await generate(manager, "b", "say x", LoadOverrides(n_batch=64))
+        await generate(manager, "b", "say x", {"n_ctx": 1024})
+        await generate(manager, "b", "say x", {"n_batch": 64})
         await until(lambda: len(manager.loaded()) == 1)
         assert names(manager) == ["b"] and manager.loaded()[0].n_ctx == 1024
         await generate(manager, "b", "say x")
-        await generate(manager, "b", "say x", LoadOverrides(n_ctx=2048))
+        await generate(manager, "b", "say x", {"n_ctx": 2048})
         assert manager.loaded()[0].n_ctx == 2048
     assert len(catalog.loads("a")) == 3
 
 
 async def test_simultaneous_requests_share_one_load_with_combined_options(catalog: FakeCatalog) -> None:
-    asked = [LoadOverrides(n_threads=1, n_ctx=8192), LoadOverrides(), LoadOverrides(n_batch=64), LoadOverrides()]
+    asked = [{"n_threads": 1, "n_ctx": 8192}, {}, {"n_batch": 64}, {}]
     async with manager_of(catalog) as manager:
         pair = [generate(manager, "a", "say x", overrides) for overrides in asked[:2]]
         assert await asyncio.gather(*pair) == ["x", "x"]

@@ -4,6 +4,7 @@ table.
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ def test_short_plan_fits_the_total_time_and_has_unique_part_names(setting: Any, 
             assert part.limit_s <= step.share_s + 40 and "/" not in part.name
             assert all(least <= most for least, most in part.predicted.values())
             assert (part.case is not None) == (part.kind in ("measure", "batches"))
+
+
+def test_short_plan_compares_new_remedies_in_pairs_that_differ_in_one_switch(tmp_path: Path) -> None:
+    parts = {part.name: part for part in next(s for s in steps(CARD, tmp_path, 16) if s.name == "Q5").parts}
+    for name, other, letter in (
+        ("prediction from inputs", "prediction in the graph", "g"),
+        ("slots of one size", "slots of two sizes", "i"),
+        ("slots of two sizes", "one arena", "k"),
+    ):
+        without, with_it = parts[name], parts[other]
+        assert switch_bits(with_it.switches) - switch_bits(without.switches) == switch_bits(letter)
+        assert replace(with_it, name=name, switches=without.switches, predicted=without.predicted) == without
 
 
 def test_short_plan_names_only_tests_that_exist(tmp_path: Path) -> None:

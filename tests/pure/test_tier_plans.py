@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.load import plan_here
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
 from moegguf.engine.plan import Plan, slot_bytes, staging_bytes
 from moegguf.engine.solver import host_bytes, make_plan
@@ -35,9 +35,11 @@ def plan(
     gpu: Device | None = None, vram_bytes: int = 32 * GIB, **sizes: Any,
 ) -> Plan:  # fmt: skip
     machine = Machine(memory, devices=(gpu or Device("GPU0", 0, vram_bytes, 64 * GIB),))
-    budgets = {"expert_cache": parse_expert_cache(ram), "vram_cache": (parse_expert_cache(vram),)}
+    budgets = Budgets.of({"expert_cache": ram, "vram_cache": vram})
     store = StoreOptions(staging=staging)
-    return make_plan(layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, **budgets, placement="slots", store=store))
+    return make_plan(
+        layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, budgets=budgets, placement="slots", store=store)
+    )
 
 
 budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a plain number: slots
@@ -132,4 +134,4 @@ def test_vram_budget_without_a_gpu_is_refused(layout: ExpertLayout) -> None:
         plan_here(layout, LoadSpec.of({"vram_cache": "auto"}))
     assert plan_here(layout, LoadSpec.of({"vram_cache": ""})).device is None
     with pytest.raises(BudgetError, match=r"^vram_cache is 'much'"):
-        parse_expert_cache("much", "vram_cache")
+        parse_expert_cache("much", "VRAM")

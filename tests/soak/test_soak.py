@@ -6,7 +6,7 @@ The test checks that
 
 - every answer is equal to the answer that a single client receives;
 - no more answers are lost than the killed workers can have been generating;
-- clients receive no error other than "busy";
+- apart from the errors of lost answers, clients receive no error other than "busy";
 - memory stays within the budget;
 - no process or temporary file is left over.
 """

@@ -26,7 +26,7 @@ class Backend:
     """The description of one build with a GPU backend."""
 
     name: str
-    flags: tuple[str, ...]  # flags of cmake
+    flags: tuple[str, ...]  # flags for cmake
     environment: Mapping[str, str] = field(default_factory=dict)  # set for every process that uses the build
     target: str = "moegguf_all"
 
@@ -34,7 +34,7 @@ class Backend:
 def cuda(architecture: str) -> Backend:
     """Returns the CUDA build for an architecture ("90" is compute capability 9.0) or for several ("80;90").
 
-    Compiling for one architecture takes tens of minutes of CPU time. Propagates errors from `nvcc`.
+    Compiling for one architecture takes tens of minutes of CPU time. Propagates errors from `nvcc` and `cuda_version`.
     """
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     wheel = next(_cublas_wheels(), None)
@@ -55,8 +55,8 @@ def cuda(architecture: str) -> Backend:
 def to_carry(backend: Backend) -> Backend:
     """Returns `backend` as a small build for the CPUs of today's servers, not for this machine's CPU.
 
-    These are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's flash attention kernels, which the
-    measurements do not use.
+    These are Xeon CPUs since Sapphire Rapids and EPYC CPUs since Genoa. The build lacks CUDA's flash attention kernels,
+    which the measurements do not use.
     """
     extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
     flags = ["-DGGML_NATIVE=OFF", "-DGGML_CUDA_FA=OFF", *(f"-DGGML_{name}=ON" for name in extensions)]

@@ -1,5 +1,5 @@
 // micro.cu: measures single launches, copies, hand-offs and products on a card. Every line on stdout is one figure, as
-// JSON: {"item": ..., "unit": ..., "value": ...}. Exit status 3: there is no card.
+// JSON: {"item": ..., "unit": ..., "value": ...}. Exit status 3: there is no card, or ggml has no device DEVICE.
 //
 //   micro copies                                  bandwidth from pinned memory
 //   micro latency                                 the parts of the time for which a layer waits for experts
@@ -51,7 +51,7 @@ double now_us() {
 
 // Returns the median time of up to n runs in microseconds. After at least 3 runs, no run begins once a second is over.
 double median_us(int n, const std::function<void()> & run) {
-    for (int i = 0; i < 3; i++) { run(); } // memory is allocated, kernels are loaded, graphs are captured
+    for (int i = 0; i < 3; i++) { run(); } // the first runs allocate memory and load kernels
     std::vector<double> times;
     for (const double begin = now_us(); (int)times.size() < n && (times.size() < 3 || now_us() - begin < 1e6);) {
         const double start = now_us();
@@ -104,7 +104,7 @@ void copies() {
     }
 }
 
-// Kernels with one thread each, as the smallest nodes of a graph.
+// Kernels with one thread each, like the smallest nodes of a graph.
 
 __global__ void add_one(float * x) { *x += 1; }
 
@@ -277,7 +277,7 @@ struct Experts {
 
     size_t bytes() const { return ggml_row_size(type, ne0) * ne1; }
 
-    // Returns random weights of four experts. Callers repeat these weights for all n experts.
+    // Returns random weights of four experts, with which callers fill slots.
     std::vector<uint8_t> weights() const {
         constexpr int n_different = 4;
         std::mt19937 random(0);

@@ -138,7 +138,7 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 
 
 def pack(folder: Path) -> int:
-    """Creates the trial's folder and returns its size in bytes.
+    """Creates the trial's folder, or replaces the folder of an earlier call. Returns its size in bytes.
 
     Raises ValueError if `folder` contains other files or becomes too large.
     """
@@ -150,7 +150,8 @@ def pack(folder: Path) -> int:
 
 
 def pack_short_run(folder: Path, library: Path) -> int:
-    """Creates the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
+    """Creates the short run's folder with the built libraries in `library`, or replaces the folder of an earlier call.
+    Returns the folder's size in bytes.
 
     Raises ValueError if `folder` contains other files or becomes too large.
     """

@@ -1,4 +1,4 @@
-"""Builds a wheel that contains only one of ggml's GPU backends, for "moegguf[cuda]".
+"""Builds a wheel that contains only one of ggml's GPU backends, for an extra such as "moegguf[cuda]".
 
 python -m tools.gpu.plugin cuda13                     # for every card since Turing; takes hours of CPU time
 python -m tools.gpu.plugin cuda13 --architectures 90-real --flag=-DGGML_CUDA_FA=OFF
@@ -112,7 +112,7 @@ def make_wheel(plugin: Plugin) -> None:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the program with the command line's options. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=("cuda12", "cuda13", "vulkan"))
     parser.add_argument("--architectures", default=ARCHITECTURES, help="as CMAKE_CUDA_ARCHITECTURES")

@@ -1,4 +1,4 @@
-"""The measurements of a trial: models, memory limits and systems. `small` is a rehearsal that runs on any machine."""
+"""The measurements of a trial: models, memory limits and systems. `small` returns a rehearsal with tiny models."""
 
 from __future__ import annotations
 

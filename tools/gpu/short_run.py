@@ -71,7 +71,8 @@ def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
 def to_repeat(plan: Sequence[Step], outcomes: Mapping[str, Outcome]) -> set[str]:
     """Returns the names of calls that a second run repeats.
 
-    These are calls that have not succeeded, unless memory was too small, and all calls of a part whose turns differ.
+    These are calls that have not succeeded, unless memory was too small, and all calls of a part whose turns differ in
+    speed.
     """
     found = set[str]()
     for step in plan:
@@ -248,7 +249,8 @@ def run(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs every call without an outcome, as long as its step has time left. Stops early if the device is missing."""
+    """Runs every call without an outcome, as long as its step has time left. Stops early if the part "the machine"
+    fails or the device is missing."""
     begin = clock()
     for step, end_s in ends(plan, total_s):
         say(f"{clock() - begin:5.0f} s  {step.name}: {step.question}")
@@ -285,7 +287,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns 0 even if parts failed: results.txt shows the failures."""
+    """Runs the steps that the command line chooses. Returns 0 even if parts failed: results.txt shows the failures."""
     args = arguments(given)
     setting = SETTINGS[args.backend]
     out = args.out.resolve()

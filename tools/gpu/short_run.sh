@@ -28,4 +28,4 @@ else
     python=${PYTHON:-$root/.venv/bin/python}
 fi
 cd "$root"
-exec timeout -k 5 575 "$python" -m tools.gpu.short_run --out "$OUT" --work "$WORK" "$@"
+exec timeout -k 5 590 "$python" -m tools.gpu.short_run --out "$OUT" --work "$WORK" "$@"

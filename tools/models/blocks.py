@@ -28,8 +28,8 @@ POOL_BYTES = 16 << 20
 FOUR = np.uint8(4)
 LOW_NIBBLE = np.uint8(15)
 
-# Standard deviation of router logits. With 1, the experts' weights would be nearly equal. With 2, the largest of 60
-# weights is about 0.25.
+# Standard deviation of router logits. With 1, the largest of 60 experts' weights would be about 0.1.
+# With 2, it is about 0.3.
 ROUTER_STD = 2.0
 # Standard deviation of the logarithm of a router row's length: experts with longer rows are chosen more often.
 ROUTER_SKEW = 0.15

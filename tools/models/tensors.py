@@ -31,11 +31,11 @@ ROW_FALLBACK = {
     QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
 }  # fmt: skip
 
-# {role of a matrix: gain}; other roles have a gain of 1. Weights have a standard deviation of gain / sqrt(columns). The
-# tokens of one text share much of attention's output, so the gain of `attn_output` sets how similar their routing is.
-# With 0.7, tokens are routed almost independently. With 1.4, most tokens use the same few experts. With 0.9, LRU has a
-# hit rate of 75 % with slots for 37 % of the experts. The gain of `output` sets how peaked the distribution of the next
-# token is.
+# {role of a matrix: gain}; other roles have a gain of 1. Weights have a standard deviation of gain / sqrt(columns),
+# except token embeddings, which have 1. The tokens of one text share much of attention's output, so the gain of
+# `attn_output` sets how similar their routing is. With 0.7, tokens are routed almost independently. With 1.4, most
+# tokens use the same few experts. With 0.9, LRU has a hit rate of 75 % with slots for 37 % of the experts. The gain of
+# `output` sets how peaked the distribution of the next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
@@ -53,8 +53,8 @@ STAY_F32_PARTS = (".ffn_gate_inp.", "conv1d", "shortconv.conv.", "indexer.q_proj
 class Tensor:
     """One tensor of a model. `shape` is in numpy's order, for example (experts, rows, columns).
 
-    `std` is the standard deviation of quantised weights, 0 in F32 and I32 tensors. The first `n_zero_rows` rows of each
-    matrix are zero.
+    `std` is the standard deviation of the weights; F32 and I32 tensors do not use it and have 0. The first
+    `n_zero_rows` rows of each matrix are zero.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Builds a byte-level BPE vocabulary of any size from 259 up that encodes and decodes all UTF-8, without a corpus.
 
 The order of tokens is: 256 bytes, pieces and words that merges produce, filler words, and three special tokens of
-ChatML. No merge produces a filler word, so a model can generate it but the tokenizer never returns it.
+ChatML. No merge produces a filler word, so a model can generate a filler word, but the tokenizer never returns one.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tools.models.tensors import Tensor, tensors
 from tools.models.vocabulary import CHAT_TEMPLATE, build_vocabulary
 
 ALIGNMENT = 32
-# Disk space that is reserved for vocabulary, merges and tensor infos: 151,936 tokens take about 4 MB.
+# Free disk space that is required for vocabulary, merges and tensor infos: 151,936 tokens take about 4 MB.
 METADATA_BYTES = 16 << 20
 
 FILE_TYPES = {

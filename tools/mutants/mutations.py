@@ -92,8 +92,8 @@ def _pick(header: Header, random: Random) -> int:
 
 
 def change_value(header: Header, random: Random) -> Header:
-    """Replaces one key's value with a value of the same type. An array's items are changed, added, removed or
-    shuffled."""
+    """Replaces one key's value with a value of the same type. An array's items are changed, added, removed, shuffled or
+    replaced with items of another type."""
     index = _pick(header, random)
     pair = header.pairs[index]
     if isinstance(pair.value, list):

@@ -24,25 +24,26 @@ from moegguf.native.store import NativePolicy, native_policies
 LRU = NativePolicy("lru")
 """Least recently used: the store's default."""
 LOCALITY = NativePolicy("locality", takes_forecast=True)
-"""ExpertFlow's policy: evicts the experts predicted for this pass last, and first the experts that were prefetched, but
-that their layer's router did not choose."""
+"""ExpertFlow's policy: first evicts experts that were prefetched but then not chosen by their layer's router, and last
+evicts experts that are predicted for this pass."""
 
 
 @runtime_checkable
 class Policy(Protocol):
     """The interface of a policy in Python, which scores experts.
 
-    Whatever the scores are, the store never evicts pinned experts. It leaves each layer a minimum number of slots as
-    long as another layer has an expert that can be evicted. Among equal scores it evicts the least recently used
+    Whatever the scores are, the store never evicts pinned experts. A layer with no more than its share of slots loses
+    one only if no layer above its share has an expert that can be evicted. Among equal scores, the store evicts an
+    expert of the layer that is needed last if it sweeps (`StoreOptions.sweep`), and otherwise the least recently used
     expert.
     """
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. A result of None keeps
-        the previous scores.
+        the previous scores, which a pass of only prompt tokens clears.
 
-        Called after each routing event. NaN and infinite scores are treated as 0. Scores are not used while a prompt is
-        processed.
+        Called after each routing event. NaN and infinite scores are treated as 0. Scores are not used in passes of only
+        prompt tokens.
         """
 
 
@@ -55,7 +56,7 @@ class Lfu:
     name: ClassVar[str] = "lfu"
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Returns the history's counts of uses (n_layer, n_expert), which grow at every routing event."""
+        """Returns the history's counts of uses (n_layer, n_expert)."""
         return history.uses
 
 

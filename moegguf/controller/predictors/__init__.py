@@ -68,8 +68,8 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
     """Returns a new predictor, for a predictor's name or "FILE.py:CLASS".
 
     Returns `NoPrediction`, after a warning, if all trained files for the predictor are damaged or belong to other
-    models. Raises OptionError for an unknown name, for a predictor without a trained file, and for a class that cannot
-    be used.
+    models. Raises OptionError for an unknown name, for a predictor that must be trained but has no file, and for a
+    class that cannot be used. The predictor `skip` also raises the errors of `Artifacts.routers`.
     """
     check_predictor(name)
     if not names_file(name):
@@ -91,9 +91,9 @@ def check_predictor(name: str) -> None:
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """Returns the name of the predictor to prefetch with: `mlp` if there is a file mlp.safetensors for the model, and
-    `skip` otherwise. Also returns `skip` if the facts in that file show that `skip` was right more often than `mlp` in
-    the test after the training run."""
+    """Returns the name of the predictor to prefetch with: `mlp` if there is a file mlp.safetensors, and `skip`
+    otherwise. Does not check that the file belongs to this model. Also returns `skip` if the facts in that file show
+    that `skip` was right more often than `mlp` in the test after the training run."""
     path = next(artifacts.find("mlp.safetensors"), None)
     if path is None:
         return SKIP

@@ -1,5 +1,5 @@
 """Base classes for predictors. In a pass with several sequences, the store's forecast for an expert is the probability
-that at least one sequence uses the expert: 1 - prod(1 - p)."""
+that at least one sequence uses the expert: 1 - prod(1 - p). Here, p is the probability for one sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Predictor(ABC):
 
     One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
     before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
-    calls any number of times. No method is called while there is nothing to predict, for example while all experts have
+    calls any number of times. No method is called while predictions have no use, for example while all experts have
     slots. A predictor must not change the arrays of an event.
     """
 
@@ -76,7 +76,7 @@ class StorePredictor(Predictor):
         needs_inputs: bool = False,
     ) -> None:
         super().__init__(shape, reach)
-        self.name, self.needs_inputs = name, needs_inputs  # type: ignore[misc]  # ClassVars of others
+        self.name, self.needs_inputs = name, needs_inputs  # type: ignore[misc]  # ClassVars in other classes
         # Arrays for the store; the predictor's file in moegguf/native/predictors documents them
         self.arrays = arrays or {}
 

@@ -33,7 +33,8 @@ def previous_token(shape: MoeShape) -> StorePredictor:
     """Creates the predictor that uses temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token
     used in a layer get probability 1, and all others 0.
 
-    It can predict every layer that has been observed at least once, even in an earlier request.
+    It can predict every layer that it has observed at least once. If one request runs at a time, layers that were
+    observed in an earlier request count, too.
     """
     return StorePredictor("previous-token", shape, len(shape.layers))
 

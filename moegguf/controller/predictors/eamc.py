@@ -14,15 +14,16 @@ MOST_MATCHES = 64  # maximum number of matching entries that the store can add u
 
 
 class EamcPredictor(StorePredictor):
-    """Predicts from the entries of the EAM collection that most resemble the layers of this pass seen so far. An entry
-    is the rEAM of a past request. Every later layer can be predicted.
+    """Predicts from the entries of the EAM collection that most resemble the routing of this pass so far. An entry is
+    the rEAM of a past request: for each expert, the number of tokens that used it. Every later layer can be predicted.
 
     The predictor needs no training. A request's rEAM is added to the collection when the request ends, or when
-    `learned` is called. The store finds the `n_matches` nearest rEAMs and adds them up without weights, as in the
-    paper, so rEAMs with more tokens have more weight. The paper also multiplies by a layer proximity 1 - (i - l) / L.
-    Here this factor only changes the order of prefetches, if `PrefetchOptions.by_proximity` is True.
+    `learned` is called. The store finds the `n_matches` nearest rEAMs and adds up their counts, as in the paper, so
+    rEAMs with more tokens have more weight. The paper also multiplies by the layer proximity 1 - (i - l) / L, where l
+    is the current layer, i is the predicted one, and L is the number of layers. Here this factor only changes the order
+    of prefetches, if `PrefetchOptions.by_proximity` is True.
 
-    The collection `eamc` may already have entries. Only this object may change the collection from then on.
+    The collection `eamc` may already have entries. Once this predictor exists, nothing else may change the collection.
     """
 
     def __init__(self, shape: MoeShape, eamc: Eamc | None = None, n_matches: int = N_MATCHES) -> None:
@@ -35,7 +36,7 @@ class EamcPredictor(StorePredictor):
         return NativePredictor(self.name, self.eamc.arrays() | {"n_matches": integers(self.n_matches)})
 
     def learn(self, history: History) -> None:
-        """Adds requests to the collection: the rEAMs of the requests that ended with the history's last event."""
+        """Adds the rEAMs of the requests that ended with the history's last event to the collection."""
         for ream in history.finished:
             self.eamc.add(ream)
 

@@ -1,4 +1,5 @@
-"""Creates matrix-based predictors: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
+"""Creates predictors that multiply by matrices: the model's routers (skip), ProMoE's networks, DuoServe-MoE's
+ExpertMLP.
 
 The store computes them with weights in signed bytes (`native/predictor.py`).
 """
@@ -15,7 +16,7 @@ from moegguf.gguf.routers import Routers
 from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 SKIP, MLP = "skip", "mlp"
-# The paper's sizes of ExpertMLP's hidden layers, the default of a training run; a file may have six other sizes
+# The paper's sizes of ExpertMLP's hidden layers, the default of a training run; a file may have six different sizes
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
 
 Pair = tuple[int, int]  # (layer whose input is used, layer that is predicted)

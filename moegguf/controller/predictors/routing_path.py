@@ -39,9 +39,9 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     - window (window, n_embd) and chunk (chunk, n_embd), the positions.
     - encoder.I and decoder.I with .self and .cross (decoder only). Each has .norm (n_embd,), .q, .k, .v (n_embd,
       n_head, n_embd_head) and .out (n_head, n_embd_head, n_embd).
-    - encoder.I.feed and decoder.I.feed with .norm, .up (n_embd, n_ff) and .down.
+    - encoder.I.feed and decoder.I.feed with .norm (n_embd,), .up (n_embd, n_ff) and .down (n_ff, n_embd).
     - memory_norm and output_norm, the gains after the last blocks.
-    - heads.weight (n_embd, n_moe_layer, n_expert) and heads.bias.
+    - heads.weight (n_embd, n_moe_layer, n_expert) and heads.bias (n_moe_layer, n_expert).
     """
     n_embd = _length(weights, "embedding", 1)
     n_window, n_chunk = _length(weights, "window", 0), _length(weights, "chunk", 0)

@@ -68,7 +68,7 @@ struct drafts {
     // Creates an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
     // that followed the most recent earlier occurrence of these tokens, if at least `key` tokens followed it.
     // Otherwise, for example if a few tokens repeat over and over, the draft comes from an older occurrence that is
-    // followed by more tokens.
+    // followed by more tokens, if there is one. A sequence of no more than key + n_max tokens gets no draft.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
@@ -103,7 +103,7 @@ struct drafts {
             params.n_max = request->n_max[number];
             params.pos0 = sequence.tokens.size() - 1;
             params.id_last = sequence.tokens.back();
-            sequence.tokens.pop_back(); // because `prompt` has all tokens but the last one
+            sequence.tokens.pop_back(); // `prompt` has all tokens but the last one
             params.prompt = &sequence.tokens;
             params.result = &sequence.draft;
         }
@@ -170,10 +170,11 @@ struct drafts {
         return fits;
     }
 
-    // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes, from each
-    // sequence of the pass, the positions at and after its first token in the pass. They are left over from drafts. If
-    // positions before the pass are missing, as in a restored or copied context, removes the whole sequence, and the
-    // heads start over at this pass.
+    // Evaluates the target's pass with the heads. Does nothing if there are no heads. First removes, from each sequence
+    // of the pass, the positions at and after its first token in the pass. They are left over from drafts, or from
+    // tokens that the target has removed. If positions before the pass are missing, as in a restored or copied context,
+    // removes the whole sequence, and the heads start over at this pass. If the heads cannot evaluate the pass, removes
+    // all sequences.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -1,5 +1,5 @@
-// drafts.h: guesses the next tokens of sequences ("drafts") with llama.cpp's own speculative decoding (in its `common`
-// library).
+// drafts.h: guesses the next tokens of sequences with llama.cpp's own speculative decoding (in its `common` library).
+// Such a guess is called a draft.
 //
 // This is a separate library, because it needs libllama, and libllama needs libmoegguf. A draft repeats earlier tokens
 // of the sequence (n-grams), or comes from a draft context. A draft context evaluates a smaller model, or the target

@@ -1,9 +1,10 @@
 // attention.cpp: computes FLASH_ATTN_EXT. The work is divided among threads by tiles of rows, and also by parts of the
 // keys if there are few tiles. A row is the query of one token and one head. Rows that read the same keys share a tile:
 // the heads of a group, and successive tokens. Keys are added in the order of their positions, in blocks and parts that
-// end at fixed positions. So the bits of a row's result depend neither on other rows and cells nor on the number of
-// threads. Without lists of cells (cell_lists.h), the cells' numbers are used instead of their positions. This file
-// writes only the operation's result, its work memory, and candidates of TOP_K. It does not know about the store.
+// end at fixed positions. So the bits of a row's result do not depend on other rows, on cells that the row does not
+// see, or on the number of threads. Without lists of cells (cell_lists.h), the cells' numbers are used instead of their
+// positions. This file writes only the operation's result, its work memory, and candidates of TOP_K. It does not know
+// about the store.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
 #include "kernels.h"

@@ -12,7 +12,7 @@ template <class Isa>
 struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
-    static constexpr int few_halves = 128; // number of half floats of each key that are copied and multiplied at once
+    static constexpr int few_halves = 128; // largest number of half floats of each key that are copied at once
     // Maximum number of vectors of rows (in score) or of rows (in mix) that registers hold at once: 4 with AVX-512,
     // else 2.
     static constexpr int most_vectors = Isa::n_cols / 4;

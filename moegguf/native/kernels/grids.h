@@ -43,7 +43,7 @@ inline __m256i signs_of_28(__m256i x) {
 
 // ---- scales ----
 
-// Returns 16 scales, one for each 16 values. The lowest byte of each lane is the scale of 32 values, so each scale is
+// Returns 16 scales, one for every 16 values. The lowest byte of each lane is the scale of 32 values, so each scale is
 // written twice.
 inline __m128i twice(__m256i lanes) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
@@ -106,7 +106,7 @@ struct PlainIq4Xs : Superblock<Signed, 32> {
     }
 };
 
-// The indices, signs and scales of a block. They are computed before its codes. Some types have only some of these
+// The indices, signs and scales of a block. They are computed before its codes. Some types use only some of these
 // fields.
 struct Found {
     alignas(32) uint16_t index[64];

@@ -18,7 +18,8 @@ struct Avx2 {
     static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
     // true: for many rows, interleaved weights are unpacked into panels, because tiles have few rows
     static constexpr bool unpacks_interleaved = true;
-    static constexpr bool signed_codes = true; // 8-bit codes are signed: unsigned sums would overflow in maddubs
+    // 8-bit codes are signed: with unsigned codes, sums would overflow in maddubs
+    static constexpr bool signed_codes = true;
     using I = __m256i;
     using F = __m256;
 
@@ -129,14 +130,14 @@ struct Avx2 {
         return sum;
     }
 
-    // Returns, for each 8 values, their sum times -offset. `pairs` has 16 sums of two successive values. Each result is
-    // split into two 16-bit numbers: one for pairs 0 and 2, and one for pairs 1 and 3.
+    // Returns the sum of each group of 8 values, times -offset. `pairs` has 16 sums of two successive values. Each
+    // result is split into two 16-bit numbers: one for pairs 0 and 2, and one for pairs 1 and 3.
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
     }
-    // Returns, for each 16 values, their sum times -offset. `pairs` has 16 sums of two successive values. Each result
-    // is split into two 16-bit numbers: one for even pairs and one for odd pairs.
+    // Returns the sum of each group of 16 values, times -offset. `pairs` has 16 sums of two successive values. Each
+    // result is split into two 16-bit numbers: one for even pairs and one for odd pairs.
     static __m256i minus_16(__m256i pairs, int offset) {
         const __m256i eights = minus_8(pairs, offset);
         return _mm256_add_epi16(eights, _mm256_shuffle_epi32(eights, 0x4e));

@@ -9,7 +9,7 @@ namespace {
 
 struct Columns16 {
     static constexpr int n_cols = 16, n_groups = 2, max_rows = 16;
-    // false: interleaved weights are unpacked for each tile of 16 rows
+    // false: interleaved weights are unpacked for each tile of up to 16 rows
     static constexpr bool unpacks_interleaved = false;
     using I = __m512i;
     using F = __m512;
@@ -32,8 +32,8 @@ struct Columns16 {
     static I look_up(I nibbles, const int8_t * table) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), nibbles);
     }
-    // Moves one or two bits of each byte, starting at bit `shift`, to bits 4 and 5. `bits` is 1 for one bit, and 3 for
-    // two bits.
+    // Moves one or two bits of each byte, starting at bit `shift`, so that they start at bit 4. `bits` is 1 for one
+    // bit, and 3 for two bits.
     template <int shift>
     static I high_bits(I x, int bits) {
         const I moved = shift <= 4 ? _mm512_slli_epi16(x, 4 - shift) : _mm512_srli_epi16(x, shift - 4);
@@ -227,8 +227,8 @@ struct Vnni : Width {
         return sum;
     }
 
-    // Returns, for each 8 values, their sum times -offset, as a 32-bit number. `pairs` has 16 sums of two successive
-    // values.
+    // Returns the sum of each group of 8 values, times -offset, as a 32-bit number. `pairs` has 16 sums of two
+    // successive values.
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));

@@ -45,7 +45,7 @@ struct Kernel {
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
-    const Panels * panels; // used for many rows; nullptr: weights are never unpacked
+    const Panels * panels; // used for many rows; nullptr: weights are never unpacked into panels
 };
 
 // The method for multiplying many rows: a group of columns is unpacked once into a panel, which is then multiplied by
@@ -98,7 +98,7 @@ enum class CacheType { f32, f16 };
 // lane, and scores are [key][n_lanes]. With few rows (score_few, soften_few), each key has a lane, and scores are
 // [row][most_keys]. `queries` is [n][n_lanes] in both.
 struct AttentionKernels {
-    int lanes; // lanes of a vector; n_lanes is a multiple of this number
+    int lanes; // number of lanes of a vector; n_lanes is a multiple of this number
 
     SeenKeys (*see)(const uint16_t * mask); // mask [32]: half floats
     void (*q8_0_to_float)(const char * values, int64_t n, float * out);

@@ -92,7 +92,7 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
     return GGML_PAD(size.n_cols * size.column_bytes, 64);
 }
 
-// Weight columns that are multiplied by all rows before the next columns are.
+// Weight columns that are multiplied by all rows before the next columns are multiplied.
 struct Columns {
     const Kernel * kernel;
     const char * weights;
@@ -291,7 +291,7 @@ struct Work {
     char * rows;      // quantised activations
     char * tiles;     // [n_threads] memory for a tile
     char * panels;    // [n_threads] memory for a panel
-    int64_t * n_rows; // [n_expert] number of rows that each expert multiplies
+    int64_t * n_rows; // [n_expert] number of rows that are multiplied by each expert
     int64_t * taken;  // [n_expert][n_threads] Shares::taken of each expert
     int64_t * end;    // [n_expert] index just past the expert's last entry in `choices`
     Choice * choices; // the choices of all tokens, ordered by expert

@@ -12,8 +12,8 @@ struct ggml_compute_params;
 extern "C" {
 #endif
 
-// Computes this thread's share of MUL_MAT or MUL_MAT_ID with weights in a file's layout, or of MUL_MAT with float
-// weights. Returns false if upstream's kernels have to compute the operation.
+// Computes this thread's share of MUL_MAT or MUL_MAT_ID with quantised weights in a file's layout, or of MUL_MAT with
+// float weights. Returns false if upstream's kernels have to compute the operation.
 bool moegguf_multiply(const struct ggml_compute_params * params, struct ggml_tensor * op);
 
 // Returns the size in bytes of the work memory that moegguf_multiply needs; 0: none.

@@ -1,6 +1,6 @@
-// panels.h: panels, which hold unpacked weights of Isa::n_cols columns, block by block. Weights that are multiplied by
-// many activation rows are unpacked once, into a panel. plain.h unpacks weights in a file's layout, and this file
-// unpacks interleaved weights.
+// panels.h: panels, which hold unpacked weights in groups of Isa::n_cols columns, block by block. Weights that are
+// multiplied by many activation rows are unpacked once, into a panel. plain.h unpacks weights in a file's layout, and
+// this file unpacks interleaved weights.
 #pragma once
 
 #include "kernels.h"
@@ -12,7 +12,7 @@
 namespace moegguf::kernels {
 namespace {
 
-// A panel of weights with a scale for each 32 values. A block has 8 vectors of codes, one of scales, and one of minima
+// A panel of weights with a scale for every 32 values. A block has 8 vectors of codes, one of scales, and one of minima
 // if the type has them.
 template <class Isa, class T>
 struct ScaledPanel {

@@ -6,9 +6,9 @@
 //
 // To add a type, write only its unpacking:
 // 1. Write a struct in plain_types.h. There are two kinds:
-//    - a floating-point scale for each 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
+//    - a floating-point scale for every 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
 //      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
-//    - blocks of 256 values with 8-bit integer scales for each 16 values: derive from `Superblock`, as PlainQ2K and
+//    - blocks of 256 values with 8-bit integer scales for every 16 values: derive from `Superblock`, as PlainQ2K and
 //      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
 //    If codes come from tables, derive from `Grid` in grids.h: `prepare` finds the indices into the tables.
 // 2. Choose its kind of codes: `Unsigned<zero, fit>` (the fastest) if codes are from 0 to 63 and the code `zero` stands

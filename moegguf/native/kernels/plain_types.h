@@ -19,7 +19,7 @@ struct RowSum {
     float sum, d; // sum: sum of the values, times d
 };
 
-// An activation block: 256 values with a scale, for weights with integer scales for each 16 or 32 values.
+// An activation block: 256 values with a scale, for weights with an integer scale for every 16 or 32 values.
 struct RowPlain {
     int8_t qs[256];
     int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
@@ -79,7 +79,7 @@ struct Unsigned {
 
 // ---- 32 values with a scale ----
 
-// The base of types with a scale for each 32 values. A block begins with its scale: a half float, unless the type has
+// The base of types with a scale for every 32 values. A block begins with its scale: a half float, unless the type has
 // its own scales(). If `adds_min`, another half float follows, which is added to every value.
 template <class Codes>
 struct Scaled : Codes {
@@ -198,7 +198,7 @@ struct SuperblockWithMins : Superblock<Codes> {
     static constexpr bool has_mins = true;
 };
 
-// An unpacked block of one column. Scales and minima are signed bytes, one for each 16 values.
+// An unpacked block of one column. Scales and minima are signed bytes, one for every 16 values.
 struct Unpacked {
     __m256i codes[8];
     __m128i scales, mins;
@@ -255,7 +255,7 @@ struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     }
 };
 
-// Q4_K and Q5_K: 12 bytes hold a 6-bit scale and a 6-bit minimum for each 32 values. In a part of 64 values, the low
+// Q4_K and Q5_K: 12 bytes hold a 6-bit scale and a 6-bit minimum for every 32 values. In a part of 64 values, the low
 // nibbles are the first 32 values.
 template <bool has_fifth_bit>
 struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {

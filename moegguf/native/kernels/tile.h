@@ -141,7 +141,7 @@ struct Tile {
 
     static constexpr int32_t no_minus = 0;
 
-    // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with a scale for each 32
+    // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with a scale for every 32
     // values.
     template <int n_rows>
     static MOEGGUF_INLINE void add_32(const Groups & block, const Row * rows, F * sums, F *) {

@@ -24,21 +24,21 @@ struct Row32 {
 // An activation block: 256 values (int8) with a scale, and the sums that weights with minima need.
 struct RowMins {
     int8_t qs[256];
-    int16_t sums[8]; // sum of each 32 values
+    int16_t sums[8]; // sum of each group of 32 values
     float d;
 };
 
 // An activation block: 256 values with a scale, for weights with integer scales whose codes have an offset.
 struct RowOffset {
     int8_t qs[256];
-    int32_t minus[32]; // sum of each 8 values, times -T::offset, in the form of Isa::minus_8
+    int32_t minus[32]; // sum of each group of 8 values, times -T::offset, in the form of Isa::minus_8
     float d;
 };
 
 namespace {
 
 const int8_t iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // values plus 12
+const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // doubled values, plus 12
 
 // The addresses of a part of a block, one for each group of 8 columns. `offset`: offset of the part in the block, in
 // bytes.
@@ -53,8 +53,8 @@ struct Parts {
 
 // ---- 32 values with a scale ----
 
-// 4-bit weights with a scale for each 32 values. A block has a scale for each column, then two lines of nibbles: values
-// 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
+// 4-bit weights with a scale for every 32 values. A block has a scale for each column, then two lines of nibbles:
+// values 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
 template <int scale_bytes>
 struct NibblesX8 {
     static constexpr int n_values = 32, n_interleaved = 8, bytes = 8 * scale_bytes + 128;
@@ -187,8 +187,8 @@ struct Scales6 {
     }
 };
 
-// Q4_K and Q5_K: 4 parts of 64 values, with a scale and a minimum for each 32 values. The low nibbles of a part are its
-// first 32 values.
+// Q4_K and Q5_K: 4 parts of 64 values, with a scale and a minimum for every 32 values. The low nibbles of a part are
+// its first 32 values.
 template <bool has_fifth_bit>
 struct Q45KX8 {
     static constexpr int n_values = 256, n_interleaved = 8, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;

@@ -1,5 +1,6 @@
 // policy.h: the interface of an eviction policy, and parts that several policies use. A policy has a score for every
-// expert, which routing events and forecasts may change. Arithmetic only: no threads, no locks.
+// expert, which routing events and forecasts may change. Policies contain only arithmetic, and use neither threads nor
+// locks.
 //
 // To add a policy, write a class in this folder, and add a `const PolicyType` for it to the table in policies.cpp. If
 // the class is in its own file, declare the PolicyType below. Python finds the policy by its name in this table.
@@ -32,8 +33,9 @@ struct Worth {
     float chance = INFINITY;
 };
 
-// An eviction policy. The expert with the lowest score is evicted first. Among equal scores, the least recently used
-// expert is evicted first (in a sweep, experts of the layer that is needed last come before recency).
+// An eviction policy. The expert with the lowest score is evicted first. If scores are equal, recency decides: the
+// least recently used expert is evicted first. In a sweep, the layer is compared before recency: experts of the layer
+// that is needed last are evicted first.
 //
 // The current score of an expert is score(il, expert) + layer_offset(il, step). All experts of a layer have the same
 // offset, so the offset does not change their order, and an eviction compares only one expert of each layer.
@@ -66,9 +68,10 @@ class EvictionPolicy {
     virtual bool takes_as_predicted() const { return false; }
 
     // The following functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing
-    // event that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event
-    // needs, on_load is called right before on_use. The functions may change only this expert's score. When a policy is
-    // set, its on_load is called for every expert that already has a slot.
+    // event that pinned the expert, or the end of a stream that leaves the expert in a slot. In RAM, a use is a copy of
+    // the expert to a device. For a missing expert that an event needs, on_load is called right before on_use. The
+    // functions may change only this expert's score. When a policy is set, its on_load is called for every expert that
+    // already has a slot.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}

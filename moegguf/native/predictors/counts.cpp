@@ -7,8 +7,9 @@
 namespace moegguf {
 namespace {
 
-// Predicts for each layer the experts that the sequence's last token used there: probability 1 for these experts, and 0
-// for all others. After a pass of many tokens, only the last token matters. Needs no training.
+// Predicts for each layer the experts that the last observed token used there, even if this token belonged to an
+// earlier sequence. These experts get probability 1, and all others 0. After a pass of many tokens, only the last token
+// matters. Needs no training.
 class PreviousToken final : public Predictor {
   public:
     PreviousToken(const Layout & layout, const Arrays &)

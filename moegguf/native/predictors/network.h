@@ -1,7 +1,7 @@
 // network.h: a small interpreter of neural networks. A network is a list of steps that each change one vector: dense
 // layers, T5's norm, attention and sums. The networks of ProMoE, DuoServe-MoE and ExpertFlow are such lists.
 //
-// Arithmetic only: no threads, no locks, and no allocation after the first runs.
+// A network contains only arithmetic. It uses neither threads nor locks, and allocates no memory after the first runs.
 #pragma once
 
 #include <algorithm>

@@ -44,7 +44,7 @@ enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3,
 
 // Skip prediction: applies a later layer's router to an earlier router's input. It computes the scores by which
 // llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert whose
-// score is 1/k of the sum of all scores gets the probability 0.5. If the graph has multiplied with the routers already,
+// score is 1/k of the sum of all scores gets the probability 0.5. If the graph has already multiplied by the routers,
 // its products are used (router_scores.h).
 class Skip final : public InputPredictor {
   public:

@@ -1,5 +1,6 @@
 // predictor.h: the interface of a predictor. A predictor estimates how probable the experts of later layers are, from
-// the pass's tokens and from the layers that have been observed so far. Arithmetic only: no threads, no locks.
+// the pass's tokens and from the layers that have been observed so far. Predictors contain only arithmetic, and use
+// neither threads nor locks.
 //
 // To add a predictor, write a class in this folder, with a `const PredictorType NAME_predictor`. Declare this constant
 // below and list it in predictors.cpp.
@@ -26,7 +27,8 @@ struct Observation {
     const float * input = nullptr;
     int n_embd = 0;
     // Scores of the routers of the next n_scored layers with experts, [n_scored][n_expert of the layer], for the
-    // router's input at this layer. They lack the routers' biases. NULL: like `input`.
+    // router's input at this layer. They lack the routers' biases. NULL: the sequence has several tokens in this pass,
+    // or no scores are available.
     const float * scores = nullptr;
     int n_scored = 0;
 };
@@ -113,9 +115,9 @@ struct PredictorType {
 };
 
 extern const PredictorType previous_token_predictor, token_table_predictor, affinity_predictor,
-    eamc_predictor;                                                             // counts.cpp
-extern const PredictorType skip_predictor, mlp_predictor, expert_mlp_predictor; // networks.cpp
-extern const PredictorType routing_path_predictor;                              // routing_path.cpp
+    eamc_predictor;                                                             // defined in counts.cpp
+extern const PredictorType skip_predictor, mlp_predictor, expert_mlp_predictor; // defined in networks.cpp
+extern const PredictorType routing_path_predictor;                              // defined in routing_path.cpp
 
 // Returns the predictor type with this name. Throws Error(INVALID) if there is none.
 const PredictorType & predictor_type(const char * name);

@@ -35,8 +35,8 @@ ORIGINS = (
 )
 OPEN_PATHS = ("/", "/health")  # paths that need no key: the page, Ollama's greeting and the health check
 OPEN_PREFIX = "/page/"
-# Matches names of headers that proxies, load balancers, CDNs and tunnels add to a request. Such a name contains a fact
-# about the client, such as its address, or the name of a product.
+# Matches names of headers that proxies, load balancers, CDNs and tunnels add to a request. Most of these names refer to
+# the original client or request, or to a product.
 FORWARDED = re.compile(
     rb"forward|proxy|(?:client|connecting|originating|real|remote|source|src|user)-?(?:addr|ip)"
     rb"|^via$|-via$|^x-amz(?:-cf|n-trace)-id$|^x-(?:rewrite-url|scheme)$"
@@ -51,8 +51,8 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 class AccessControl:
     """ASGI middleware that refuses requests that may not use this server.
 
-    With `loopback`, the server accepts connections only from this machine, and every request needs a Host header that
-    `is_own_host` accepts.
+    With `loopback`, the server accepts connections only from this machine, and every request is refused unless
+    `is_own_host` accepts its Host header.
 
     If there are `api_keys` or `trusted` networks, a request must have a key or come directly from a trusted network.
     OPEN_PATHS, files of the page and OPTIONS requests are exempt. This machine is trusted if there are trusted
@@ -180,7 +180,8 @@ def is_own_host(header: str) -> bool:
 
 
 def _strip_port(header: str) -> str | None:
-    """Returns the host in `host`, `host:port` or `[v6]:port`, in lower case. Returns None for any other string."""
+    """Returns the host in `host`, `[v6]`, `host:port` or `[v6]:port`. Returns None for any other string, and for a
+    string with capital letters."""
     match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[a-z0-9._-]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 

@@ -3,7 +3,8 @@ they arrive, and are never collected in memory.
 
 The Content-Type header of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
 large numbers are checked before a JSON body is parsed; pydantic's parser limits the nesting. If a key is repeated, the
-last value is used. A lone surrogate, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
+last value is used. A lone surrogate, which JavaScript leaves when it cuts a string inside a character, becomes U+FFFD,
+as in Go.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a n
 HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of a lone surrogate
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
-# Keys of an ASGI scope: the `Bodies` object, and the bytes of this request that the object counts.
+# Keys of an ASGI scope: the `Bodies` object, and the number of bytes that this object counts for the request.
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 
@@ -181,7 +182,8 @@ def too_large(limit: int) -> BodyRefusedError:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parses JSON text. A lone surrogate becomes U+FFFD. Raises ValueError."""
+    """Parses JSON text. A lone surrogate becomes U+FFFD, and a number that is too large for a float becomes infinity.
+    Raises ValueError for invalid JSON, which includes the words NaN and Infinity."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -195,7 +197,8 @@ def parse_json(raw: bytes) -> Any:
 
 
 def parse_value(raw: bytes) -> Any:
-    """Parses JSON text that is not empty, within the limits of values and numbers. Raises HttpError 400."""
+    """Parses JSON text. Raises HttpError 400 if the text is empty or invalid, has more than limits.JSON_VALUES values,
+    or has a number that is too large."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
     n_quotes = raw.count(b'"') - raw.count(b'\\"')  # two for each string, one for an unclosed string
@@ -211,7 +214,8 @@ def parse_value(raw: bytes) -> Any:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Parses JSON text, which must be an object. Raises HttpError 400."""
+    """Parses JSON text, which must be an object. Raises HttpError 400 as `parse_value` does, and for any other
+    value."""
     value = parse_value(raw)
     if not isinstance(value, dict):
         kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
@@ -238,7 +242,7 @@ class _FormFile(UploadFile):
         self._sink(data)
 
     async def seek(self, offset: int) -> None:
-        """Does nothing: the parser rewinds the file, but nobody reads it again."""
+        """Does nothing: the parser rewinds the file, but the file is not read again."""
 
 
 class _FormParser(MultiPartParser):

@@ -162,7 +162,8 @@ class RequestBody(Loading):
         return True
 
     async def look_up(self, state: State) -> None:
-        """Reads stored data to which the body refers, such as an earlier response. Raises MoeggufError."""
+        """Reads stored data to which the body refers, such as an earlier response. Raises MoeggufError. The base class
+        reads nothing."""
 
     @abstractmethod
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
@@ -185,7 +186,8 @@ Kind = TypeVar("Kind", bound=RequestBody)
 
 
 def conversation(path: str, kind: type[RequestBody]) -> Route:
-    """Returns an endpoint for POST requests at `path`, whose bodies a model answers."""
+    """Returns a route for POST requests at `path`. `kind` is the class of their bodies, and a model answers each
+    body."""
 
     async def respond(request: HttpRequest) -> Response:
         body = await read_body(request, kind, kind.limit)
@@ -195,7 +197,8 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
 
 
 def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]) -> Route:
-    """Returns an endpoint that replies with a fact about a conversation's prompt, without generating an answer.
+    """Returns a route for POST requests at `path`. The reply is a fact about a conversation's prompt; no answer is
+    generated.
 
     `what` is "count" for the number of tokens, or "render" for the text that the chat template produces. `reply`
     converts this value to the JSON of the response. The endpoint loads the model if needed, but does not wait for
@@ -217,9 +220,9 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 
 
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
-    """Returns the entry of the body's model and the body's requests. The requests get the client's key, the scale of
-    the LoRA adapter and the server's thinking budget. Raises MoeggufError, for example if the model cannot do what a
-    request needs."""
+    """Returns the entry of the body's model and the body's requests. Each request gets the hash of the client's API
+    key, the scale of the LoRA adapter and, if it has none, the server's thinking budget. Raises MoeggufError, for
+    example if the model lacks a capability that a request needs."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()

@@ -1,7 +1,8 @@
 """Maps exceptions to HTTP errors: status, headers and JSON in the format of the API that was called.
 
-At /v1/messages the JSON is Anthropic's `{"type": "error", "error": {"type", "message"}}`. Elsewhere below /v1 it is
-OpenAI's `{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS and below SLOT_PREFIX it is llama-server's
+At /v1/messages, and at MODELS_PATH for clients of Anthropic's API, the JSON is Anthropic's
+`{"type": "error", "error": {"type", "message"}}`. Elsewhere below /v1 it is OpenAI's
+`{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS and below SLOT_PREFIX it is llama-server's
 `{"error": {"code", "message", "type"}}`. Everywhere else it is Ollama's `{"error": "text"}`.
 """
 
@@ -75,8 +76,8 @@ class BodyRefusedError(HttpError):
 
 
 def lists_for_anthropic(request: HttpRequest) -> bool:
-    """Returns True if the request lists models for a client of Anthropic's API. OpenAI's API has a list of models at
-    the same path."""
+    """Returns True if a client of Anthropic's API requests a list of models or one model. OpenAI's API has the same
+    paths for models."""
     path = request.url.path
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 

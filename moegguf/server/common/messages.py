@@ -98,7 +98,7 @@ def read_parts(content: Any) -> Any:
 
 def _arguments(given: Any) -> Any:
     """Parses the arguments of a tool call if they are JSON text, as OpenAI's clients send them. An empty string and
-    JSON's null mean no arguments. Raises ValueError."""
+    JSON's null mean no arguments. Raises ValueError for text that is not JSON."""
     if not isinstance(given, str):
         return given
     try:
@@ -178,8 +178,8 @@ def messages_of(given: Sequence[ChatMessage], earlier: Sequence[Message] = ()) -
 
 
 def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
-    """Returns the model entry's system message and other messages, then the `given` ones. The system message is left
-    out if `given` begins with a system message."""
+    """Returns the model entry's system message and other messages, followed by the `given` messages. The entry's system
+    message is left out if `given` begins with a system message."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]
     if entry.system and not (given and given[0]["role"] == "system"):

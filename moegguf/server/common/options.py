@@ -26,7 +26,7 @@ from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole, explain, integral
 from moegguf.server.common.errors import HttpError
-from moegguf.serving.events import LoadedModel, LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadOverrides, load_overrides
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Loading(Body):
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
         if options.num_thread:  # more threads than processors would busy-wait, and slow the whole machine down
             given["num_thread"] = min(options.num_thread, count_cpus())
-        return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
+        return load_overrides({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
         """Returns how long the idle model stays loaded, in seconds. inf means forever, and None means the server's
@@ -255,7 +255,7 @@ def _token_of(given: Any) -> int:
 
 def _text_of(given: Any) -> Text:
     """Reads a string, a list of token ids and strings, or llama-server's object with one of these under the key
-    `prompt_string`. Raises ValueError."""
+    `prompt_string`. Raises ValueError for anything else."""
     if isinstance(given, dict) and "prompt_string" in given:
         if given.get("multimodal_data"):
             raise ValueError("multimodal_data is not supported here; send images to /v1/chat/completions")
@@ -268,8 +268,8 @@ def _text_of(given: Any) -> Text:
 
 
 def _texts_of(given: Any) -> list[Text]:
-    """Reads one text or a list of texts, in each form that `_text_of` accepts, up to limits.INPUTS texts. Raises
-    ValueError."""
+    """Reads one text or a list of at most limits.INPUTS texts. Each text has a form that `_text_of` accepts. Raises
+    ValueError for anything else."""
     is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
     texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:

@@ -1,8 +1,8 @@
 """Ollama's endpoints about models: they list, show, copy, delete, download and create models.
 
-When the client of /api/pull disconnects, the download stops. The part of a file that has been received (up to 50 GB) is
-kept, and the next download of the file resumes from there. The endpoint /api/create creates a new name for another
-name's model or for uploaded files (/api/blobs). Pushing a model is not supported.
+When the client of /api/pull disconnects, the download stops. The received part of a file of up to 50 GB is kept, and
+the next download of the file resumes from there. The endpoint /api/create creates a new name for another name's model
+or for uploaded files (/api/blobs). Pushing a model is not supported.
 """
 
 from __future__ import annotations
@@ -114,8 +114,11 @@ def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, pro
     except HttpError:  # the name was removed while the model was loaded
         entry = None
     known = details_or_none(entry) if entry else None
-    all_bytes = model.stats.n_experts * int(model.plan.get("slot_bytes", 0))
-    most_bytes = max(model.expert_cache_bytes, model.vram_cache_bytes - int(model.plan.get("staging_bytes", 0)))
+    slot_bytes, staging_bytes = (int(model.plan.get(name, 0)) for name in ("slot_bytes", "staging_bytes"))
+    all_in_ram = model.stats.n_experts * slot_bytes
+    all_on_gpus = model.stats.n_experts * int(model.plan.get("device_slot_bytes", slot_bytes))
+    in_ram, on_gpus = model.cache_bytes["RAM"], model.cache_bytes["VRAM"] - staging_bytes
+    share = max(in_ram / all_in_ram, on_gpus / all_on_gpus) if all_in_ram else 1.0
     return {
         "name": loaded.name,
         "model": loaded.name,
@@ -127,7 +130,7 @@ def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, pro
         "context_length": model.n_ctx,
         "moe": {
             **moe_object(model.stats),
-            "expert_share": min(1.0, round(most_bytes / all_bytes, 6)) if all_bytes else 1.0,
+            "expert_share": min(1.0, round(share, 6)),
             "prompt_tokens": dict(prompt_tokens),
             "last_answer": {"eval_count": model.last_answer_tokens, "eval_duration": to_ns(model.last_answer_s)},
             "pid": model.pid,

@@ -476,7 +476,8 @@ class _ChatReply(ChoicesReply):
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def _chunks(self, delta: Delta) -> list[Json]:
-        """Returns one chunk each for thinking, text and tool calls, in this order. The first chunk has the logprobs."""
+        """Returns one chunk each for the delta's thinking, text and tool calls, in this order; a missing part has no
+        chunk. The first chunk has the logprobs, and is empty if the delta has nothing else."""
         found = self._parts(delta) or ([{}] if delta.logprobs else [])
         chunks = [self._chunk({"delta": part}) for part in found]
         if chunks and delta.logprobs:

@@ -7,7 +7,7 @@ clients send them together with their own functions.
 
 An answer is a list of items: thinking, text and tool calls. A stream has events for each item's beginning, growth and
 end; without a stream only the last object is sent. Thinking is never shortened: if the request has `reasoning.summary`,
-its whole text is sent in the fields and events of a summary, otherwise as `reasoning_text`. `timings` and `moe` are
+the whole thinking is sent in the fields and events of a summary, otherwise as `reasoning_text`. `timings` and `moe` are
 additions, as in chats.
 """
 

@@ -55,9 +55,9 @@ export async function* lines(response) {
   }
 }
 
-/** The stream of snapshots of one model. It connects again after each end of a connection, but after status 401 only
- *  when another key is kept. It pauses while the page is hidden. `onLine(line)` is called for each object, and `onLost(error)` when a connection
- *  fails. */
+/** The stream of snapshots of one model. When a connection ends, the stream connects again. After status 401 it waits
+ *  until the user has entered a key or the page is shown again. It stops while the page is hidden. `onLine(line)` is
+ *  called for each object, and `onLost(error)` when a connection fails. */
 export class Live {
   constructor({ onLine, onLost }) {
     Object.assign(this, { onLine, onLost });

@@ -4,7 +4,7 @@
 import { json } from "./api.js";
 import { at, count, size } from "./dom.js";
 
-const SETTLE_MS = 2000; // minimum milliseconds for which the message about a refused change stays
+const SETTLE_MS = 2000; // milliseconds for which new snapshots do not remove the message about a refused change
 const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
 export class Budget {

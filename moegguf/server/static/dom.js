@@ -91,7 +91,7 @@ export function digits(value) {
   return value.toFixed(value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2);
 }
 
-/** Formats a share as percent, rounded down to one decimal place: "98.4 %". A share of 1 or more is "100 %". */
+/** Formats a share as a percentage, rounded down to one decimal place: "98.4 %". A share of 1 or more is "100 %". */
 export function percent(share) {
   return `${share >= 1 ? "100" : (Math.floor(share * 1000) / 10).toFixed(1)} %`;
 }

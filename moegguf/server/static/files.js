@@ -5,7 +5,9 @@ import { json } from "./api.js";
 import { size } from "./dom.js";
 
 const MAX_SIDE_PX = 2048; // largest width and height of a picture that is sent; larger pictures are scaled down
-const AS_THEY_ARE = ["image/png", "image/gif"]; // sent unchanged if not too large; not JPEG, because only the browser applies a JPEG's rotation
+// Types of pictures that are sent unchanged if they are small enough. A JPEG is always drawn again, because only the
+// browser applies the rotation that the file states.
+const AS_THEY_ARE = ["image/png", "image/gif"];
 const MAX_TEXT_BYTES = 1e6;
 const MAX_PDF_BYTES = 16 * 2 ** 20;
 

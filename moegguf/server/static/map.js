@@ -2,7 +2,8 @@
 //
 // A cell's background shows the expert's state; the grey is stronger in VRAM than in RAM. After a snapshot with uses or
 // fetches of the expert, a colour that fades lies over the background. One colour means used. Another colour means
-// fetched, for more than half as many fetches as uses. Cell i is expert i % nExpert in row floor(i / nExpert).
+// fetched; it is shown if there were more than half as many fetches as uses. Cell i is expert i % nExpert in row
+// floor(i / nExpert).
 
 import { bytes } from "./api.js";
 

@@ -13,7 +13,7 @@ parser.core.ruler.after("inline", "tasks", ({ tokens }) => tokens.forEach((token
 
 const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // the page itself uses h1 and h2
 
-// Expressions for an end of an unfinished text that may change its meaning with the next characters.
+// Expressions that match the end of an unfinished text if the next characters may change its meaning.
 const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
 const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?(\[[ xX]?\]?[ \t]*)?$/;
 const INLINE_MARKS = /(?<![*_`~[\\])[*_`~[\\]+$/;

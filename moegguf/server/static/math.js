@@ -68,7 +68,7 @@ export function withoutOpenFormula(text) {
   return text;
 }
 
-/** Adds rules to a markdown-it parser, so that it makes a token "formula" of each formula. */
+/** Adds rules to a markdown-it parser that turn each formula into a token of type "formula". */
 export function addFormulas(parser) {
   const push = (state, { source, apart, opening }) =>
     Object.assign(state.push("formula", "", 0), { content: source, block: apart, markup: opening });

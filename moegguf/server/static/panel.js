@@ -7,7 +7,9 @@ import { ExpertMap, IN_RAM, IN_VRAM } from "./map.js";
 
 const WINDOW = 8; // maximum number of snapshots that a point of a chart covers
 const PAUSE_MS = 1500;
-const CHART_LENGTH = 90; // maximum number of points in a chart; in index.html the chart's picture is one less wide, and 1 high
+// Maximum number of points in a chart. In index.html, the `viewBox` of a chart's picture is CHART_LENGTH - 1 wide and 1
+// high.
+const CHART_LENGTH = 90;
 const FOLDED = "moegguf.map"; // key in localStorage: "folded" or "open"; without it, the panel is folded on a narrow screen
 const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // the statistics of a model that was just loaded
 

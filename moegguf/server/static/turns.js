@@ -98,7 +98,7 @@ export function edit(view, text, onSend) {
 /** The view of an answer: thinking (folded), text, tool calls, and statistics. */
 export class AnswerView {
   /** `message`: the answer's message, to which text is added as it arrives. `change(apply)` calls `apply`, which
-   *  changes the page, and keeps the end of the conversation visible. */
+   *  changes the page, and keeps the end of the conversation visible if it was visible before. */
   constructor(message, change = (apply) => apply()) {
     Object.assign(this, { message, change });
     const content = make("div", { className: "content" });

@@ -2,6 +2,6 @@
 process.
 
 Promises: after a kill, only requests without a stored answer are resent. The lines of a batch's answers are in the
-order of its requests. The caller supplies the function that answers a request. Does not know about HTTP connections or
-terminals.
+order of its requests. The caller supplies the function that answers a request. This package handles neither HTTP
+connections nor terminals.
 """

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError
+from moegguf.options import LOAD_PARAMETERS
 from moegguf.regular_file import open_regular
 from moegguf.serving.batch.database import Database, storing
 from moegguf.text import in_utf8
@@ -32,7 +33,7 @@ from moegguf.text import in_utf8
 MAX_LINE_BYTES = 33 << 20  # maximum size of a line: the largest body that an endpoint accepts (32 MiB), plus 1 MiB
 MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
-LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
+LOAD_OPTIONS = (*LOAD_PARAMETERS, "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
 ADD_ANSWER = "INSERT INTO answer VALUES (?, ?, ?, ?)"
 N_REMOVED = 200  # maximum number of answers that one statement deletes
@@ -91,7 +92,7 @@ class Requests:
         """Reads and checks all lines. An invalid line does not raise an exception; instead, its `RequestLine` has an
         `error`.
 
-        Raises BatchFileError if all lines are blank, or if there are more than `max_requests` other lines (None: no
+        Raises BatchFileError if all lines are blank, or if more than `max_requests` lines are not blank (None: no
         limit).
         """
         self._file = file = in_utf8(file)
@@ -344,8 +345,8 @@ class Journal:
         self.remove()
 
     def remove(self) -> None:
-        """Removes all answers of the batch from the database. Each statement deletes N_REMOVED answers, so that other
-        threads can use the database in between. Raises StorageError."""
+        """Removes all answers of the batch from the database. Each statement deletes at most N_REMOVED answers, so that
+        other threads can use the database in between. Raises StorageError."""
         some = f"SELECT rowid FROM answer WHERE batch = ? LIMIT {N_REMOVED}"
         while self.database.execute(some, self.batch):
             self.database.execute(f"DELETE FROM answer WHERE rowid IN ({some})", self.batch, flush=False)

@@ -183,7 +183,8 @@ class Batches:
         """Creates a batch from a stored file of requests, and starts it. The client may delete the file before the
         batch has ended.
 
-        Raises BatchFileError for a file with another purpose. Also raises UnknownIdError, BusyError or StorageError.
+        Raises BatchFileError for a file whose purpose is not INPUT_PURPOSE. Also raises UnknownIdError, BusyError or
+        StorageError.
         """
         known = self.files.get(input_file_id)
         if known.purpose != INPUT_PURPOSE:
@@ -291,8 +292,8 @@ class Batches:
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the file of answers and the file of errors, and sets the batch's final status.
 
-        `not_executed`: error code for requests that have no answer; None: all requests have one. The files may briefly
-        exceed the space limit, because the journal is removed after they are complete.
+        `not_executed`: error code for requests that have no answer; None: every request has an answer. The files may
+        briefly exceed the space limit, because the journal is removed only after the files are complete.
         """
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:

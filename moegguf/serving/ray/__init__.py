@@ -2,8 +2,8 @@
 
 Ray Serve starts, restarts, scales and addresses replicas. This package has the code that a replica runs, and decides
 which replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end. If the
-preferred replica is full, Ray Serve sends the request to another one. Does not know about the formats of HTTP APIs.
-Only application.py imports Ray.
+preferred replica is full, Ray Serve sends the request to another one. This package does not handle the formats of HTTP
+APIs. At run time, only application.py imports Ray.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from moegguf.generate.request import Request
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Event, LoadedModel, LoadedName, LoadOverrides
+from moegguf.serving.events import Event, LoadedModel, LoadedName
 from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
@@ -128,7 +128,7 @@ class Replica:
             loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
         )  # fmt: skip
         self._name = config.name
-        self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)
+        self._overrides = config.load_options()
         self._counters = {
             name: metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
             for name, text in COUNTERS.items()
@@ -148,8 +148,8 @@ class Replica:
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
         """Yields the events of an answer if `kind` is "generate", otherwise one item: the value that `Calls.value`
-        returns. A moegguf error is yielded as a `Failure`. Closing the generator stops an answer after the current
-        pass.
+        returns. A moegguf error is yielded as a `Failure`. Closing the generator stops an answer, after the
+        current pass at the latest.
 
         Only the router uses `conversation`. `client` determines the request's position in the queue.
         """
@@ -223,13 +223,13 @@ class ReplicaManager:
     async def unload(self, name: str | ModelEntry) -> bool:
         """Raises OptionError: a request cannot unload a model that Ray's replicas serve."""
         raise OptionError(
-            f"{(await self._find(name)).name!r} is not unloaded by requests; set its autoscaling_config in the config"
-            " file, then `serve deploy` it."
+            f"{(await self._find(name)).name!r} cannot be unloaded by a request; set its autoscaling_config in the"
+            " config file, then `serve deploy` the file."
         )
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the loaded models in the config's order. `total` combines the replicas of each, and the state is a
-        few seconds old."""
+        """Returns the states of the loaded models in the config's order. A state combines all replicas of its model
+        (`total`), and may be a few seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
@@ -250,7 +250,8 @@ class ReplicaManager:
 
 def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
     """Combines the states of one model's replicas. Memory sizes, queue lengths, requests and statistics are summed, and
-    the context length is the shortest one. All other facts are the first replica's."""
+    the context length is the shortest one. The model is busy if any replica is busy, and its name never expires. All
+    other facts are the first replica's."""
     first = replicas[0]
     return replace(
         first,
@@ -304,8 +305,8 @@ def ray_errors() -> Iterator[None]:
         raise
     except (RayError, RayServeException) as error:
         raise WorkerError(
-            f"the replica that processed this request stopped ({type(error).__name__}); send it again: another replica"
-            " will process it, and Ray starts a new one."
+            f"the replica that processed this request failed ({type(error).__name__}); send the request again, because"
+            " Ray replaces a failed replica."
         ) from None
 
 

@@ -67,12 +67,16 @@ class ModelConfig(BaseModel):
     autoscaling_config: dict[str, Any] = Field(default_factory=dict)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
+    def load_options(self) -> dict[str, Any]:
+        """Returns the options with which a replica loads the model."""
+        return self.model_dump(include={"n_ctx", "n_threads", "expert_cache"}, exclude_none=True)
+
     def ongoing_requests(self, n_parallel: int) -> int:
         """Returns the maximum number of requests that one replica accepts at once. The default is twice the number of
         requests that a replica processes together, but at least MIN_ONGOING. So the next requests already wait in the
         replica.
 
-        n_parallel: requests that a replica processes together if the config does not set this.
+        n_parallel: number of requests that a replica processes together, if the config does not set this number.
         """
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
@@ -86,7 +90,8 @@ class _Arguments(BaseModel):
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     """Returns the models in `arguments`, or the bundled demo model if there is no key `models`.
 
-    Raises OptionError, which names the key, for unknown keys, invalid values and repeated names. Raises ModelNameError.
+    Raises OptionError, which names the key, for unknown keys, invalid values and repeated names. Raises ModelNameError
+    for an invalid name.
     """
     with _naming():
         models = _Arguments.model_validate(dict(arguments)).models

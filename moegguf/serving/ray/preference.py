@@ -1,6 +1,6 @@
 """Ranks replicas for a request: first the replica that has the request's conversation, unless it is too busy.
 
-This module knows nothing about Ray. application.py supplies the facts.
+This module does not use Ray. application.py supplies the facts.
 """
 
 from __future__ import annotations
