@@ -21,8 +21,8 @@ constexpr int least_tokens_to_evict = 2;
 // choose evenly would then use about half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
-// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn, even if the slots of
-// these layers are in several tiers. If a device has two tensors, experts of the next layer can be copied into one
+// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn, even if the slots
+// of these layers are in several tiers. If a device has two tensors, experts of the next layer can be copied into one
 // tensor while a layer is computed with the other.
 class StagedSupply final : public Supply {
   public:
