@@ -106,7 +106,7 @@ class Projector:
         if not self._context:
             raise ModelFormatError(
                 f"{os.fspath(path)} cannot be used for images of this model: {self._log.reason()}; give the mmproj file"
-                " that belongs to it."
+                " that belongs to it, or use a newer moegguf if the projector's type is unknown."
             )
         if not mtmd.mtmd_support_vision(self._context):
             self.close()

@@ -56,6 +56,8 @@ def find_library() -> Path:
     for folder in library_folders():
         if (folder / f"libmoegguf.{suffix}").exists():
             return folder
+    if chosen := read_environment().library:
+        raise LibraryError(f"MOEGGUF_LIBRARY is {chosen}, which has no libmoegguf.{suffix}; correct it, or unset it.")
     looked = ", ".join(str(folder) for folder in library_folders())
     raise LibraryError(f"the native library is not built (looked in {looked}); install moegguf, or run `make` again.")
 

@@ -74,7 +74,7 @@ def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Tr
     shape = facts.shape(requests[0][1].chosen.shape[1])
     for name, request in requests:
         _check_ids(name, request, shape)
-    trace = _trace(shape, header, [request for _, request in requests], options.n_prompt)
+    trace = _trace(shape, header, requests, options.n_prompt)
     check(trace)
     write(out, trace)
     return trace
@@ -168,23 +168,23 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
         )
 
 
-def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
-    """Returns a trace of these requests, one after another. A request that does not state its number of prompt tokens
-    is assumed to have `n_prompt`, or fewer if it is shorter. Raises TraceError for a stated number that does not fit
-    the request."""
+def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[tuple[str, Routing]], n_prompt: int) -> Trace:
+    """Returns a trace of these requests (name of the file, routing), one after another. A request that does not state
+    its number of prompt tokens is assumed to have `n_prompt`, or fewer if it is shorter. Raises TraceError for a stated
+    number that does not fit the request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()
     sequences = list[int]()
     experts = list[Ids]()
     tokens = list[Ids]()
-    for sequence, request in enumerate(requests):
+    for sequence, (name, request) in enumerate(requests):
         n_tokens = len(request.tokens)
         n_read = min(n_prompt, n_tokens) if request.n_prompt is None else request.n_prompt
         if not 0 <= n_read <= n_tokens:
             raise TraceError(
-                f"n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read};"
-                " correct it in the file."
+                f"{name}: n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read};"
+                " correct it."
             )
         begins = range(0, n_read, PROMPT_PASS)
         n_decoded = n_tokens - n_read

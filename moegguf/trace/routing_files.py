@@ -257,7 +257,10 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
     phases = firsts[:, 4]
     n_prompt = int((phases == 0).sum()) if (phases >= 0).all() else None
     if n_prompt is not None and (phases[n_prompt:] == 0).any():
-        raise TraceError(f"request {name!r:.60}: the rows of prefill must come before the rows of decode; sort them.")
+        raise TraceError(
+            f"request {name!r:.60}: positions of prefill must be lower than positions of decode; correct `phase` or"
+            " `position`, or give each turn a request of its own."
+        )
     return Routing(ids.reshape(len(firsts), len(layers), -1), firsts[:, 3], n_prompt)
 
 

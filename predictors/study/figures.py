@@ -134,9 +134,9 @@ def speed_of(name: str, system: str, base: str) -> Estimate:
 def steps_of(text: str) -> set[str]:
     """Returns the names of the steps in the questions in braces.
 
-    A text without braces that contains a comma counts as a question.
+    A text without braces that begins with a word, a comma and no space counts as a question.
     """
-    questions = FIGURE.findall(text) or ([text] if "," in text else [])
+    questions = FIGURE.findall(text) or ([text] if re.match(r"\w+,\S", text) else [])
     return {question.split(",")[1].partition(":")[0] for question in questions}
 
 

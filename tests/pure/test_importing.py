@@ -198,7 +198,7 @@ TABLES: dict[str, tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], 
     "another number of experts": (changed(2, experts=[1]), r"line 3: each row must have .* the first row \(2\)"),
     "a field less": (changed(2, experts=None), "line 3 must have .*, but lacks experts"),
     "a phase of another name": (changed(2, phase="prompt"), "phase must be prefill or decode, but is 'prompt'"),
-    "a prompt after its answer": (changed(9, phase="prefill"), "prefill must come before the rows of decode; sort"),
+    "a prompt after its answer": (changed(9, phase="prefill"), "prefill must be lower than positions of decode"),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve import metrics
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -303,6 +303,11 @@ def ray_errors() -> Iterator[None]:
         raise QueueFullError from None
     except RayTaskError:  # an exception in the replica that is not a moegguf error
         raise
+    except DeploymentUnavailableError:
+        raise WorkerError(
+            "Ray could not start a replica of this model; see `serve status` and the log of the replica, then deploy"
+            " the configuration again."
+        ) from None
     except (RayError, RayServeException) as error:
         raise WorkerError(
             f"the replica that processed this request failed ({type(error).__name__}); send the request again, because"
