@@ -22,7 +22,7 @@ MAX_KV_TOKENS = 1 << 28  # limit on the total tokens in a context, over all its 
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
-PLACEMENTS = ("auto", "layers", "slots", "cpu")
+PLACEMENTS = ("auto", "layers", "slots", "slots-mapped", "cpu")
 """Ways to place experts on a machine with a GPU: see engine/solver.py."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
 """Values of the option `draft` other than a path. The option selects how the next tokens are guessed before one pass
@@ -109,8 +109,9 @@ _TABLE = (
            ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto"),
     Option("placement", "load", MEMORY,
            "Contents of the GPU memory. layers: whole layers, while the CPU computes the others. slots: the experts"
-           " in use. cpu: nothing, so no GPU is used. auto: the fastest according to measured speeds; with several"
-           " GPUs, slots.", ("--placement",),
+           " in use. slots-mapped (experimental): slots, but the GPU reads missing experts directly from RAM; no GPU's"
+           " backend supports this yet. cpu: nothing, so no GPU is used. auto: the fastest of layers, slots and cpu"
+           " according to measured speeds; with several GPUs, slots.", ("--placement",),
            "WHERE", "PLACEMENT", "choice", "auto", PLACEMENTS),
     Option("warm_start", "load", MEMORY,
            "At load, fetch the experts that earlier runs used most, and remember the experts that this run uses.",

@@ -60,7 +60,7 @@ FLAGS = (
          "Do not fetch the next layer ahead during prompts.", False, bool),
     Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False, bool),
     Flag("placement", "--placement", "WHERE,...", MEMORY,
-         "Contents of the GPU memory: auto, layers, slots or cpu. Several placements alternate, as with --against.",
+         "Contents of the GPU memory, as in `run`. Several placements alternate, as with --against.",
          "", str),
     Flag("draft", "--draft", "HOW,...", SAMPLING,
          "Measure greedy answers with drafts: auto, ngram, mtp or off. Several values alternate, as with --against."

@@ -107,9 +107,10 @@ class Llama(UpstreamLlama):
                 MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that run
                 on the GPU.
             placement: which experts are in GPU memory: "layers" (all experts of some layers; the experts of the other
-                layers run on the CPU), "slots" (experts as they are used; everything runs on the GPU), "cpu" (no GPU),
-                or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs, slots.
-                None: MOEGGUF_PLACEMENT.
+                layers run on the CPU), "slots" (experts as they are used; everything runs on the GPU), "slots-mapped"
+                (an experiment that no GPU's backend supports yet; docs/gpu.md, "Mapped slots"), "cpu" (no GPU), or
+                "auto": the fastest of "layers", "slots" and "cpu" according to predictions (engine/cost.py); with
+                several GPUs, slots. None: MOEGGUF_PLACEMENT.
             strategy: the method that manages experts: "moegguf" (the parts that were measured to be best), "lru",
                 "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
                 (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the

@@ -95,7 +95,7 @@ class LoadSpec:
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
-    # True: a GPU is required by a budget for GPUs (also by MOEGGUF_VRAM_CACHE), or by a placement "layers" or "slots"
+    # True: a GPU is required by a budget for GPUs (also by MOEGGUF_VRAM_CACHE), or by a placement that uses a GPU and
     # that was passed (not by MOEGGUF_PLACEMENT)
     needs_gpu: bool = False
     leaves_layers: bool = False  # True: llama.cpp's own options decide which layers run on GPUs, and no GPU has slots
@@ -120,7 +120,7 @@ class LoadSpec:
         placement = parse_option("placement", options.get("placement", "auto"), "placement")
         store = options.get("store") or default_store(options.get("strategy", ""))
         is_some = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
-        needs_gpu = bool(budget) or given.get("placement") in ("layers", "slots")
+        needs_gpu = bool(budget) or given.get("placement") in ("layers", "slots", "slots-mapped")
         own_division = mode not in (NO_SPLIT, BY_LAYERS) or bool(store.device) or (is_some and not commands)
         if commands and n_gpu_layers == 0 and not needs_gpu:
             placement = "cpu"

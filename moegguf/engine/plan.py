@@ -68,6 +68,7 @@ class Plan:
     slot_tokens: int = NO_LIMIT
     n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
+    maps: bool = False  # True: the device looks up slots itself, and reads experts in RAM directly (native/mapped.h)
     # Layers of each pool on the device, if layers with large experts have a pool of their own; (): one pool.
     size_classes: tuple[tuple[int, ...], ...] = ()
     mean_slot_bytes: int = 0  # mean bytes of the devices' slots; 0: as slot_bytes
@@ -275,9 +276,12 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
     return min(n_tokens, slot_tokens)
 
 
-def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
-    return slot_sizes(layout, n_tensors * layout.n_expert, on_device=True).pool_bytes if n_tensors else 0
+def staging_bytes(layout: ExpertLayout, n_tensors: int, can_pack: bool = True) -> int:
+    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices.
+
+    can_pack: False if each kind of matrix has an arena of its own even with the remedy one_arena.
+    """
+    return slot_sizes(layout, n_tensors * layout.n_expert, on_device=can_pack).pool_bytes if n_tensors else 0
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:

@@ -56,7 +56,7 @@ def open_store(
     if plan.size_classes:
         n_each = divide_slots(layout, plan.size_classes, used[0].n_slots)
         used = [replace(used[0], layers=of, n_slots=n) for of, n in zip(plan.size_classes, n_each, strict=True)]
-    parts = [pool for part in used for pool in pools_of(layout, part, needed[part.name])]
+    parts = used if plan.maps else [pool for part in used for pool in pools_of(layout, part, needed[part.name])]
     staging = plan.n_staging
     least = [max(layout.n_expert_used, min(part.n_slots, needed[part.name])) for part in parts]
     of_pass = [min(part.n_slots, plan.pass_slots(layout, part.name is not None)) for part in parts]
@@ -70,6 +70,7 @@ def open_store(
                 through_ram=part.name is not None,
                 staging=staging if part.name else 0,
                 pass_slots=min(n, n_pass),
+                maps=plan.maps,
             )
             for part, n, n_pass in zip(parts, n_slots, of_pass, strict=True)
         ]
@@ -77,13 +78,14 @@ def open_store(
             store = Store(layout, slots, options, n_ram, mirrors)
             break
         except AllocationError:
-            if n_slots == least and n_ram <= 1:
+            if n_slots == least and (plan.maps or n_ram <= 1):
                 raise
             if staging > 1:
                 staging = 1
                 continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
-            n_ram = max(min(1, n_ram), n_ram // 2)
+            if not plan.maps:  # RAM holds every expert if slots are mapped
+                n_ram = max(min(1, n_ram), n_ram // 2)
     if sum(n_slots) < plan.n_slots or n_ram < plan.n_ram_slots:
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""
         going_on = f" and {n_ram}" if n_ram else ""

@@ -58,7 +58,7 @@ from moegguf.engine.recurrent import row_bytes
 from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import has_size_classes, padded, slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import has_size_classes, maps, padded, slot_sizes, slot_tokens
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
@@ -69,6 +69,7 @@ KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "auto": ("resident", "slots", "layers", "cpu"),
     "layers": ("resident", "layers"),
     "slots": ("resident", "slots"),
+    "slots-mapped": ("resident", "slots"),
     "cpu": ("cpu",),
 }
 
@@ -104,8 +105,32 @@ def make_plan(
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
+    if task.wants_mapped and not found.resident:
+        found = _mapped(task, found)
     warms_up = found.on_device and any(device.margin < VRAM_MARGIN_BYTES for device in machine.devices)
     return replace(found, reasons=(*found.reasons, *reasons), placement=placement, warms_up=warms_up)
+
+
+def _mapped(task: Task, plan: Plan) -> Plan:
+    """Returns the plan with slots whose ids the device looks up itself (docs/gpu.md, "Mapped slots").
+
+    Raises OptionError if several memories share the layers, or if the device's backend offers no range of addresses for
+    its memory and RAM together. Raises BudgetError if RAM does not hold every expert.
+    """
+    names, n_experts = ", ".join(device.name for device in task.machine.devices), plan.n_experts
+    if task.is_divided or not maps(names):
+        raise OptionError(
+            "placement 'slots-mapped' needs one GPU that computes every layer, and a backend that puts its memory and"
+            f" RAM into one range of addresses, but this is not so for {names}; use placement 'slots'."
+        )
+    if plan.n_ram_slots < n_experts:
+        raise BudgetError(
+            f"placement 'slots-mapped' needs a slot in RAM for each of {n_experts} experts, but"
+            f" {task.spec.budgets.ram.as_given} holds {plan.n_ram_slots}; give at least"
+            f" {format_bytes_up(n_experts * plan.slot_bytes)!r}, or use placement 'slots'."
+        )
+    reason = f"{names} looks up slots itself, and reads experts without a slot on {names} directly from RAM"
+    return replace(plan, maps=True, reasons=(*plan.reasons, reason))
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,11 @@ class Task:
     def is_divided(self) -> bool:
         """True if layers are divided among devices, or between one device and the CPU."""
         return self.spec.is_divided(self.machine.devices)
+
+    @property
+    def wants_mapped(self) -> bool:
+        """True if slots should be mapped. They then have one size, and an arena for each kind of matrix."""
+        return self.spec.placement == "slots-mapped"
 
     @property
     def cpu_streams(self) -> bool:
@@ -744,11 +774,12 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
 
 def _plan_slots(task: Task, n_staging: int) -> Plan:
     """Returns a plan with `n_staging` staging tensors on each device. Layers with large experts have a pool of their
-    own if all layers are on one device, this saves memory, and each pool has enough slots for a pass.
+    own if all layers are on one device, this saves memory, and each pool has enough slots for a pass. Mapped slots all
+    have the same size.
 
     Raises the same errors as `_SlotsPlanner`.
     """
-    if classes := size_classes(task.layout) if has_size_classes() else ():
+    if classes := size_classes(task.layout) if has_size_classes() and not task.wants_mapped else ():
         with suppress(BudgetError):
             found = _SlotsPlanner(task, n_staging, classes).plan()
             n_slots = divide_slots(task.layout, classes, found.device_slots)
@@ -778,7 +809,8 @@ class _SlotsPlanner:
         self._classes = classes if self._is_alone else ()
         # True: one given budget is for all devices together
         self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"
-        self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes of the staging tensors on each device
+        # bytes of the staging tensors on each device
+        self._staging_bytes = staging_bytes(self._layout, n_staging, can_pack=not task.wants_mapped)
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
         total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
         where = f"the device{'s' * (n_devices > 1)} {self._names}"
@@ -791,7 +823,7 @@ class _SlotsPlanner:
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
             self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
-            mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
+            0 if task.wants_mapped else mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)

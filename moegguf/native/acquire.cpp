@@ -174,6 +174,7 @@ void Store::acquire(const Choice & choice) {
     }
     events.keep_step();
     forecaster.keep_step();
+    if (mapped) { mapped->make_stale(); }
     Lock lock(shared.mutex);
     begin_event(choice, lock);
     Supply * supply = choose_supply(context);
@@ -213,7 +214,7 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
 
 bool Store::is_clear() const {
     return !context.failed() && !context.supply && context.late.slots.empty() && context.noted(shared) &&
-           !shared.forked();
+           !shared.forked() && !(mapped && mapped->pending());
 }
 
 void Store::take_failure(moegguf_failure & out, bool clear) {
@@ -221,6 +222,7 @@ void Store::take_failure(moegguf_failure & out, bool clear) {
         out = context.failure.reason; // the lock is not taken: a thread of the parent may have held it during the fork
         return;
     }
+    end_mapped();
     Lock lock(shared.mutex);
     context.await_copies(shared, lock);
     out = context.failed() ? context.failure.reason : moegguf_failure{};
@@ -244,6 +246,7 @@ bool Store::must_abort() {
 // every expert is complete in its own slot. Always returns true in a forked child process.
 bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
+    if (mapped) { return true; } // some expert has no slot on the device, and the log may belong to announced tokens
     announced.sequence = sequence;
     announced.phase = phase;
     announced.next = announced.n_tokens = 0;
@@ -253,6 +256,10 @@ bool Store::awaits_tokens(int sequence, int phase) {
 }
 
 void Store::announce_tokens(const moegguf_tokens_event & event) {
+    if (mapped) {
+        end_mapped();
+        mapped->choose(shared, events.wants_weights() || events.wants_inputs(1));
+    }
     Announced & announced = context.announced;
     announced.sequence = event.sequence;
     announced.phase = event.phase;
@@ -274,6 +281,12 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
+    if (mapped && tier.id == TierId::ram) {
+        throw Error(MOEGGUF_INVALID,
+                    "slots in RAM that the device reads keep their number; load the model again, with "
+                    "placement 'slots' or another number");
+    }
+    if (mapped) { mapped->make_stale(); }
     context.await_copies(shared, lock);
     end_layer(context); // unpins the slots that the last pass left pinned
     staged->drop_ahead();
@@ -304,7 +317,8 @@ bool Store::passes_over(const Tier & tier) const { return is_on(Remedy::shared_i
 uint64_t Store::passed_over() const {
     uint64_t bits = 0;
     for (size_t d = 0; d < tiers.compute.size(); d++) { bits |= (uint64_t)passes_over(*tiers.compute[d]) << d; }
-    return bits;
+    constexpr int mapped_bit = 63; // not the bit of a device: a store with mapped slots has only one device
+    return bits | (uint64_t)(mapped && mapped->on()) << mapped_bit;
 }
 
 void Store::pass_over(int il, int n_expert_used, int n_tokens) {
@@ -317,6 +331,40 @@ void Store::pass_over(int il, int n_expert_used, int n_tokens) {
         if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
         count_idle(il, n_expert_used, n_tokens);
     }
+}
+
+void Store::pass_mapped(const Mapped::Passed & layer, ggml_backend_t backend) {
+    if (layer.n_tokens == 0) { return; } // no logits of the pass are needed
+    if (shared.forked()) { return context.fail_forked(); }
+    if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
+    if (mapped->overwrites(layer.il)) { end_mapped(); }
+    mapped->pass(layer);
+    mapped->refresh(shared, backend);
+}
+
+void Store::end_mapped() {
+    if (!mapped || !mapped->pending()) { return; }
+    if (context.failed()) { return mapped->drop_log(); } // layers that were not computed have no ids in the log
+    Event & event = context.event;
+    Lock lock(shared.mutex, std::defer_lock);
+    mapped->read_log([&](const Mapped::Passed & layer, int32_t * ids) {
+        events.keep_step();
+        lock.lock();
+        const Choice choice = {layer.il, ids, layer.n_expert_used, layer.n_tokens};
+        const bool valid = !event.begin(choice, layout.layers[layer.il].n_expert);
+        if (valid) {
+            count_pass(context, layer.il, layer.n_tokens);
+            count(shared.counters.mapped_events);
+            mapped->count_uses(event, context.pass.number);
+        }
+        lock.unlock();
+        if (valid) { notify_observers(context, now_ns(), false); }
+    });
+    lock.lock();
+    const Pass & pass = context.pass;
+    event.step = {pass.il, false, false, pass.number * layout.layers.size() + pass.il, pass.decodes};
+    transfers.set_step(event.step);
+    mapped->promote(transfers, event.step);
 }
 
 void Store::count_idle(int il, int n_expert_used, int n_tokens) {

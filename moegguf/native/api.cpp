@@ -198,9 +198,12 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
         if (n_matrices < 1 || n_slots < 1 || !matrices) {
             throw Error(MOEGGUF_INVALID, "a pool must have at least one matrix and one slot");
         }
-        given(most) = most_slots(find_device(device), matrices, n_matrices, n_slots);
+        ggml_backend_dev_t of = find_device(device);
+        given(most) = most_slots(of, matrices, n_matrices, n_slots, packs_slots(of));
     });
 }
+
+int32_t moegguf_maps(const char * device) { return maps(device); }
 
 int32_t moegguf_slot_tokens(const char * device) { return device ? most_slot_tokens(device) : INT32_MAX; }
 

@@ -67,6 +67,8 @@ constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, b
 constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies by down
 // The router's ids, if the layer multiplies by them; the callback does not stop here.
 constexpr char own_ids_node[] = "ffn_moe_own_ids-";
+// The router's ids in the log, if the device looks up the slot ids (mapped.h); the callback does not stop here.
+constexpr char log_ids_node[] = "ffn_moe_log_ids-";
 
 // Returns true if the node's name starts with the common part of these prefixes. The test is cheap, because it runs at
 // every node.
@@ -177,11 +179,21 @@ uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
+// Returns the backend that computes the node; nullptr: the scheduler is not known. In that case, the node's work has
+// already ended.
+ggml_backend_t backend_of(const Context & context, const ggml_tensor * t) {
+    return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, (ggml_tensor *)t) : nullptr;
+}
+
 // Returns true if the scheduler has to stop after this node. Counts the routing event of a layer that needs no stop.
 bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
     if (const int own_il = layer_of(t, own_ids_node); own_il >= 0) {
         context.store.pass_over(own_il, (int)t->ne[0], (int)t->ne[1]);
+        return false;
+    }
+    if (const int log_il = layer_of(t, log_ids_node); log_il >= 0) {
+        context.store.pass_mapped({log_il, (int)t->ne[0], (int)t->ne[1]}, backend_of(context, t));
         return false;
     }
     const int il = layer_of(t, ids_node);
@@ -214,12 +226,6 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
         choice.n_embd = (int)t->src[2]->ne[0];
         choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, backend, context.inputs);
     }
-}
-
-// Returns the backend that computes the node; nullptr: the scheduler is not known. In that case, the node's work has
-// already ended.
-ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
-    return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
 
 // Returns `backend` if its stream runs on the device of the tier's slots and can itself wait for copies; otherwise
@@ -340,6 +346,10 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     if (store->passes_over(store->tiers.of(il))) {
         ggml_format_name(expert_ids, "%s%d", own_ids_node, il);
         return nullptr;
+    }
+    if (store->maps(il, (int)expert_ids->ne[1])) {
+        const std::string name = log_ids_node + std::to_string(il);
+        return store->mapped->slot_ids(ctx, expert_ids, il, name.c_str());
     }
     const int n_scored = scored_layers(*store, il, input);
     ggml_backend_dev_t device = store->tiers.of(il).pool()->memory().device;

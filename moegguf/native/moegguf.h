@@ -74,7 +74,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 29
+#define MOEGGUF_ABI_VERSION 30
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -147,6 +147,10 @@ struct moegguf_device {
     // The store raises it to the number of experts that one token uses in a layer, if it is lower, and limits it to
     // n_slots.
     int32_t n_pass_slots;
+    // 1: the device looks up slot ids itself, and reads experts without a slot on the device from slots in RAM
+    // (mapped.h). The store must have only this device and a slot in RAM for every expert, and moegguf_maps must return
+    // 1 for the device.
+    int32_t maps;
     double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into the slots; 0: copies take no time
     double sim_copy_latency_ns;   // simulation: latency of each copy
 };
@@ -201,6 +205,7 @@ struct moegguf_counters {
     uint64_t forecast_right;  // number of forecast_picks that the router chose
     uint64_t forecast_ns;     // time spent predicting
     uint64_t forecast_scored; // routing events whose graph computed the scores of later layers' routers
+    uint64_t mapped_events;   // routing events for which the device looked up the slot ids itself
     // The following fields are gauges: current values, not sums.
     uint64_t chunks_reading; // transfers under way, including copies between slots
     uint64_t queue_needed;
@@ -427,6 +432,10 @@ MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_mat
 // every expert is resident. Passes of up to this number of tokens have bit-identical results for any number of slots.
 // device: ggml's name; NULL: the CPU, which has no limit.
 MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
+
+// Returns 1 if a device's backend offers ranges of addresses that contain its own memory and pinned host memory
+// (AllocRange in pool.h); otherwise 0. device: ggml's name; NULL: the CPU.
+MOEGGUF_API int32_t moegguf_maps(const char * device);
 
 // Measures the speeds of the CPU with n_ram_slots slots, and of the config's only device with its n_slots slots. The
 // slots hold copies of the first expert of the config's only MoE layer, or zeros if there are no shards. If the

@@ -76,10 +76,10 @@ ggml_backend_buffer_ptr allocate_weights(ggml_backend_buffer_type_t buft, uint64
     return memory;
 }
 
-void attach(ggml_tensor * t, const ggml_backend_buffer_ptr & buffer, void * address) {
+void attach(ggml_tensor * t, ggml_backend_buffer_t buffer, void * address) {
     t->buffer = nullptr;
     t->data = nullptr;
-    if (ggml_backend_tensor_alloc(buffer.get(), t, address) != GGML_STATUS_SUCCESS) {
+    if (ggml_backend_tensor_alloc(buffer, t, address) != GGML_STATUS_SUCCESS) {
         throw Error(MOEGGUF_MEMORY, std::string("the device cannot describe '") + t->name + "'");
     }
 }
@@ -159,6 +159,13 @@ ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     return backend;
 }
 
+bool maps(const char * name) {
+    ggml_backend_dev_t device = name ? ggml_backend_dev_by_name(name) : nullptr;
+    ggml_backend_reg_t reg = device ? ggml_backend_dev_backend_reg(device) : nullptr;
+    return reg && ggml_backend_reg_get_proc_address(reg, "moegguf_alloc_range") &&
+           ggml_backend_reg_get_proc_address(reg, "moegguf_resize_range");
+}
+
 PoolMemory device_memory(const char * name, bool repack) {
     PoolMemory memory;
     memory.device = find_device(name);
@@ -209,8 +216,8 @@ bool packs_slots(ggml_backend_dev_t device) {
     return is_on(Remedy::one_arena) && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
-int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
-    const Strides strides = strides_for(matrices, n, packs_slots(device));
+int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots, bool packed) {
+    const Strides strides = strides_for(matrices, n, packed);
     const uint64_t largest = most_buffer_bytes(device);
     // The previous matrix; a matrix with the same type, kind and row length has the same limit.
     const moegguf_matrix * last = nullptr;
@@ -290,6 +297,10 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         if (!used) { continue; }
         Arena & arena = arenas_[a];
         const uint64_t n = strides_.arena_bytes(a, n_slots);
+        if (memory_.n_others > 0) {
+            allocate_range(a, n);
+            continue;
+        }
         arena.memory = allocate_weights(buft, n);
         if (!arena.memory && memory_.pinned) { arena.memory = allocate_weights(ggml_backend_cpu_buffer_type(), n); }
         if (!arena.memory) {
@@ -309,10 +320,47 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
     }
 }
 
+// Allocates a range, or finds the place of the device's slots in the owner's range. The CPU writes the owner's slots
+// through the arena's alias.
+void Pool::allocate_range(int a, uint64_t n_bytes) {
+    Arena & arena = arenas_[a];
+    if (memory_.owner) {
+        n_in_range_ = memory_.owner->memory_.n_others;
+        arena.base = (uint8_t *)ggml_backend_buffer_get_base(memory_.owner->arenas_[a].memory.get());
+        return;
+    }
+    const uint64_t device_bytes = strides_.of_arena[a] * memory_.n_others;
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(memory_.device);
+    const auto alloc = (AllocRange)ggml_backend_reg_get_proc_address(reg, "moegguf_alloc_range");
+    arena.memory.reset(alloc(memory_.device, device_bytes, n_bytes));
+    if (!arena.memory) {
+        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(memory_.device)) + " refused a range of " +
+                                        std::to_string(device_bytes >> 20) + " MiB of its memory and " +
+                                        std::to_string(n_bytes >> 20) + " MiB of RAM for expert slots");
+    }
+    ggml_backend_buffer_set_usage(arena.memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    ggml_backend_buffer_clear(arena.memory.get(), 0);
+    arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get()) + device_bytes;
+    arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n_bytes));
+}
+
+bool Pool::resize_ranges(int n_slots) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(memory_.device);
+    const auto resize = (ResizeRange)ggml_backend_reg_get_proc_address(reg, "moegguf_resize_range");
+    for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) {
+        ggml_backend_buffer_t range = memory_.owner->arenas_[a].memory.get();
+        if (range && !resize(range, strides_.of_arena[a] * n_slots)) { return false; }
+    }
+    n_in_range_ = n_slots;
+    return true;
+}
+
 void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     Arena & arena = arenas_[arena_[matrix]];
+    const Arena & memory = memory_.owner ? memory_.owner->arenas_[arena_[matrix]] : arena;
+    const bool by_alias = arena.alias && !interleaved_[matrix];
+    ggml_backend_buffer_t buffer = (by_alias ? arena.alias : memory.memory).get();
     uint8_t * const first = arena.base + place_[matrix];
-    const ggml_backend_buffer_ptr & buffer = arena.alias && !interleaved_[matrix] ? arena.alias : arena.memory;
 
     ggml_tensor * pool = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, window.n_slots);
     pool->nb[2] = stride(matrix);
@@ -348,7 +396,7 @@ void Pool::share_all_slots(int n_slots) {
 }
 
 void Pool::show(ggml_tensor * pool, int n_slots) const {
-    pool->ne[2] = std::max(n_slots, n_ids_);
+    pool->ne[2] = std::max(n_slots + (memory_.owner ? memory_.n_others : 0), n_ids_);
     pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
@@ -356,6 +404,7 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
 // zero. Buffer operations wait for these writes, but backend streams do not. So the arena is cleared and the slots are
 // copied only after rebind(), by buffer operations.
 bool Pool::reallocate(int n_slots, bool keep) {
+    if (memory_.owner) { return resize_ranges(n_slots); }
     for (int a = 0; a < MOEGGUF_MAX_KINDS; a++) {
         Arena & arena = arenas_[a];
         if (!arena.base) { continue; }
@@ -395,7 +444,7 @@ void Pool::rebind(int arena, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (arena_[i] != arena || !tensors_[i]) { continue; }
         show(tensors_[i], n_slots);
-        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { attach(t, arenas_[arena].memory, data((int)i, 0)); }
+        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { attach(t, arenas_[arena].memory.get(), data((int)i, 0)); }
     }
 }
 
@@ -470,9 +519,10 @@ void Pool::release(int first, int last) const {
 }
 
 uint64_t Pool::bytes() const {
+    if (memory_.owner) { return strides_.slot_bytes() * n_in_range_; }
     uint64_t n = 0;
     for (const Arena & arena : arenas_) { n += arena.memory ? ggml_backend_buffer_get_size(arena.memory.get()) : 0; }
-    return n;
+    return n - strides_.slot_bytes() * memory_.n_others; // the pool of the device counts the other slots of a range
 }
 
 int Pool::n_repacked() const {

@@ -19,6 +19,8 @@ uint64_t piece_bytes(const Matrix & m);
 // is interleaved if the CPU supports this.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
+class Pool;
+
 // The kind of memory in which a pool is allocated.
 struct PoolMemory {
     ggml_backend_dev_t device = nullptr; // device that computes on the memory or copies from it
@@ -28,7 +30,21 @@ struct PoolMemory {
     // The reason why the memory is not pinned for all devices. Empty: it is pinned for all of them, or needs no
     // pinning.
     std::string note;
+    // The pool's slots and other slots form one range of addresses for each kind of matrix (mapped.h): first the
+    // device's slots, then the slots in RAM. The pool of the slots in RAM is created first, and owns the ranges.
+    const Pool * owner = nullptr; // pool of slots of a device: the pool that owns the ranges; nullptr: itself
+    int n_others = 0;             // number of the other slots in the range; 0: there is no range
 };
+
+// Functions of a backend that offers such ranges (ggml_backend_reg_get_proc_address). "moegguf_alloc_range" returns a
+// buffer of a device that begins with device_bytes of the device's own memory, followed by host_bytes of pinned host
+// memory; nullptr: refused. Kernels and the host read the host memory at the same addresses. device_bytes is a multiple
+// of 64. "moegguf_resize_range" changes the size of the device's own memory at the buffer's beginning, up to the first
+// size. Addresses stay the same, those between the two parts then have no memory, and added memory is zero. Returns
+// false if the device refuses.
+using AllocRange = ggml_backend_buffer_t (*)(ggml_backend_dev_t device, size_t device_bytes, size_t host_bytes);
+using ResizeRange = bool (*)(ggml_backend_buffer_t range, size_t device_bytes);
+bool maps(const char * name); // true: the device of this name exists, and its backend offers both functions
 
 // Returns the device of this name; NULL: the CPU. Throws Error(INVALID) for an unknown name.
 ggml_backend_dev_t find_device(const char * name);
@@ -48,10 +64,10 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 // Returns true if slots on the device, and slots in RAM from which they are filled, are packed (Strides).
 bool packs_slots(ggml_backend_dev_t device);
 
-// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. The
-// limits are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of
-// the device can multiply set no limit.
-int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
+// Returns the largest number of slots, packed or not, from 1 to n_slots, that a pool of these matrices can have on a
+// device. The limits are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no
+// kernel of the device can multiply set no limit.
+int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots, bool packed);
 
 // Alignment in bytes of interleaved rows that are written with cache-bypassing stores (interleave.cpp).
 constexpr uintptr_t uncached_alignment = 16;
@@ -128,6 +144,8 @@ class Pool {
     };
 
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
+    void allocate_range(int a, uint64_t n_bytes);
+    bool resize_ranges(int n_slots);
     void copy_slots(int arena, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const;
     void rebind(int arena, int n_slots);
     void show(ggml_tensor * pool, int n_slots) const;
@@ -154,6 +172,7 @@ class Pool {
     // Minimum size of a pool tensor's third dimension, if kernels may get expert ids, which can exceed n_slots;
     // otherwise 0.
     int n_ids_ = 0;
+    int n_in_range_ = 0; // number of slots of a device that have memory in the owner's range
     bool host_;
 };
 

@@ -88,6 +88,11 @@ def slot_tokens(device: str | None) -> int:
     return int(library.load().moegguf_slot_tokens(device and device.encode()))
 
 
+def maps(device: str) -> bool:
+    """Returns True if a device's backend offers one range of addresses for its memory and RAM. device: ggml's name."""
+    return bool(library.load().moegguf_maps(device.encode()))
+
+
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Returns the largest number of slots, from 1 to n_slots, that one pool can have on a device.
 

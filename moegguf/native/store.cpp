@@ -32,6 +32,7 @@ Store::Store(const moegguf_config & config)
       staged(make_staged_supply(layout, shared, transfers, tiers)),
       forecaster(layout, shared, tiers, transfers),
       router_scores(layout),
+      mapped(config.devices[0].maps ? std::make_unique<Mapped>(layout, *tiers.compute[0]) : nullptr),
       buft_(make_reserved_buft(this)) {
     try {
         shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});

@@ -5,6 +5,7 @@
 
 #include "events.h"
 #include "forecaster.h"
+#include "mapped.h"
 #include "router_scores.h"
 #include "supply.h"
 
@@ -46,6 +47,17 @@ class Store {
     // process, after a cancellation, or if experts no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);
 
+    // Returns true if graphs that are built now look up the slot ids of layer il on the device (mapped.h).
+    bool maps(int il, int n_tokens) const {
+        return mapped && mapped->on() && n_tokens <= Mapped::most_tokens && &tiers.of(il, n_tokens) == &tiers.of(il);
+    }
+    // Prepares the kernels of such a layer, which have not started yet. Fails the pass in a child process, or after a
+    // cancellation.
+    void pass_mapped(const Mapped::Passed & layer, ggml_backend_t backend);
+    // Counts the routing events in the log, and promotes experts. Does nothing if the log has been read. Only the
+    // compute thread calls this, between passes.
+    void end_mapped();
+
     // Returns true if the pass must end: the pass failed, the store was cancelled, or a matrix of the current layer did
     // not arrive. ggml calls this between nodes. It takes no lock unless something failed.
     bool must_abort();
@@ -75,6 +87,7 @@ class Store {
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
     RouterScores router_scores;
+    const std::unique_ptr<Mapped> mapped; // nullptr: every pass stops at each layer
     // A counter that increases before a resize changes pool tensors, which makes all earlier graphs invalid.
     uint64_t n_bindings = 0;
 

@@ -51,6 +51,7 @@ class DeviceSlots:
     staging: int = 0  # number of staging tensors for prompts, each with space for all experts of a layer
     # Number of slots that a layer may need in a pass that is not staged; 0: as many as one token needs.
     pass_slots: int = 0
+    maps: bool = False  # the device looks up slots itself, and reads experts directly from slots in RAM (mapped.h)
     link: Link | None = None  # simulated link from RAM to the device; None: the link in the store's options
 
 
@@ -245,9 +246,8 @@ class Store:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
         per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
-        return abi.Device(
-            name, device.n_slots, device.through_ram, device.staging, device.pass_slots, per_ns, latency_ns
-        )
+        sizes = device.n_slots, device.through_ram, device.staging, device.pass_slots
+        return abi.Device(name, *sizes, device.maps, per_ns, latency_ns)
 
     def device_of(self, il: int) -> int:
         """Returns the index of the device that runs a layer; -1: none."""

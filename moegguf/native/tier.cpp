@@ -49,6 +49,24 @@ int most_slot_tokens(const char * name) {
     return most;
 }
 
+namespace {
+
+// Verifies that a device with `maps` and its store meet the conditions of mapped.h. Throws Error(INVALID) otherwise.
+void check_maps(const Layout & layout, const moegguf_config & config) {
+    const moegguf_device & device = config.devices[0];
+    const int n = device.n_slots + layout.n_experts;
+    if (config.n_devices != 1 || config.flags & MOEGGUF_SIMULATE || !device.through_ram || !maps(device.name) ||
+        device.n_slots >= layout.n_experts || config.n_ram_slots < layout.n_experts ||
+        most_slots(find_device(device.name), config.matrices, config.n_matrices, n, /*packed =*/false) < n) {
+        invalid(
+            "mapped slots need one device, a backend that puts its memory and RAM into one range of addresses, a "
+            "slot in RAM for each expert, fewer slots on the device, and buffers and kernels for all of these " +
+            std::to_string(n) + " slots; use placement 'slots'");
+    }
+}
+
+} // namespace
+
 Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const Memory & memory, Tier * ram,
            int n_tensors)
     : id(id),
@@ -69,7 +87,11 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     if (config.n_ram_slots < 0) {
         invalid("the number of slots in RAM must be 0 or more, not " + std::to_string(config.n_ram_slots));
     }
-    const auto packs = [&](int d) { return has_memory && packs_slots(find_device(config.devices[d].name)); };
+    const bool is_mapped = config.devices[0].maps;
+    if (is_mapped) { check_maps(layout, config); }
+    const auto packs = [&](int d) {
+        return has_memory && !is_mapped && packs_slots(find_device(config.devices[d].name));
+    };
     bool packs_any = false;
     for (int d = 0; d < config.n_devices; d++) { packs_any = packs_any || (has_ram(d) && packs(d)); }
     const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); }, packs_any);
@@ -82,6 +104,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         }
         Memory memory;
         if (has_memory) { memory = host_memory(devices); }
+        if (is_mapped) { memory->n_others = config.devices[0].n_slots; }
         ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, config.n_ram_slots, memory);
     }
     for (int d = 0; d < config.n_devices; d++) {
@@ -92,7 +115,12 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         }
         Memory memory;
         if (has_memory) { memory = device_memory(device.name, config.flags & MOEGGUF_REPACK); }
-        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers, device.n_slots, memory,
+        Memory own = memory;
+        if (is_mapped) {
+            own->owner = ram->pool();
+            own->n_others = ram->numbering.n_slots();
+        }
+        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers, device.n_slots, own,
                                                  has_ram(d) ? ram.get() : nullptr));
         Tier & tier = *compute.back();
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
@@ -129,6 +157,10 @@ void Tiers::add_staging(const Layout & layout, const moegguf_config & config, in
     const LayerSet layers(layout, [&](int il) { return shares(device_of_layer[il]); }, first.layers.strides.packed);
     Memory memory;
     if (first.pool()) { memory = first.pool()->memory(); }
+    if (memory) { // staging tensors are in no range (mapped.h)
+        memory->owner = nullptr;
+        memory->n_others = 0;
+    }
     staging.push_back(
         std::make_unique<Tier>(TierId::staging, layout, layers, 0, memory, first.ram(), device.n_staging_tensors));
     staging.back()->staged_for = &first;

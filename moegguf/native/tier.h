@@ -104,6 +104,7 @@ class Tier {
     Tier * staged_for = nullptr;
     Tier * staging = nullptr; // if this is a tier with slots: the staging tier of the same device; nullptr: none
     int slot_tokens = 0;      // events with more tokens use the staging tier, if there is one
+    bool still = false;       // true: experts may be evicted from the tier only between passes (mapped.h)
     int pass_slots = 0;       // number of slots that a pass may need at once; Store::resize() refuses fewer
 
     // The verbs that change a slot. A slot is free, holds an expert, or has a layer's experts streamed through it.

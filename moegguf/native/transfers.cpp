@@ -280,11 +280,11 @@ void Transfers::pause_fill(bool on) {
 }
 
 // Assigns a slot to a prefetch, and queues its transfers. A prefetch may evict only an expert that is worth less. This
-// is checked in each tier separately. Returns false if the expert already has a slot, if no slot can be assigned, or
-// while prefetches are paused.
+// is checked in each tier separately. Returns false if the expert already has a slot, if no slot can be assigned, while
+// prefetches are paused, or if kernels look up slots of the tier themselves.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
-    if (paused_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
+    if (paused_ || to.still || to.residency.find(want.il, want.expert) >= 0) { return false; }
     const int s = to.assign(want.il, want.expert, now_, worth(want, to.residency));
     if (s < 0) { return false; }
     if (Tier * ram = to.ram()) {

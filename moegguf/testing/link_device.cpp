@@ -13,6 +13,10 @@
 // - The caller waits for an asynchronous copy if the host memory of the copy is not pinned.
 // - If memory cannot be pinned, the host buffer type returns ordinary memory.
 //
+// The device offers ranges of addresses that contain its own memory and pinned host memory (AllocRange in pool.h). A
+// product that reads experts in such host memory takes at least as long as a copy of their bytes over the link at
+// mapped_speed.
+//
 // Unlike with CUDA, the caller waits until a launch has been computed, unless the device is strict.
 //
 // A strict device does the worst that CUDA may do to its users:
@@ -32,6 +36,7 @@
 #include "link_launch.h"
 #include "link_stream.h"
 #include "link_strict.h"
+#include "pool.h"
 #include "testing.h"
 
 #include "ggml-cpp.h"
@@ -45,7 +50,16 @@
 namespace moegguf {
 namespace {
 
+// Speed at which kernels read host memory, as a share of the speed of copies. Mapped slots are worth a test on a card
+// from this share on (step M5 of tools/gpu/short_run.sh).
+constexpr double mapped_speed = 0.7;
 constexpr size_t most_memory_bytes = (size_t)1 << 46; // size that a device without a limit reports
+
+// A buffer that begins with the device's own memory. Host memory may follow.
+struct Range {
+    size_t most_bytes;   // largest size of the device's part, which is the offset of the host memory
+    size_t device_bytes; // size of the device's part now
+};
 
 // The device
 
@@ -126,9 +140,10 @@ struct LinkDevice {
     Ranges allocated, pinned;                 // the device's allocated memory; the pinned host memory
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_copies_to_host{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
-    std::mutex mutex; // guards the following two fields
+    std::mutex mutex; // guards the following three fields
     std::minstd_rand delays;
     std::string fault;
+    std::map<const void *, Range> ranges; // key: address of the buffer
     ggml_backend_device device = {};
     ggml_backend_buffer_type memory = {}, host_memory = {};
 };
@@ -166,13 +181,22 @@ void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
     }
 }
 
+Range & range_of(ggml_backend_buffer_t buffer) {
+    std::lock_guard<std::mutex> lock(device_of(buffer).mutex);
+    return device_of(buffer).ranges[buffer->context];
+}
+
+void free_memory(ggml_backend_buffer_t buffer) {
+    LinkDevice & device = device_of(buffer);
+    const Range range = range_of(buffer);
+    if (range.most_bytes < buffer->size) { device.pinned.remove((uint8_t *)buffer->context + range.most_bytes); }
+    device.allocated.remove(buffer->context);
+    device.strict ? forbid(buffer->context, buffer->size) : unmap(buffer->context, buffer->size);
+    device.used_bytes -= range.device_bytes;
+}
+
 void become_memory(ggml_backend_buffer_i & buffer) {
-    buffer.free_buffer = [](ggml_backend_buffer_t of) {
-        LinkDevice & device = device_of(of);
-        device.allocated.remove(of->context);
-        device.strict ? forbid(of->context, of->size) : unmap(of->context, of->size);
-        device.used_bytes -= of->size;
-    };
+    buffer.free_buffer = free_memory;
     buffer.init_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t) {
         if (device_of(of).strict) { zero_padding(of, t); }
         return GGML_STATUS_SUCCESS;
@@ -192,20 +216,52 @@ void become_memory(ggml_backend_buffer_i & buffer) {
     };
 }
 
-ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
-    LinkDevice & device = of(buft->device);
-    if (size > device.most_buffer_bytes || !device.take(size)) { return nullptr; }
+// Allocates a buffer of the device's own memory, followed by pinned host memory if host_bytes is above 0.
+ggml_backend_buffer_t allocate(ggml_backend_dev_t of_memory, size_t device_bytes, size_t host_bytes) {
+    LinkDevice & device = of(of_memory);
+    if (device_bytes > device.most_buffer_bytes || !device.take(device_bytes)) { return nullptr; }
+    const size_t size = device_bytes + host_bytes;
     void * base = map(size);
     if (!base) {
-        device.used_bytes -= size;
+        device.used_bytes -= device_bytes;
         return nullptr;
     }
     if (device.strict) { memset(base, poison, size); }
     device.allocated.add(base, size);
+    if (host_bytes > 0) { device.pinned.add((uint8_t *)base + device_bytes, host_bytes); }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
-    buffer->buft = buft;
+    buffer->buft = &device.memory;
+    range_of(buffer) = {device_bytes, device_bytes};
     become_memory(buffer->iface);
     return buffer;
+}
+
+bool resize_range(ggml_backend_buffer_t buffer, size_t device_bytes) {
+    LinkDevice & device = device_of(buffer);
+    size_t & now = range_of(buffer).device_bytes;
+    if (device_bytes > now && !device.take(device_bytes - now)) { return false; }
+    const auto [begin, end] = std::minmax({now, device_bytes});
+    memset((uint8_t *)buffer->context + begin, device_bytes > now ? 0 : poison, end - begin);
+    device.used_bytes -= device_bytes < now ? now - device_bytes : 0;
+    now = device_bytes;
+    return true;
+}
+
+// Returns the number of bytes of experts in host memory that a product reads. The ids must have been computed.
+size_t bytes_in_host_memory(const LinkDevice & device, const ggml_tensor * product) {
+    const ggml_tensor *w = product->src[0], *ids = product->src[2];
+    size_t n = 0;
+    for (int64_t i = 0; i < ggml_nelements(ids); i++) {
+        const int64_t id = StrictRun::id_at(ids, i);
+        n += device.pinned.contain((char *)w->data + id * w->nb[2], 1) ? w->ne[1] * w->nb[1] : 0;
+    }
+    return n;
+}
+
+// Returns true if the node multiplies by experts in a range.
+bool multiplies_range(const LinkDevice & device, const ggml_tensor * node) {
+    const ggml_tensor * w = node->op == GGML_OP_MUL_MAT_ID ? node->src[0] : nullptr;
+    return w && device.pinned.contain((char *)w->data + (w->ne[2] - 1) * w->nb[2], 1);
 }
 
 // Pinned host memory: CPU memory whose address ranges are recorded in LinkDevice::pinned
@@ -308,10 +364,23 @@ void run(Backend & backend, Launch & launch) {
         device.note(StrictRun(backend.cpu.get(), launch, device.allocated).run());
         return;
     }
-    ggml_cgraph whole = launch.part(0, launch.n_nodes());
-    if (ggml_backend_graph_compute(backend.cpu.get(), &whole) != GGML_STATUS_SUCCESS) {
-        device.note("the CPU could not compute a graph");
+    const auto compute = [&](int first, int end) {
+        ggml_cgraph part = launch.part(first, end);
+        if (end > first && ggml_backend_graph_compute(backend.cpu.get(), &part) != GGML_STATUS_SUCCESS) {
+            device.note("the CPU could not compute a graph");
+        }
+    };
+    int first = 0;
+    for (int i = 0; i < launch.n_nodes(); i++) {
+        if (!multiplies_range(device, launch.node(i))) { continue; }
+        compute(first, i);
+        first = i;
+        if (const size_t n = bytes_in_host_memory(device, launch.node(i)); n > 0) {
+            device.to_device.transfer(n / mapped_speed, INFINITY, [&] { compute(i, i + 1); });
+            first = i + 1;
+        }
     }
+    compute(first, launch.n_nodes());
 }
 
 ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
@@ -429,7 +498,11 @@ ggml_backend_reg_t reg() {
     one.iface.get_device_count = [](ggml_backend_reg_t) { return registry().devices.size(); };
     one.iface.get_device = [](ggml_backend_reg_t, size_t i) { return &registry().devices[i]->device; };
     one.iface.get_proc_address = [](ggml_backend_reg_t, const char * name) {
-        return strcmp(name, "ggml_backend_set_n_threads") == 0 ? (void *)set_n_threads : nullptr;
+        const std::string_view wanted = name;
+        return wanted == "ggml_backend_set_n_threads" ? (void *)set_n_threads
+               : wanted == "moegguf_alloc_range"      ? (void *)(AllocRange)allocate
+               : wanted == "moegguf_resize_range"     ? (void *)(ResizeRange)resize_range
+                                                      : nullptr;
     };
     return &one;
 }
@@ -483,7 +556,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     device.iface = device_interface();
     memory.device = host_memory.device = &device;
     memory.iface.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
-    memory.iface.alloc_buffer = allocate;
+    memory.iface.alloc_buffer = [](ggml_backend_buffer_type_t buft, size_t n) { return allocate(buft->device, n, 0); };
     memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
     memory.iface.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
     memory.iface.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {

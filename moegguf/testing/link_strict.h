@@ -74,6 +74,14 @@ class StrictRun {
         return why;
     }
 
+    static int64_t id_at(const ggml_tensor * ids, int64_t i) {
+        int64_t at[GGML_MAX_DIMS];
+        ggml_unravel_index(ids, i, &at[0], &at[1], &at[2], &at[3]);
+        const char * address = (const char *)ids->data;
+        for (int d = 0; d < GGML_MAX_DIMS; d++) { address += at[d] * ids->nb[d]; }
+        return ids->type == GGML_TYPE_I64 ? *(const int64_t *)address : *(const int32_t *)address;
+    }
+
   private:
     // Checks node i, and computes it or earlier nodes if the check requires this. Other nodes are computed later,
     // together. Returns a description of the broken rule; empty: none.
@@ -166,14 +174,6 @@ class StrictRun {
             default:
                 return 0;
         }
-    }
-
-    static int64_t id_at(const ggml_tensor * ids, int64_t i) {
-        int64_t at[GGML_MAX_DIMS];
-        ggml_unravel_index(ids, i, &at[0], &at[1], &at[2], &at[3]);
-        const char * address = (const char *)ids->data;
-        for (int d = 0; d < GGML_MAX_DIMS; d++) { address += at[d] * ids->nb[d]; }
-        return ids->type == GGML_TYPE_I64 ? *(const int64_t *)address : *(const int32_t *)address;
     }
 
     static std::string find_wrong_id(const ggml_tensor * node) {

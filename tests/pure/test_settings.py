@@ -94,7 +94,8 @@ def test_default_settings_match_ollama_and_placement_rejects_other_words() -> No
         read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
     )
     assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {"placement": "slots"}
-    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, cpu"):
+    wanted = "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, slots-mapped, cpu"
+    with pytest.raises(OptionError, match=wanted):
         read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})
 
 
