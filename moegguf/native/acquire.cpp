@@ -1,8 +1,8 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
 // functions here record announced tokens, return pass failures, and resize a tier between passes. While every expert of
-// a tier is complete in its own slot and nothing observes the tier's routing events, no supply is chosen. The functions
-// here then count these events, and unpin the slots of an earlier layer if some are still pinned.
+// a tier is complete in its own slot and neither a listener nor watch() needs the tier's routing events, no supply is
+// chosen. The functions here then count these events, and unpin the previous layer's slots.
 #include "store.h"
 #include "switches.h"
 

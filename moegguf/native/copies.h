@@ -1,7 +1,7 @@
-// copies.h: the link that copies experts into one tier's slots on a device, from slots in RAM or from other slots on
-// the same device. Its copy thread has its own ggml backend, and so its own stream if the device has streams. With
-// Remedy::own_copies, the compute thread may submit the copies that its layer demands. The copy thread still records
-// their completion.
+// copies.h: the link that copies experts into the slots or staging tensors of one tier that is filled from RAM. The
+// sources are slots in RAM or other slots on the same device. Its copy thread has its own ggml backend, and so its own
+// stream if the device has streams. With Remedy::own_copies, the compute thread may submit the copies that its layer
+// demands. The copy thread still records their completion.
 //
 // A link of this class fills only slots that already have a source (tier.h), and chooses no slots itself.
 #pragma once

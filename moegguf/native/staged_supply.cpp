@@ -17,8 +17,8 @@ namespace {
 // expert. In a pass that decodes, one token is enough.
 constexpr int least_tokens_to_evict = 2;
 
-// A later layer's experts are copied in advance if the pass has at least this many choices per expert. Tokens that
-// choose evenly would then use about half of the layer's experts (1 - e^-0.7).
+// A later layer's experts that are complete on the device or in RAM are copied in advance if the pass has at least this
+// many choices per expert. Tokens that choose evenly would then use about half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
 // The staged supply for all devices of a store. Layers use the staging tensors of a device in turn, even if the slots

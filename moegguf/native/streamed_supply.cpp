@@ -1,5 +1,6 @@
-// streamed_supply.cpp: streams a layer's absent experts through a few slots of the CPU's tier, matrix by matrix. This
-// can happen at a routing event of several tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set.
+// streamed_supply.cpp: streams a layer's experts through a few slots of the CPU's tier, matrix by matrix. Experts that
+// have slots are streamed only if the stream may need their slots. A stream is possible at a routing event of several
+// tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set.
 // can_stream() lists all conditions: for example, the tier must be filled directly from the file, and kernels must be
 // able to wait for matrices. While the CPU multiplies by one matrix, readers read the next ones. This is the prefill
 // pipeline of DuoServe-MoE (section 5.2).

@@ -22,7 +22,7 @@ enum class Remedy : uint32_t {
     late_notes = 8,
     large_batches = 16, // up to 96 matrices for a prompt's next layer are copied in one batch; off: up to 8
     // Layers multiply by the router's own ids, without a copy of the ids, if every expert of their tier is in its own
-    // slot and nothing observes routing events.
+    // slot and no listener needs routing events.
     shared_ids = 32,
     // The graph of a layer on a device computes the scores of the next layers' routers for the predictor `skip`. The
     // scores are copied with the expert ids. Off: the layer's router input is copied, and the predictor's thread

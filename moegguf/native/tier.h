@@ -2,7 +2,7 @@
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
 // slots are filled. A store has a tier for each entry of moegguf_config::devices; a device may have several entries.
 // The store may also have a tier in RAM that fills the tiers of devices. The staging tensors of a device form another
-// tier, for prompts. All entries of the device share these tensors.
+// tier, for prompts. The device's entries that are filled from RAM and cannot hold every expert share these tensors.
 //
 // A slot has space for any expert of the tier's layers. Several entries for one device therefore save memory if some
 // layers have larger experts than others.

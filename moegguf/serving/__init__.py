@@ -5,6 +5,6 @@ with a clear error. Unloading a model stops its process. The answers to one clie
 which their requests arrived. No request interrupts another request's answer. A model is loaded only if its planned
 memory fits alongside the other models. To make room, idle models are unloaded in the order of their last use. A
 cancelled answer ends after the current pass at the latest. A batch keeps its finished answers when its process is
-killed. This package contains processes, queues, budgets, requests and batches. It needs no terminal, and contains no
-HTTP server.
+killed. This package contains processes, queues, budgets, requests and batches. It does not know about terminals or HTTP
+servers.
 """
