@@ -104,10 +104,11 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     shards = first, *(_read_member(first, other) for other in _others(path, prefix, count))
     for n, shard in enumerate(shards):
         if count > 1 and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n:
+            if "split.no" not in shard.metadata:
+                raise ModelFormatError(f"shard {shard.name}: key 'split.no' is missing; fetch the shard again.")
             raise ModelFormatError(
-                f"shard {shard.name}: key 'split.no' must be {n}, but is"
-                f" {found if 'split.no' in shard.metadata else 'missing'}; shards were swapped or renamed, so restore"
-                " their original names."
+                f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed, so"
+                " restore their original names."
             )
     return shards
 

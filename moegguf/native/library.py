@@ -208,7 +208,7 @@ def cpu_function(name: str) -> int:
     loaded.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
     address = loaded.ggml_backend_reg_get_proc_address(loaded.ggml_backend_reg_by_name(b"CPU"), name.encode())
     if address is None:
-        raise LibraryError(f"ggml's CPU backend must have the function {name}, but lacks it; build moegguf again.")
+        raise LibraryError(f"ggml's CPU backend must have the function {name}, but lacks it; install moegguf again.")
     return int(address)
 
 
@@ -253,7 +253,9 @@ def mtmd() -> ModuleType:
     try:
         from llama_cpp import mtmd_cpp
     except (ImportError, OSError, RuntimeError) as error:
-        raise LibraryError(f"libmtmd, which reads images, cannot be loaded ({error}); build moegguf again.") from error
+        raise LibraryError(
+            f"libmtmd, which reads images, cannot be loaded ({error}); install moegguf again."
+        ) from error
     return mtmd_cpp
 
 

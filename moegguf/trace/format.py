@@ -362,7 +362,8 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
 def _read_header(archive: zipfile.ZipFile) -> FileHeader:
     if HEADER not in archive.namelist() or archive.getinfo(HEADER).file_size > MAX_HEADER_BYTES:
         raise TraceError(
-            f"{HEADER} is missing in this file, or is larger than {MAX_HEADER_BYTES} bytes; record the trace again."
+            f"{HEADER} is missing in this file, or is larger than {MAX_HEADER_BYTES} bytes; give a file that `moegguf"
+            " trace` recorded."
         )
     return decode(archive.read(HEADER))
 

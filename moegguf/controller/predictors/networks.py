@@ -55,8 +55,10 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
     network.
     """
     windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
-    if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
-        raise ValueError(f"windows {windows!r:.80} and n_hidden {n_hidden!r:.80} must be whole numbers above zero")
+    if not windows or not all(isinstance(k, int) and k > 0 for k in (n_hidden, *windows)):
+        raise ValueError(
+            f"windows {windows!r:.80} and n_hidden {n_hidden!r:.80} must be whole numbers above zero; make it again"
+        )
     pairs, row_of = window_pairs(shape, windows), shape.row_of
     if not pairs:
         return NoPrediction(shape)
