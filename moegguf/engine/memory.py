@@ -282,15 +282,15 @@ class Sizes:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
         must already have been chosen.
 
-        With `on_device`, token embeddings are not counted, because they stay in RAM or in the file even if every layer
-        runs on devices.
+        With `on_device`, token embeddings are not counted, because they stay in RAM even if every layer runs on
+        devices.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
         dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
         in_ram = dense_bytes + row_pages_bytes(layout)
         return MemoryNeeds(
-            dense_bytes - layout.tied_output_bytes if self.on_device else in_ram,
+            dense_bytes - layout.embedding_bytes if self.on_device else in_ram,
             kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
             buffers if self.on_device else buffers + fixed_bytes(layout) + self.reader_bytes,
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),

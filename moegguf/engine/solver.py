@@ -548,9 +548,9 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the estimated bytes of RAM that a model uses if all layers run on a device. These are token embeddings
-    that are also the output matrix, pages of row tables, logits, and `fixed_bytes`."""
-    rows = layout.tied_output_bytes + row_pages_bytes(layout)
+    """Returns the estimated bytes of RAM that a model uses if all layers run on a device: token embeddings, pages of
+    row tables, logits, and `fixed_bytes`."""
+    rows = layout.embedding_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 

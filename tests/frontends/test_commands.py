@@ -493,7 +493,11 @@ ERRORS = [
     ("contexts clear", 2, "or --all, but neither is given"),
     ("contexts clear demo --all", 2, "'demo' and --all are both given"),
     ("help frobnicate", 2, "no such command 'frobnicate'"),
-    ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, cpu."),
+    (
+        "MOEGGUF_PLACEMENT=guess run demo hi",
+        1,
+        "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, slots-mapped, cpu.",
+    ),
     (f"show {__file__}", 1, ""),
     ("estimate demo -c 99999999999", 1, "2147483392, or 0 for the model's own context length"),
     ("estimate MODEL --expert-cache 1KiB", 1, "give at least"),

@@ -493,9 +493,8 @@ def asked(manager: FakeManager) -> Iterator[str]:
         within = {"num_ctx": manager.num_ctx} if manager.num_ctx else {}
         yield json.dumps([inputs, {"truncate": truncate, "normalize": normalize, **within}])
     for _, overrides, keep_alive_s, _ in manager.leases:
-        load = changes(overrides, type(overrides)())
-        if load or keep_alive_s is not None:
-            yield f"loaded with {load}, for {keep_alive_s} s"
+        if overrides or keep_alive_s is not None:
+            yield f"loaded with {dict(overrides)}, for {keep_alive_s} s"
 
 
 def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:

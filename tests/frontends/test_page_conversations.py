@@ -185,7 +185,7 @@ def test_settings_apply_to_their_own_conversation_only(manager: FakeManager, url
     assert said(manager) == ["Be brief.", "Second"]
     assert (sampling.top_k, sampling.min_p, sampling.max_tokens) == (5, 0.25, 9)
     assert (sampling.temperature, sampling.seed) == (0.5, 7)
-    assert manager.leases[-1][1].n_ctx == 64
+    assert manager.leases[-1][1]["n_ctx"] == 64
     page.goto(first)
     page.wait_for_selector("#log >> text=First")
     answered(page, "Third")

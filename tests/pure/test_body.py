@@ -160,8 +160,8 @@ def parse(kind: type[Body], **fields: Any) -> Any:
 
 
 def test_num_thread_is_capped_at_the_number_of_processors() -> None:
-    assert parse(Loading, options={"num_thread": 512}).overrides().n_threads == count_cpus()
-    assert parse(Loading, options={"num_thread": 1}).overrides().n_threads == 1
+    assert parse(Loading, options={"num_thread": 512}).overrides()["n_threads"] == count_cpus()
+    assert parse(Loading, options={"num_thread": 1}).overrides()["n_threads"] == 1
 
 
 def test_parse_body_logs_an_unknown_option(caplog: pytest.LogCaptureFixture) -> None:

@@ -189,5 +189,5 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
 def test_speeds_reject_zero_and_load_spec_rejects_unknown_placements(speeds: tuple[float, float, float]) -> None:
     with pytest.raises(OptionError, match="speeds must be above 0"):
         Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
-    with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
+    with pytest.raises(OptionError, match="auto, layers, slots, slots-mapped, cpu"):
         LoadSpec.of({"placement": "gpu"})
