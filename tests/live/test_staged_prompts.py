@@ -149,9 +149,10 @@ def test_small_budgets_stage_prompts_or_use_single_token_passes(tiny: TinyModel,
     layout = read_layout(path)
     n_devices, classes = (2 if device == "two" else 1), size_classes(layout)
     size = slot_bytes(layout) if n_devices == 2 else mean_slot_bytes(layout, classes)
-    tensor = -(-staging_bytes(layout, 1) // size) + 2  # slots for a layer's experts, and 2 for a guard
+    tensor = -(-staging_bytes(layout, 1) // size)  # number of slots with the bytes of one staging tensor
     cycle = layout.token_cycle_slots
-    sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
+    # the second size is two slots too small for staging tensors; the third has two more slots per device than needed
+    sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 2, cycle + n_devices * (tensor + 2)]
     outcomes = on(device, small_budgets, path, sizes)
     assert [found[:3] for found in outcomes] == [(True, 1, 0), (True, 1, 0), (True, 512, 1)]
     assert [found[3] > 0 for found in outcomes] == [False, False, True]
