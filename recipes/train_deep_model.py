@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -29,7 +28,6 @@ from moegguf.models.catalog import find_model
 from predictors import texts
 from recipes.demo import corpus, data, evaluate, export, restart, train
 from recipes.demo.model import DemoModel, Layer, Shape
-from recipes.demo.tokenizer import END_OF_TEXT, special_id
 
 NAME = "moegguf deep laboratory model"
 N_ROWS, N_CTX = 2, 512  # rows that a training step takes from each of the two sources, and tokens of a row
@@ -75,7 +73,7 @@ def make(output: Path, work: Path, minutes: float) -> None:
     progress = train.run(train.Stage("deep", minutes, PEAK_LR, sources.batch), model, work)
     export.write_f32(work / "f32.gguf", model, tokenizer, NAME)
     export.quantise(work / "f32.gguf", output)
-    heldout = {kind: tokens_of(tokenizer, of.heldout) for kind, of in found.items()}
+    heldout = {kind: data.encode(tokenizer, of.heldout) for kind, of in found.items()}
     card = {
         "n_layer": model.shape.n_layer,
         "n_parameters": sum(weight.numel() for weight in model.parameters()),
@@ -103,7 +101,7 @@ class Sources:
         """Collects and tokenises both sources."""
         documents = [document.text for document in corpus.select(corpus.gather()) if not document.heldout]
         chosen = [text for kind in found.values() for text in first_chars(kind.fit, MAX_KIND_CHARS)]
-        general, own = tokens_of(tokenizer, documents), tokens_of(tokenizer, chosen)
+        general, own = data.encode(tokenizer, documents), data.encode(tokenizer, chosen)
         return cls(data.Windows(general, N_CTX), data.Windows(own, N_CTX))
 
     def batch(self, step: int) -> data.Batch:
@@ -137,27 +135,11 @@ def deeper(shallow: DemoModel) -> DemoModel:
     return model
 
 
-def tokens_of(tokenizer: Tokenizer, written: Sequence[str]) -> data.Tokens:
-    """Returns the concatenated tokens of the texts, with END_OF_TEXT after each text."""
-    end = special_id(tokenizer, END_OF_TEXT)
-    encodings = tokenizer.encode_batch(list(written), add_special_tokens=False)
-    return np.array([i for encoding in encodings for i in (*encoding.ids, end)], dtype=np.uint16)
-
-
 def losses(path: Path, heldout: Mapping[str, data.Tokens]) -> dict[str, float]:
     """Returns the mean loss of a GGUF file by kind of text, in nats per token, computed by llama.cpp."""
     llm = evaluate.open_gguf(path, N_CTX)
-    found = {}
-    for kind, tokens in heldout.items():
-        rows = evaluate.windows(tokens, N_CTX)
-        total = 0.0
-        for row in rows:
-            llm.n_tokens = 0
-            llm.eval(row[:-1].tolist())
-            logits = torch.from_numpy(np.array(llm.scores[:N_CTX]))
-            total += float(train.loss_of(logits[None], torch.from_numpy(row[None, 1:])))
-        found[kind] = round(total / len(rows), 3)
-    return found
+    found = {kind: evaluate.mean_loss(llm, evaluate.windows(tokens, N_CTX)) for kind, tokens in heldout.items()}
+    return {kind: round(loss, 3) for kind, loss in found.items()}
 
 
 if __name__ == "__main__":

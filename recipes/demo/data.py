@@ -41,10 +41,10 @@ class Corpus:
     heldout_bytes: dict[str, int]  # size of the held-out text of each kind, in bytes
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> Tokens:
-    """Returns the concatenated tokens of all documents, with END_OF_TEXT after each document."""
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
+    """Returns the concatenated tokens of all texts, with END_OF_TEXT after each text."""
     end = special_id(tokenizer, END_OF_TEXT)
-    encodings = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
+    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     return np.array([i for encoding in encodings for i in (*encoding.ids, end)], dtype=np.uint16)
 
 
@@ -65,14 +65,14 @@ def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document])
     arrays: dict[str, NDArray[Any]] = {}
     train = []
     for kind in corpus.KINDS:
-        heldout = [d for d in documents if d.kind == kind and d.heldout]
+        heldout = [d.text for d in documents if d.kind == kind and d.heldout]
         if not heldout:
             continue
-        tokens = encode(tokenizer, [d for d in documents if d.kind == kind and not d.heldout])
+        tokens = encode(tokenizer, [d.text for d in documents if d.kind == kind and not d.heldout])
         train.append(tokens)
         arrays[f"train_tokens.{kind}"] = np.array(len(tokens))
         arrays[f"heldout.{kind}"] = encode(tokenizer, heldout)
-        arrays[f"heldout_bytes.{kind}"] = np.array(sum(len(d.text.encode()) for d in heldout))
+        arrays[f"heldout_bytes.{kind}"] = np.array(sum(len(text.encode()) for text in heldout))
     np.savez(path, allow_pickle=False, train=np.concatenate(train), **arrays)
 
 

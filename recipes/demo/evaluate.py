@@ -70,18 +70,25 @@ def open_gguf(path: Path, n_ctx: int) -> Any:
     return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 
 
+def mean_loss(llm: Any, rows: NDArray[np.int64]) -> float:
+    """Returns the mean loss of rows of tokens, in nats per token. Each row is evaluated in an empty context."""
+
+    def loss(row: NDArray[np.int64]) -> float:
+        llm.n_tokens = 0
+        llm.eval(row[:-1].tolist())
+        logits = torch.from_numpy(np.array(llm.scores[: len(row) - 1]))
+        return float(loss_of(logits[None], torch.from_numpy(row[None, 1:])))
+
+    return float(np.mean([loss(row) for row in rows]))
+
+
 def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, KindLoss]:
     """Returns the loss by kind of text, computed by llama.cpp over the same windows as in `torch_losses`."""
     llm = open_gguf(path, n_ctx)
     losses = {}
     for kind, tokens in corpus.heldout.items():
         rows = windows(tokens, n_ctx)
-        total = 0.0
-        for row in rows:
-            llm.n_tokens = 0
-            llm.eval(row[:-1].tolist())
-            logits = torch.from_numpy(np.array(llm.scores[:n_ctx]))
-            total += float(loss_of(logits[None], torch.from_numpy(row[1:])[None])) * n_ctx
+        total = mean_loss(llm, rows) * rows[:, 1:].size
         losses[kind] = kind_loss(total, rows, len(tokens), corpus.heldout_bytes[kind])
     return losses
 

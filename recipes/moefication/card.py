@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.demo.evaluate import open_gguf
-from recipes.demo.train import loss_of
+from recipes.demo.evaluate import mean_loss, open_gguf
 from recipes.moefication.convert import Split
 from recipes.moefication.network import Network
 from recipes.moefication.text import N_CTX, Rows
@@ -74,17 +73,9 @@ class Card:
 
 
 def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
-    """Returns the mean loss of a GGUF file by kind of text, in nats per token. Each row is evaluated in an empty
-    context."""
+    """Returns the mean loss of a GGUF file by kind of text, in nats per token."""
     llm = open_gguf(path, N_CTX)
-
-    def loss(row: Rows) -> float:
-        llm.n_tokens = 0
-        llm.eval(row[:-1].tolist())
-        logits = torch.from_numpy(np.array(llm.scores[: len(row) - 1]))
-        return float(loss_of(logits[None], torch.from_numpy(row[None, 1:])))
-
-    return {kind: float(np.mean([loss(row) for row in rows])) for kind, rows in heldout.items()}
+    return {kind: mean_loss(llm, rows) for kind, rows in heldout.items()}
 
 
 @torch.no_grad()

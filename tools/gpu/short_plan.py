@@ -152,7 +152,12 @@ def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
             "Qwen3-30B, 16 layers, 23 % of the slots: prediction in the graph, slots of two sizes, one arena",
             tuple(plan.remedies()),
         ),
-        Step("identity", 60, "logits of a card with slots are those of the card without", tuple(plan.identity())),
+        Step(
+            "identity",
+            60,
+            "a card with slots: are the logits equal to the logits without slots?",
+            tuple(plan.identity()),
+        ),
     )
 
 
