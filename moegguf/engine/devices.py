@@ -13,10 +13,11 @@ from moegguf.child import child_command, child_environment
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
+from moegguf.options import BUDGETS
 
 NO_GPU = (
-    "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
-    " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
+    f"{BUDGETS['VRAM']}, and a placement other than 'auto' and 'cpu', need a GPU, but this build of moegguf sees none"
+    " (`moegguf doctor` lists devices); leave these options out, or install a backend for your GPU (docs/install.md)."
 )
 QUERY_S = 60  # time limit in seconds for the process that `query_gpus` starts; a driver may take a long time to start
 
