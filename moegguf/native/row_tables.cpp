@@ -14,7 +14,7 @@ const char * get_name(ggml_backend_buffer_type_t) { return "moegguf-rows"; }
 // Row i of a GET_ROWS: its place in the table, and the address of its result. The rows of all planes are numbered
 // consecutively.
 struct Row {
-    uint64_t offset; // from the beginning of the table, in bytes
+    uint64_t offset; // position in the table, in bytes
     float * out;
 
     Row(const ggml_tensor & op, int64_t i) {
@@ -68,7 +68,7 @@ RowTables::RowTables(const moegguf_config & config, Shared & shared, const Trans
         return buffer;
     };
     buft_->iface.get_alignment = [](ggml_backend_buffer_type_t) { return (size_t)64; };
-    buft_->iface.is_host = [](ggml_backend_buffer_type_t) { return true; }; // so that the CPU computes GET_ROWS
+    buft_->iface.is_host = [](ggml_backend_buffer_type_t) { return true; }; // ggml then lets the CPU compute GET_ROWS
     buft_->context = this;
     if (!tables_.empty() && !shared.has(MOEGGUF_SIMULATE)) {
         thread_ = start_thread("the thread that reads rows", [this] { run(); });
@@ -114,7 +114,7 @@ void RowTables::get(const Table & table, ggml_tensor & op) {
     try {
         for (int64_t begin = 0; begin < n; begin += step) {
             const int64_t end = std::min(n, begin + step);
-            // After a cancellation, the thread may still write into the last rows.
+            // The thread may still write into these rows if an earlier pass was cancelled.
             if (rows_.use_count() > 1) { rows_ = std::make_shared<Rows>(); }
             rows_->shard = table.shard;
             rows_->row_bytes = row_bytes;
