@@ -121,7 +121,7 @@ def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> Non
     expert.
     """
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
-    stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
+    stride, guard = max(slot_sizes(layout, on_device=True).stride_bytes.values()), 4096
     small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
     logits = []
     pools = {19: [(19, (0, 1, 2, 3))], 36: [(18, (0, 1)), (18, (2, 3))], 64: [(16, (il,)) for il in range(4)]}
