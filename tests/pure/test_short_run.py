@@ -58,6 +58,8 @@ def test_calls_take_turns_between_parts_and_ends_are_sums_of_shares() -> None:
     plan = plan_of(("M", 10, 1, ["a"]), ("Q", 20, 2, ["b", "c"]), ("R", 30, 1, ["d"]))
     assert [call.name for call in calls(plan[1])] == ["Q/b/1", "Q/c/1", "Q/b/2", "Q/c/2"]
     assert [end_s for _, end_s in ends(plan, 45)] == [10, 30, 45]
+    once = replace(plan[1], parts=(plan[1].parts[0], replace(plan[1].parts[1], once=True)))
+    assert [call.name for call in calls(once)] == ["Q/b/1", "Q/c/1", "Q/b/2"]
 
 
 def test_step_uses_time_left_by_earlier_steps_and_none_of_later_ones(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_to_repeat_selects_gaps_and_parts_whose_turns_differ() -> None:
 
 
 def test_short_run_table_has_predictions_beside_medians() -> None:
-    copies = Part("copies", "micro", predicted={"from pinned memory, 2900 kB each, GB/s": (42, 53)})
+    copies = Part("copies", "micro", predicted={"from pinned memory, 900 kB each, GB/s": (42, 53)})
     case = Case("m.gguf", "CUDA0", "llama.cpp")
     base = Part("llama.cpp, resident", "measure", case=case, predicted={ANSWER: (600, 750)})
     share = Part("65 %", "measure", predicted={STOP: (54, 70)}, n_layer=16)
@@ -181,7 +183,7 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
         plan,
         {
             "facts/the machine/1": {"status": "done", "values": {"name": "a card"}},
-            "facts/copies/1": {"status": "done", "values": {"from pinned memory, 2900 kB each, GB/s": 50.0}},
+            "facts/copies/1": {"status": "done", "values": {"from pinned memory, 900 kB each, GB/s": 50.0}},
             "Q3/llama.cpp, resident/1": answered(500.0, tokens=[7, 8, 9]),
             "Q3/llama.cpp, resident/2": {"status": "timed out"},
             "Q3/65 %/1": answered(
@@ -200,7 +202,7 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
         "",
         "facts:",
         "the machine|done",
-        "copies|from pinned memory, 2900 kB each, GB/s|42 to 53|50",
+        "copies|from pinned memory, 900 kB each, GB/s|42 to 53|50",
         "",
         "Q3: a stop?",
         "llama.cpp, resident|answer, t/s|600 to 750|500|NOT AS PREDICTED",

@@ -52,10 +52,11 @@ class Call:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Yields the calls of a step, turn by turn: A, B, A, B."""
+    """Yields the calls of a step, turn by turn: A, B, A, B. Parts with `once` are only in the first turn."""
     for turn in range(1, step.n_turns + 1):
         for part in step.parts:
-            yield Call(step, part, turn)
+            if turn == 1 or not part.once:
+                yield Call(step, part, turn)
 
 
 def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
