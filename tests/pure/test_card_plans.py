@@ -82,7 +82,7 @@ def test_slots_of_two_sizes_leave_memory_for_more_slots(
     found = plan(layout, card(n_bytes), placement="slots")
     small, large = found.size_classes
     assert sorted((*small, *large)) == [layer.il for layer in layout.layers]
-    sizes = [slot_bytes(layout.only(of)) for of in (small, large)]
+    sizes = [slot_bytes(layout.only(of), on_device=True) for of in (small, large)]
     n_each = divide_slots(layout, found.size_classes, found.n_slots)
     assert n_each[0] / n_each[1] == pytest.approx(len(small) / len(large), rel=0.01)
     taken = sum(n * size for n, size in zip(n_each, sizes, strict=True))
