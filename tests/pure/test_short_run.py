@@ -295,6 +295,21 @@ def test_rehearsal_without_a_cuda_build_uses_the_usual_library(tmp_path: Path, m
     assert short_run.library_folder(REHEARSAL) == tmp_path
 
 
+def test_short_plan_leaves_prefetching_of_remedies_to_no_trial(tmp_path: Path) -> None:
+    options = {
+        (step.name, part.name): part.case.options or {}
+        for step in steps(CARD, tmp_path, 16)
+        for part in step.parts
+        if step.name in ("Q3", "Q5") and part.case
+    }
+    chosen = {key: given["prefetch"] for key, given in options.items() if given and given["vram_cache"] != "100%"}
+    assert [key for key, prefetches in chosen.items() if prefetches] == [
+        ("Q5", "prediction from inputs"),
+        ("Q5", "prediction in the graph"),
+    ]
+    assert len(chosen) > 15
+
+
 def test_short_plan_predicts_the_same_bits_for_every_remedy(tmp_path: Path) -> None:
     for step in steps(CARD, tmp_path, 16):
         for part in step.parts:

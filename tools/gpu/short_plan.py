@@ -289,7 +289,7 @@ class _Plan:
             ),
             (23, (250, 350), (33, 70), (("i", 54, 90), ("ci", 40, 80), ("ei", 54, 90), ("abcdefi", 30, 66))),
         ):
-            slots = {"vram_cache": self.setting.caches[share], "placement": "slots"}
+            slots = self._slots(share)
             shares = {SLOTS: (share / 100 - 0.01, share / 100 + 0.01)}
             yield self._measured(f"{share} %", SHALLOW, slots, {ANSWER: answer, STOP: stop} | shares)
             for switches, least, most in remedies:
@@ -303,7 +303,7 @@ class _Plan:
     def remedies(self) -> Iterator[Part]:
         """Yields pairs of parts that differ in one remedy: g (prediction in the graph), i (slots of two sizes, with an
         equal number of bytes) and k (one arena)."""
-        slots = {"vram_cache": self.setting.caches[23], "placement": "slots"}
+        slots = self._slots(23)
         predicting = slots | {"predictor": "skip", "prefetch": True}
         one_size = (0.205, 0.22)
         two_sizes = (0.22, 0.24)
@@ -334,6 +334,11 @@ class _Plan:
             yield Part(
                 name, "tests", arguments, predicted={"failed": (0, 0), "skipped": (0, 0)}, needs_card=True, limit_s=45
             )
+
+    def _slots(self, share: int) -> dict[str, Any]:
+        """Returns options with slots for `share` % of the experts, and without prefetching, because trials of
+        prefetching would begin in some turns and not in others."""
+        return {"vram_cache": self.setting.caches[share], "placement": "slots", "prefetch": False}
 
     def _long(self) -> dict[str, Any]:
         """Returns sizes with which a pass may have as many tokens as the context, so a prompt takes one pass."""
