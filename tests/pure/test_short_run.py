@@ -14,7 +14,20 @@ import pytest
 
 from tools.gpu import pack, short_run
 from tools.gpu.case import Case
-from tools.gpu.short_plan import ANSWER, CARD, EQUAL, REHEARSAL, SAME, STOP, TOTAL_S, Part, Step, steps, switch_bits
+from tools.gpu.short_plan import (
+    ANSWER,
+    CARD,
+    EQUAL,
+    REHEARSAL,
+    SAME,
+    SCORED,
+    STOP,
+    TOTAL_S,
+    Part,
+    Step,
+    steps,
+    switch_bits,
+)
 from tools.gpu.short_run import Runner, calls, ends, outcome_of, run, to_repeat
 from tools.gpu.short_table import figures_of, table
 from tools.gpu.steps import State
@@ -347,6 +360,13 @@ def test_short_plan_names_only_tests_that_exist(tmp_path: Path) -> None:
     identity = next(step for step in steps(CARD, tmp_path, 16) if step.name == "identity")
     for part in identity.parts:
         assert f"def {part.arguments[-1].split()[0]}" in text
+
+
+def test_figures_include_a_count_of_zero_only_if_it_is_predicted() -> None:
+    outcome = answered(100.0, steady={"store": {"forecast_scored_per_token": 0.0, "prefetch_started_per_token": 0.0}})
+    part = Part("in the graph", "measure", predicted={SCORED: (3, 3)})
+    assert figures_of(MEASURE, outcome) == {ANSWER: 100.0}
+    assert figures_of(part, outcome) == {ANSWER: 100.0, SCORED: 0.0}
 
 
 def test_figures_of_a_measurement_include_calls_per_token() -> None:

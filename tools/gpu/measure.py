@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.measure import greedy_token
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import Device
@@ -114,6 +115,8 @@ def load(case: Case) -> Llama:
         layout = read_layout(case.model)
         return Upstream(case.model, n_cpu_moe(case, layout), use_mmap=case.use_mmap, **options)
     given = dict(case.options or {})
+    if isinstance(limits := given.get("prefetch"), dict):
+        given["prefetch"] = PrefetchOptions(**limits)
     if case.limit_bytes is not None and not case.hold:
         given["vram_cache"] = expert_room_bytes(case, read_layout(case.model))
     return Llama(case.model, store=StoreOptions(device=case.device), **{"vram_cache": "auto"} | given | options)

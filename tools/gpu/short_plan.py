@@ -304,7 +304,7 @@ class _Plan:
         """Yields pairs of parts that differ in one remedy: g (prediction in the graph), i (slots of two sizes, with an
         equal number of bytes) and k (one arena)."""
         slots = self._slots(23)
-        predicting = slots | {"predictor": "skip", "prefetch": True}
+        predicting = slots | {"predictor": "skip", "prefetch": {"watchdog": False}}
         one_size = (0.205, 0.22)
         two_sizes = (0.22, 0.24)
         for name, options, switches, answer, share in (

@@ -51,8 +51,10 @@ def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
     }
     for place, counted in values.get("steady", {}).items():
         for name, (what, factor, unit) in COUNTERS.items():
-            if counted.get(f"{name}_per_token"):
-                found[f"{place}, {what} a token{unit}"] = counted[f"{name}_per_token"] * factor
+            figure = f"{place}, {what} a token{unit}"
+            value = counted.get(f"{name}_per_token")
+            if value or (value is not None and figure in part.predicted):
+                found[figure] = value * factor
     return {name: value for name, value in found.items() if value is not None}
 
 
