@@ -45,7 +45,7 @@ TOKEN_LIMITS = {
     "moegguf/trace": 19_200,
     "predictors": 46_000,
     "tests": 432_000,
-    "tools": 61_000,
+    "tools": 61_500,
 }
 NATIVE_LIMITS = {"moegguf/native": 12_300, "moegguf/server": 1_920, "moegguf/testing": 1_180, "tools": 510}
 

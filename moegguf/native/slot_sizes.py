@@ -52,7 +52,9 @@ def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
 class SlotSizes:
     """The sizes of slots and of a pool in bytes, and whether the CPU kernels can stream experts."""
 
-    stride_bytes: Mapping[Kind, int]  # bytes from one slot to the next in the arena of each matrix kind
+    # Bytes from one slot to the next in the arena of each matrix kind. If slots are packed, the arena of the kind
+    # "gate" holds all kinds, and the other kinds have 0.
+    stride_bytes: Mapping[Kind, int]
     slot_bytes: int  # size of one slot in bytes, summed over the arenas of all matrix kinds
     pool_bytes: int  # size of all arenas in bytes, including the guard bytes after the last slot of each arena
     # True: the CPU kernels can stream experts (streamed_supply.cpp), so a pass of several tokens may use more experts

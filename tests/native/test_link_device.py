@@ -19,7 +19,7 @@ from own_process import in_own_process
 from product import InitParams, load
 
 from moegguf.errors import AllocationError, OptionError
-from moegguf.gguf.experts import Kind, MoeLayer
+from moegguf.gguf.experts import ExpertLayout, Kind, MoeLayer
 from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes, slot_tokens
 from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
@@ -291,13 +291,18 @@ def store_on_full_device(fake: FakeModel) -> str:
     return message
 
 
+def n_arenas(layout: ExpertLayout) -> int:
+    """Returns the number of arenas of a pool on a device: one, or one for each kind of matrix."""
+    return sum(bytes_ > 0 for bytes_ in slot_sizes(layout, on_device=True).stride_bytes.values())
+
+
 def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
     """Returns `most_slots` for 1, 11 and 30 wanted slots on three devices, and the error of a pool that is too large.
 
     The devices are one whose buffers hold 10 slots, one without this limit, and the CPU.
     """
-    sizes = slot_sizes(fake.layout)
-    guard_bytes = sizes.pool_bytes // len(sizes.stride_bytes)
+    sizes = slot_sizes(fake.layout, on_device=True)
+    guard_bytes = sizes.pool_bytes // n_arenas(fake.layout)
     small = add_link_device(FREE, most_buffer_bytes=10 * max(sizes.stride_bytes.values()) + guard_bytes)
     found = [most_slots(fake.layout, name, n) for name in (small, add_link_device(FREE), None) for n in (1, 11, 30)]
     Store(fake.layout, found[1], StoreOptions(device=small)).close()
@@ -324,14 +329,18 @@ def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[
 def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path: Path) -> None:
     """Kernels use 32-bit offsets that count blocks of a type.
 
-    An expert matrix of 2048 x 768 values has 2048 * 768 / (values per block) blocks, and a pool at most 2^31.
+    An expert matrix of 2048 x 768 values has 2048 * 768 / (values per block) blocks, and an arena at most 2^31. If all
+    matrices of an expert are in one arena, a slot has the size of three matrices.
     """
-    most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
+    fake = make_model(tmp_path)
+    is_packed = n_arenas(fake.layout) == 1
+    blocks = {F32: 1, F16: 1, Q4_0: 32, Q8_0: 32, MXFP4: 32, Q4_K: 256}  # values per block
+    most = [2**31 // (2048 * 768 // n) // (3 if is_packed else 1) for n in blocks.values()]
     kinds: tuple[Kind, ...] = ("gate", "up", "down")
-    types = [dict.fromkeys(kinds, ggml_type) for ggml_type in most] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]
+    types = [dict.fromkeys(kinds, ggml_type) for ggml_type in blocks] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]
     layers = [MoeLayer(0, 128, 8, tuple(layer_matrices(0, of, 2048, 768, 128))) for of in types]
-    found = in_own_process(most_slots_of, make_model(tmp_path), layers, 1 << 20)
-    assert found == [(n, 1 << 20) for n in [*most.values(), 1365]]
+    found = in_own_process(most_slots_of, fake, layers, 1 << 20)
+    assert found == [(n, 1 << 20) for n in [*most, 873 if is_packed else 1365]]
 
 
 def slot_tokens_of_a_device() -> int:

@@ -20,6 +20,7 @@ from moegguf.engine.speeds import cpu_pool_bytes
 from moegguf.engine.stats import Stats
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.quantities import GIB, MIB, Link
+from tools.gpu.short_plan import CARD, SHALLOW
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
@@ -81,7 +82,7 @@ def test_slots_of_two_sizes_leave_memory_for_more_slots(
     found = plan(layout, card(n_bytes), placement="slots")
     small, large = found.size_classes
     assert sorted((*small, *large)) == [layer.il for layer in layout.layers]
-    sizes = [slot_bytes(layout.only(of)) for of in (small, large)]
+    sizes = [slot_bytes(layout.only(of), on_device=True) for of in (small, large)]
     n_each = divide_slots(layout, found.size_classes, found.n_slots)
     assert n_each[0] / n_each[1] == pytest.approx(len(small) / len(large), rel=0.01)
     taken = sum(n * size for n, size in zip(n_each, sizes, strict=True))
@@ -92,6 +93,18 @@ def test_slots_of_two_sizes_leave_memory_for_more_slots(
     assert found.n_ubatch == without.n_ubatch and found.n_staging == without.n_staging
     assert found.n_slots >= least * without.n_slots
     assert found.vram_cache_bytes <= without.vram_cache_bytes + without.slot_bytes
+
+
+def test_caches_of_the_short_run_give_the_named_shares_of_experts_a_slot(tmp_path: Path) -> None:
+    preset, quant, n_layer = CARD.models[SHALLOW]
+    shape = replace(PRESETS[preset], n_layer=n_layer)
+    layout = read_layout(write_sparse_model(tmp_path / "model.gguf", shape, quant))
+    for share, budget in CARD.caches.items():
+        spec = LoadSpec.of({"vram_cache": budget, "n_ctx": 2048, "n_ubatch": 512, "placement": "slots"})
+        machine = Machine(RAM, devices=(card(139 * GB),))
+        found = make_plan(layout, machine, spec, speeds(150e9), HitRates.of(layout).curve())
+        assert found.n_ubatch == 512 and found.n_staging > 0
+        assert found.n_slots / layout.n_expert_total == pytest.approx(share / 100, abs=0.005)
 
 
 def test_plan_counts_embeddings_and_host_bytes_only_in_ram(layouts: Layouts) -> None:

@@ -165,7 +165,7 @@ def test_kv_cache_size_depends_on_the_memory_that_holds_the_cache(layout: Expert
 
 
 def test_layers_on_the_cpu_share_ram_slots_with_layers_of_devices(layout: ExpertLayout) -> None:
-    mixed, split = plan(layout, "25%", 60 * slot_bytes(layout), n_gpu_layers=9)
+    mixed, split = plan(layout, "25%", 60 * slot_bytes(layout, on_device=True), n_gpu_layers=9)
     *on_devices, on_cpu = mixed.devices
     assert [part.layers for part in on_devices] == [(4, 5, 6, 7, 8), (9, 10, 11)]
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_ram_slots) == (None, (0, 1, 2, 3), 20, 40)
@@ -176,15 +176,15 @@ def test_layers_on_the_cpu_share_ram_slots_with_layers_of_devices(layout: Expert
     one, _ = plan(layout, "25%", free=(8 * GIB,), n_gpu_layers=9)
     assert [part.name for part in one.devices] == ["GPU0", None]
     with pytest.raises(BudgetError, match=r"expert_cache=.* the CPU needs 4 for its layers .* give at least"):
-        plan(layout, "25%", 4 * slot_bytes(layout), n_gpu_layers=9)
+        plan(layout, "25%", 4 * slot_bytes(layout, on_device=True), n_gpu_layers=9)
 
 
 def test_plan_rejects_too_small_a_budget_and_warns_about_too_large_a_one(layout: ExpertLayout) -> None:
-    of_one = format_bytes_up(4 * slot_bytes(layout))
-    of_both = format_bytes_up(8 * slot_bytes(layout))
+    of_one = format_bytes_up(4 * slot_bytes(layout, on_device=True))
+    of_both = format_bytes_up(8 * slot_bytes(layout, on_device=True))
     for n, vram, least in (
-        (1, f"25%,{slot_bytes(layout)}", f"'{of_one}'."),
-        (3, str(7 * slot_bytes(layout)), f"'{of_both}' for 2 devices together."),
+        (1, f"25%,{slot_bytes(layout, on_device=True)}", f"'{of_one}'."),
+        (3, str(7 * slot_bytes(layout, on_device=True)), f"'{of_both}' for 2 devices together."),
     ):
         with pytest.raises(BudgetError, match=f"vram_cache='.*' holds {n} experts on GPU1, but a token needs 4") as few:
             plan(layout, vram, tensor_split=[1, 1])
@@ -224,7 +224,7 @@ def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) ->
 
 
 def test_slots_that_do_not_fit_one_device_move_to_another(layout: ExpertLayout) -> None:
-    size = slot_bytes(layout)
+    size = slot_bytes(layout, on_device=True)
     parts = plan(layout, "25%", tensor_split=[1, 1], staging=0)[0].devices
     beside = [part.total_bytes - part.n_slots * size for part in parts]
     tight = beside[0] + 10 * size, beside[1] + 90 * size

@@ -3,6 +3,8 @@ table.
 """
 
 import json
+import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,20 @@ import pytest
 
 from tools.gpu import pack, short_run
 from tools.gpu.case import Case
-from tools.gpu.short_plan import ANSWER, CARD, EQUAL, REHEARSAL, STOP, TOTAL_S, Part, Step, steps, switch_bits
+from tools.gpu.short_plan import (
+    ANSWER,
+    CARD,
+    EQUAL,
+    REHEARSAL,
+    SAME,
+    SCORED,
+    STOP,
+    TOTAL_S,
+    Part,
+    Step,
+    steps,
+    switch_bits,
+)
 from tools.gpu.short_run import Runner, calls, ends, outcome_of, run, to_repeat
 from tools.gpu.short_table import figures_of, table
 from tools.gpu.steps import State
@@ -42,9 +57,13 @@ class Scripted(Runner):
         self.now, self.ran, self.switches = 0.0, list[tuple[str, float]](), 0
         self._built_in, self.devices = switches, ["CPU: a processor", "CUDA0: a card"]
         self._seconds, self._fail, self._setting = seconds, fail, CARD
+        self.files = {"micro", "libcalls.so"}
 
     def clock(self) -> float:
         return self.now
+
+    def has(self, name: str) -> bool:
+        return name in self.files
 
     def run(self, part: Part, left_s: float) -> dict[str, Any]:
         self.ran.append((part.name, left_s))
@@ -58,6 +77,8 @@ def test_calls_take_turns_between_parts_and_ends_are_sums_of_shares() -> None:
     plan = plan_of(("M", 10, 1, ["a"]), ("Q", 20, 2, ["b", "c"]), ("R", 30, 1, ["d"]))
     assert [call.name for call in calls(plan[1])] == ["Q/b/1", "Q/c/1", "Q/b/2", "Q/c/2"]
     assert [end_s for _, end_s in ends(plan, 45)] == [10, 30, 45]
+    once = replace(plan[1], parts=(plan[1].parts[0], replace(plan[1].parts[1], once=True)))
+    assert [call.name for call in calls(once)] == ["Q/b/1", "Q/c/1", "Q/b/2"]
 
 
 def test_step_uses_time_left_by_earlier_steps_and_none_of_later_ones(tmp_path: Path) -> None:
@@ -88,6 +109,60 @@ def test_parts_with_switches_that_are_not_built_in_are_skipped(tmp_path: Path) -
         assert [name for name in statuses if name.startswith("with") and statuses[name] == "done"] == done
         assert set(statuses.values()) <= {"done", "not built in"}
     assert (switch_bits("-"), switch_bits("abcdef")) == (0, 63)
+
+
+def test_parts_without_their_program_are_skipped(tmp_path: Path) -> None:
+    counting = Part("counting", "measure", counts_calls=True)
+    plan = [Step("M", 9, "", (Part("copies", "micro", ("copies",)), Part("speed", "measure"), counting))]
+    for files, ran in (({"micro"}, ["copies", "speed"]), ({"libcalls.so"}, ["speed", "counting"])):
+        runner, state = Scripted({}), State(tmp_path / f"{ran[0]}.json")
+        runner.files = files
+        run(plan, state, runner, 55, lambda _: None, runner.clock)
+        assert [name for name, _ in runner.ran] == ran
+        assert sorted(outcome["status"] for outcome in state.outcomes.values()) == ["done", "done", "not built in"]
+
+
+def test_said_line_of_a_failed_part_has_its_error(tmp_path: Path) -> None:
+    runner, said = Scripted({}), list[str]()
+    runner.run = lambda part, left_s: {"status": "failed", "error": "Traceback\n  no slot"}  # type: ignore[method-assign]
+    run(plan_of(("M", 9, 1, ["a"])), State(tmp_path / "results.json"), runner, 55, said.append, runner.clock)
+    assert said[-1].endswith("a: failed; Traceback no slot")
+
+
+def test_switches_of_the_shell_do_not_reach_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_SWITCHES", "443")
+    program = tmp_path / "micro"
+    program.write_text("""#!/bin/sh
+echo "{\\"item\\": \\"switches\\", \\"unit\\": \\"number\\", \\"value\\": ${MOEGGUF_SWITCHES:-0}}"
+""")
+    program.chmod(0o755)
+    runner = Runner(CARD, tmp_path, tmp_path, tmp_path / "log.txt")
+    for switches, value in (("", 0), ("ab", 3)):
+        assert runner.run(Part("a", "micro", ("copies",), switches=switches), 5.0)["values"] == {"switches": value}
+
+
+def test_log_has_the_output_of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(CARD, tmp_path, tmp_path, tmp_path / "log.txt")
+    failing = ["-c", "print('tests/live/test_gpu.py::test_a FAILED'); print('E  logits differ')"]
+    monkeypatch.setattr(runner, "_command", lambda _: failing)
+    assert runner.run(TESTS, 20.0)["values"] == {"passed": 0, "failed": 1, "skipped": 0}
+    assert "E  logits differ" in (tmp_path / "log.txt").read_text()
+
+
+def test_run_that_continues_another_reads_the_switches_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Scripted({}, switches=switch_bits("a"))
+    parts = (Part("one", "measure"), Part("two", "measure", switches="a"))
+    plan = (Step("facts", 9, "", (FACTS,)), Step("Q", 9, "", parts))
+    monkeypatch.setattr(short_run, "Runner", lambda *_: runner)
+    monkeypatch.setattr(runner, "begin_models", lambda: None)
+    monkeypatch.setattr(runner, "close", lambda: None)
+    monkeypatch.setattr(short_run, "steps", lambda *_: plan)
+    monkeypatch.setattr(short_run.signal, "signal", lambda *_: None)
+    folder = ["--out", str(tmp_path), "--work", str(tmp_path), "--library", str(tmp_path)]
+    first = {"facts/the machine/1": {"status": "done"}, "Q/one/1": answered(7)}
+    (tmp_path / "results.json").write_text(json.dumps(first))
+    assert short_run.main(folder) == 0
+    assert [name for name, _ in runner.ran] == ["the machine", "two"]
 
 
 def test_run_without_its_device_ends_after_the_first_part(tmp_path: Path) -> None:
@@ -171,7 +246,7 @@ def test_to_repeat_selects_gaps_and_parts_whose_turns_differ() -> None:
 
 
 def test_short_run_table_has_predictions_beside_medians() -> None:
-    copies = Part("copies", "micro", predicted={"from pinned memory, 2900 kB each, GB/s": (42, 53)})
+    copies = Part("copies", "micro", predicted={"from pinned memory, 900 kB each, GB/s": (42, 53)})
     case = Case("m.gguf", "CUDA0", "llama.cpp")
     base = Part("llama.cpp, resident", "measure", case=case, predicted={ANSWER: (600, 750)})
     share = Part("65 %", "measure", predicted={STOP: (54, 70)}, n_layer=16)
@@ -181,7 +256,7 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
         plan,
         {
             "facts/the machine/1": {"status": "done", "values": {"name": "a card"}},
-            "facts/copies/1": {"status": "done", "values": {"from pinned memory, 2900 kB each, GB/s": 50.0}},
+            "facts/copies/1": {"status": "done", "values": {"from pinned memory, 900 kB each, GB/s": 50.0}},
             "Q3/llama.cpp, resident/1": answered(500.0, tokens=[7, 8, 9]),
             "Q3/llama.cpp, resident/2": {"status": "timed out"},
             "Q3/65 %/1": answered(
@@ -200,7 +275,7 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
         "",
         "facts:",
         "the machine|done",
-        "copies|from pinned memory, 2900 kB each, GB/s|42 to 53|50",
+        "copies|from pinned memory, 900 kB each, GB/s|42 to 53|50",
         "",
         "Q3: a stop?",
         "llama.cpp, resident|answer, t/s|600 to 750|500|NOT AS PREDICTED",
@@ -214,6 +289,45 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
         "planner: slots 300",
         "23 %|not reached",
     ]
+
+
+def test_table_of_a_rehearsal_marks_only_predictions_of_one_value() -> None:
+    part = Part("ours", "batches", predicted={EQUAL: (1, 1), "speed": (2, 3)})
+    outcomes = {"Q/ours/1": {"status": "done", "values": {EQUAL: 0.0, "speed": 9.0}}}
+    for is_rehearsal, n_marked in ((False, 2), (True, 1)):
+        text = table([Step("Q", 9, "", (part,))], outcomes, is_rehearsal)
+        assert text.count("NOT AS PREDICTED") == n_marked and "2 to 3" in text
+
+
+def test_rehearsal_without_a_cuda_build_uses_the_usual_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_run, "CARRIED", tmp_path)
+    monkeypatch.setattr(short_run, "find_library", lambda: tmp_path / "lib")
+    assert short_run.library_folder(REHEARSAL) == tmp_path / "lib"
+    assert short_run.library_folder(CARD) == tmp_path
+    (tmp_path / "libmoegguf.so").touch()
+    assert short_run.library_folder(REHEARSAL) == tmp_path
+
+
+def test_short_plan_leaves_prefetching_of_remedies_to_no_trial(tmp_path: Path) -> None:
+    options = {
+        (step.name, part.name): part.case.options or {}
+        for step in steps(CARD, tmp_path, 16)
+        for part in step.parts
+        if step.name in ("Q3", "Q5") and part.case
+    }
+    chosen = {key: given["prefetch"] for key, given in options.items() if given and given["vram_cache"] != "100%"}
+    assert [key for key, prefetches in chosen.items() if prefetches] == [
+        ("Q5", "prediction from inputs"),
+        ("Q5", "prediction in the graph"),
+    ]
+    assert len(chosen) > 15
+
+
+def test_short_plan_predicts_the_same_bits_for_every_remedy(tmp_path: Path) -> None:
+    for step in steps(CARD, tmp_path, 16):
+        for part in step.parts:
+            if part.switches and part.kind == "measure":
+                assert part.predicted[SAME] == (320, 320)
 
 
 @pytest.mark.parametrize("setting", [CARD, REHEARSAL])
@@ -248,6 +362,13 @@ def test_short_plan_names_only_tests_that_exist(tmp_path: Path) -> None:
         assert f"def {part.arguments[-1].split()[0]}" in text
 
 
+def test_figures_include_a_count_of_zero_only_if_it_is_predicted() -> None:
+    outcome = answered(100.0, steady={"store": {"forecast_scored_per_token": 0.0, "prefetch_started_per_token": 0.0}})
+    part = Part("in the graph", "measure", predicted={SCORED: (3, 3)})
+    assert figures_of(MEASURE, outcome) == {ANSWER: 100.0}
+    assert figures_of(part, outcome) == {ANSWER: 100.0, SCORED: 0.0}
+
+
 def test_figures_of_a_measurement_include_calls_per_token() -> None:
     outcome = answered(100.0, steady={"graph launches": {"n_per_token": 49.0, "ns_per_token": 3e5}, "store": {}})
     assert figures_of(MEASURE, outcome) == {
@@ -276,3 +397,16 @@ def test_pack_short_run_contains_no_upstream_sources_and_no_binary_wheels(
     assert [line for line in wanted if line.startswith("gguf")] and not [line for line in wanted if "numpy" in line]
     assert (folder / "short_run.sh").stat().st_mode & 0o100
     assert short_run.SETTINGS.keys() == {"card", "link"} and EQUAL
+
+
+def test_short_run_script_resolves_relative_paths_in_the_callers_folder(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\npwd\necho $PYTHONPATH\necho $*\n")
+    python.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "OUT": "results", "WORK": "work"}
+    command = [str(ROOT / "tools/gpu/short_run.sh"), "--after", "first/results.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    folder, sources, options = done.stdout.splitlines()
+    assert (Path(folder), Path(sources)) == (tmp_path, ROOT)
+    assert options == f"-P -m tools.gpu.short_run --out results --work {tmp_path}/work --after first/results.json"
+    assert (tmp_path / "results").is_dir()

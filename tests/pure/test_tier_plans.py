@@ -50,7 +50,7 @@ budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.inte
 def test_any_plan_of_two_tiers_keeps_its_budgets(
     layout: ExpertLayout, vram: str | int, ram: str | int, free_mib: int, staging: int | None
 ) -> None:
-    size, free = slot_bytes(layout), free_mib << 20
+    size, free = slot_bytes(layout, on_device=True), free_mib << 20
     of_vram, of_ram = (cache if isinstance(cache, str) else cache * size for cache in (vram, ram))
     held, in_ram = (
         cache if isinstance(cache, int) else 96 if cache == "auto" else int(cache[:-1]) * 96 // 100
@@ -81,7 +81,7 @@ def test_any_plan_of_two_tiers_keeps_its_budgets(
 
 def test_plan_stages_prompts_if_staging_takes_little_of_the_budget(layout: ExpertLayout) -> None:
     staged, small = plan(layout, "90%", "auto"), plan(layout, "9%", "auto")
-    n_staged = math.ceil(staging_bytes(layout, 1) / slot_bytes(layout))
+    n_staged = math.ceil(staging_bytes(layout, 1) / slot_bytes(layout, on_device=True))
     assert (staged.n_slots, staged.n_staging, staged.n_ubatch, staged.streams) == (86 - n_staged, 1, 512, True)
     assert any("staged in 1 tensor of a layer's experts" in reason for reason in staged.reasons)
     assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (8, 0, 0, 1)
@@ -93,7 +93,7 @@ def test_plan_stages_prompts_if_staging_takes_little_of_the_budget(layout: Exper
 
 def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> None:
     layout = read_layout(moe(n_layer=12, n_expert=16, n_used=2).write(tmp_path / "m.gguf"))
-    size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
+    size, tensor_bytes = slot_bytes(layout, on_device=True), staging_bytes(layout, 1)
     n_staged = math.ceil(tensor_bytes / size)
     cycle, above = 24 + n_staged, plan(layout, (24 + n_staged) * size, "auto")
     assert tensor_bytes > 0.25 * cycle * size  # more than the share of a budget that two staging tensors may occupy
@@ -110,7 +110,7 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
 def test_plan_without_staging_limits_passes_to_the_devices_window(layout: ExpertLayout) -> None:
     cuda = Device("CUDA0", 0, 32 * GIB, 64 * GIB)
     for n_slots, n_ubatch in ((4, 1), (8, 2), (16, 4), (90, 4)):
-        p = plan(layout, n_slots * slot_bytes(layout), "auto", staging=0, gpu=cuda)
+        p = plan(layout, n_slots * slot_bytes(layout, on_device=True), "auto", staging=0, gpu=cuda)
         assert (p.n_slots, p.n_ubatch, p.slot_tokens) == (n_slots, n_ubatch, 4)
     assert plan(layout, "100%", "auto", staging=0).n_ubatch == 512
 
@@ -122,7 +122,7 @@ def test_plan_does_not_stage_if_the_tensors_do_not_fit(layout: ExpertLayout) -> 
 
 
 def test_plan_keeps_a_ram_budget_above_the_free_memory_with_a_warning(layout: ExpertLayout) -> None:
-    p = plan(layout, "50%", 90 * slot_bytes(layout), Memory(GIB, 1 << 20, "the machine"))
+    p = plan(layout, "50%", 90 * slot_bytes(layout, on_device=True), Memory(GIB, 1 << 20, "the machine"))
     assert p.n_ram_slots == 90
     assert any("of RAM are needed" in warning for warning in p.warnings)
 

@@ -23,7 +23,8 @@ class Case:
     more_on_cpu: int = 0  # llama.cpp: added to the estimated number of layers whose experts are on the CPU
     all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True
-    options: dict[str, Any] | None = None  # moegguf: keyword arguments of Llama
+    # moegguf: keyword arguments of Llama; a dict for `prefetch` has fields of `PrefetchOptions`
+    options: dict[str, Any] | None = None
     link: str = ""  # link speed ("8GB/s") of a simulated device that is used instead of `device`; "": not simulated
     n_prompt: int = 512
     n_prompts: int = 3  # number of timed prompts, after one cold prompt that is not counted

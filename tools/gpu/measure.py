@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.measure import greedy_token
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import Device
@@ -34,7 +35,7 @@ from moegguf.testing.link_device import add_link_device
 from tools.gpu.case import N_FIRST, Case
 
 SPARE_BYTES = 1 << 30  # estimate for compute buffers and the driver's own memory
-COUNTED = ("hook_ns", "stall_ns")  # counters of the store
+COUNTED = ("hook_ns", "stall_ns", "forecast_scored", "prefetch_started")  # counters of the store
 COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # counters of each tier
 CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # counted by tools/gpu/calls.cpp, in this order
 
@@ -114,6 +115,8 @@ def load(case: Case) -> Llama:
         layout = read_layout(case.model)
         return Upstream(case.model, n_cpu_moe(case, layout), use_mmap=case.use_mmap, **options)
     given = dict(case.options or {})
+    if isinstance(limits := given.get("prefetch"), dict):
+        given["prefetch"] = PrefetchOptions(**limits)
     if case.limit_bytes is not None and not case.hold:
         given["vram_cache"] = expert_room_bytes(case, read_layout(case.model))
     return Llama(case.model, store=StoreOptions(device=case.device), **{"vram_cache": "auto"} | given | options)
@@ -189,6 +192,14 @@ def is_complete(llm: Llama) -> bool | None:
     return bool(info["slots_used"] == info["n_experts"])
 
 
+def slots_share(llm: Llama) -> float | None:
+    """Returns the number of slots divided by the number of experts; None for plain llama.cpp."""
+    if llm.session is None:
+        return None
+    info = llm.session.store.info()
+    return float(info["n_slots_usable"] / info["n_experts"])
+
+
 def predictions(llm: Llama) -> dict[str, float]:
     """Returns the predicted tokens per second for each placement and for the "chosen" one. Empty if the plan compared
     no placements.
@@ -224,6 +235,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
             "reasons": list(plan.reasons) if plan else [],
             "predicted": predictions(llm),
             "n_ubatch": plan.n_ubatch if plan else case.n_ubatch,
+            "slots_share": slots_share(llm),
         }
         random = np.random.default_rng(0)
         cold, *prompts = random.integers(0, llm.n_vocab(), (1 + case.n_prompts, case.n_prompt)).tolist()

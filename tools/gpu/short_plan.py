@@ -1,8 +1,8 @@
 """The plan for the short run on a card: the steps in order, with their times, processes and predicted figures.
 
 Each step has a share of the time. A step must finish before the shares of this step and all earlier steps are used up.
-In each turn, a step runs each of its parts once. The predictions were written down before any run, for cards with PCIe
-5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
+In each turn, a step runs its parts, but some parts only in the first turn. The predictions were written down before any
+run, for cards with PCIe 5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from tools.gpu.rig import GB
 TOTAL_S = 568.0  # time for all steps; the whole run takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
 SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that are equal to llama.cpp's
+SLOTS = "slots per expert"  # figure: number of slots divided by the number of experts
+SCORED = "store, layers predicted in the graph a token"  # figure: the last layer predicts nothing
 STOP = "a stop, us"  # figure: us per layer that resident llama.cpp does not take, without the time of copies
 
 # Remedies: experimental changes that a library may contain behind switches, each with its bit. `moegguf_switches`
@@ -46,6 +48,7 @@ class Part:
     predicted: Predicted = field(default_factory=dict)
     switches: str = ""  # letters of the remedies that are on; "-": all are off; "": MOEGGUF_SWITCHES is not set
     needs_card: bool = False  # the part is skipped on a simulated device
+    once: bool = False  # true: only the step's first turn has this part
     counts_calls: bool = False  # CUDA runtime calls are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
     n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
@@ -73,6 +76,9 @@ class Setting:
     card_bytes: int  # memory of the imitated smaller card
     holds: bool  # true: the process allocates the card's other memory; false: no memory is held
     sizes: Mapping[str, Any]
+    # {share of the experts with a slot in %: budget for these slots and for the staging tensors of prompts}, in steps
+    # Q3 and Q5
+    caches: Mapping[int, str]
     n_slots: int  # slots of a large pool; on a real card, byte offsets of F16 slots need more than 32 bits
     n_experts: int  # experts in the products of step S1's small pools, and of step M2 on a simulated device
     n_columns: int  # columns of an expert's matrix in the products of step S1
@@ -99,6 +105,7 @@ CARD = Setting(
     card_bytes=8 * GB,
     holds=True,
     sizes={"n_prompt": 1024, "n_prompts": 2, "n_decode": 256, "n_ctx": 2048, "n_ubatch": 512},
+    caches={65: "4.59GB", 23: "1.74GB"},
     n_slots=3000,
     n_experts=128,
     n_columns=2048,
@@ -108,12 +115,13 @@ REHEARSAL = Setting(
     link="8GB/s",
     models={
         WIDE: ("tiny-qwen2moe", "q4_k_m", 0),
-        SHALLOW: ("tiny-qwen3moe", "q4_k_m", 0),
+        SHALLOW: ("tiny-qwen3moe", "q4_k_m", 4),
         MIX: ("tiny-mix", "q4_k_m", 0),
     },
     card_bytes=1_300_000,
     holds=False,
     sizes={"n_prompt": 64, "n_prompts": 2, "n_decode": 16, "n_ctx": 256, "n_ubatch": 64},
+    caches={65: "65%", 23: "1.2MB"},
     n_slots=30,
     n_experts=16,
     n_columns=256,
@@ -141,7 +149,7 @@ def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
         Step(
             "Q3",
             150,
-            "Qwen3-30B, 16 layers: a stop with 65 % and 23 % of the slots, for each remedy",
+            "Qwen3-30B, 16 layers: a stop with slots for 65 % and 23 % of the experts, for each remedy",
             tuple(plan.shares()),
             2,
         ),
@@ -149,7 +157,7 @@ def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
         Step(
             "Q5",
             33,
-            "Qwen3-30B, 16 layers, 23 % of the slots: prediction in the graph, slots of two sizes, one arena",
+            "Qwen3-30B, slots for 23 % of the experts: prediction in the graph, slots of two sizes, one arena",
             tuple(plan.remedies()),
         ),
         Step(
@@ -247,12 +255,13 @@ class _Plan:
     def resident(self) -> Iterator[Part]:
         ours = {"vram_cache": "100%", "placement": "slots"}
         yield self._measured("llama.cpp", WIDE, None, {ANSWER: (325, 350), PROMPT: (7600, 8400)})
-        yield self._measured("moegguf", WIDE, ours, {ANSWER: (300, 330), PROMPT: (7500, 9000)})
-        without = self._measured("moegguf, ids not copied (f)", WIDE, ours, {ANSWER: (322, 345), PROMPT: (7500, 9000)})
-        yield replace(without, switches="f")
+        yield self._measured("moegguf", WIDE, ours, {ANSWER: (322, 345), PROMPT: (7500, 9000)})
+        without = self._measured("moegguf, ids copied (no f)", WIDE, ours, {ANSWER: (300, 330), PROMPT: (7500, 9000)})
+        yield replace(without, switches=DEFAULT.replace("f", ""))
 
     def small_card(self) -> Iterator[Part]:
         limit = {"limit_bytes": self.setting.card_bytes, "hold": self.setting.holds}
+        wide = limit | self._long()
         slots = {"placement": "slots"}
         whole = {"placement": "layers"}
         if not self.setting.is_simulated:
@@ -262,7 +271,7 @@ class _Plan:
             ("llama.cpp -ncmoe, one layer fewer", None, {ANSWER: (158, 175)}, limit | {"more_on_cpu": -1}),
             ("moegguf", {}, {ANSWER: (130, 205), PROMPT: (900, 4800)}, limit),
             ("moegguf, slots", slots, {ANSWER: (175, 205), PROMPT: (3200, 4800)}, limit),
-            ("moegguf, slots, passes of 2048", slots, {ANSWER: (160, 200), PROMPT: (4000, 8000)}, limit | self._long()),
+            ("moegguf, slots, a pass per prompt", slots, {ANSWER: (160, 200), PROMPT: (4000, 8000)}, wide),
             ("moegguf, 5.9 GB of layers", whole, {ANSWER: (155, 172), PROMPT: (900, 1400)}, limit),
         ):
             yield self._measured(name, WIDE, options, predicted, **more)
@@ -270,40 +279,45 @@ class _Plan:
     def shares(self) -> Iterator[Part]:
         everything = {"vram_cache": "100%", "placement": "slots"}
         yield self._measured("llama.cpp, resident", SHALLOW, None, {ANSWER: (600, 750)})
-        yield self._measured("moegguf, resident", SHALLOW, everything, {ANSWER: (540, 700)})
+        yield self._measured("moegguf, resident", SHALLOW, everything, {ANSWER: (580, 740)})
         for share, answer, stop, remedies in (
             (
                 65,
-                (350, 440),
-                (54, 70),
+                (370, 510),
+                (33, 50),
                 (("i", 54, 70), ("ai", 46, 66), ("bi", 44, 64), ("abi", 39, 51), ("abcdefi", 30, 46)),
             ),
-            (23, (230, 310), (54, 90), (("i", 54, 90), ("ci", 40, 80), ("ei", 54, 90), ("abcdefi", 30, 66))),
+            (23, (250, 350), (33, 70), (("i", 54, 90), ("ci", 40, 80), ("ei", 54, 90), ("abcdefi", 30, 66))),
         ):
-            slots = {"vram_cache": f"{share}%", "placement": "slots"}
-            yield self._measured(f"{share} %", SHALLOW, slots, {ANSWER: answer, STOP: stop})
+            slots = self._slots(share)
+            shares = {SLOTS: (share / 100 - 0.01, share / 100 + 0.01)}
+            yield self._measured(f"{share} %", SHALLOW, slots, {ANSWER: answer, STOP: stop} | shares)
             for switches, least, most in remedies:
                 part = self._measured(f"{share} %, remedies: {switches}", SHALLOW, slots, {STOP: (least, most)})
                 yield replace(part, switches=switches)
-            yield self._measured(f"{share} %, passes of 2048", SHALLOW, slots, {}, **self._long())
+            wide = self._measured(f"{share} %, a pass per prompt", SHALLOW, slots, {}, **self._long())
+            yield replace(wide, once=True)
             calls = self._measured(f"{share} %, calls counted", SHALLOW, slots, {})
-            yield replace(calls, counts_calls=True)
+            yield replace(calls, counts_calls=True, once=True)
 
     def remedies(self) -> Iterator[Part]:
         """Yields pairs of parts that differ in one remedy: g (prediction in the graph), i (slots of two sizes, with an
         equal number of bytes) and k (one arena)."""
-        n_bytes = "23%" if self.setting.is_simulated else "1.42GB"
-        share = {"vram_cache": "23%", "placement": "slots"}
-        predicting = share | {"predictor": "skip", "prefetch": True}
-        for name, options, switches, answer in (
-            ("prediction from inputs", predicting, DEFAULT, (220, 330)),
-            ("prediction in the graph", predicting, DEFAULT + "g", (220, 340)),
-            ("slots of one size", share | {"vram_cache": n_bytes}, DEFAULT.replace("i", ""), (225, 310)),
-            ("slots of two sizes", share | {"vram_cache": n_bytes}, DEFAULT, (230, 320)),
-            ("one arena", share | {"vram_cache": n_bytes}, DEFAULT + "k", (230, 325)),
+        slots = self._slots(23)
+        predicting = slots | {"predictor": "skip", "prefetch": {"watchdog": False}}
+        one_size = (0.205, 0.22)
+        two_sizes = (0.22, 0.24)
+        for name, options, switches, answer, share in (
+            ("prediction from inputs", predicting, DEFAULT, (240, 370), two_sizes),
+            ("prediction in the graph", predicting, DEFAULT + "g", (240, 380), two_sizes),
+            ("slots of one size", slots, DEFAULT.replace("i", ""), (245, 340), one_size),
+            ("slots of two sizes", slots, DEFAULT, (250, 350), two_sizes),
+            ("one arena", slots, DEFAULT + "k", (250, 355), two_sizes),
         ):
-            part = self._measured(name, SHALLOW, options, {})
-            yield replace(part, predicted={ANSWER: answer}, switches=switches)
+            n_scored = self.setting.models[SHALLOW][2] - 1
+            scored = {SCORED: (n_scored, n_scored)} if "g" in switches else {}
+            part = self._measured(name, SHALLOW, options, {ANSWER: answer, SLOTS: share} | scored)
+            yield replace(part, switches=switches)
 
     def batches(self) -> Iterator[Part]:
         case = replace(self._case(MIX, {"vram_cache": "40%"}), n_ctx=512, n_ubatch=64)
@@ -321,7 +335,13 @@ class _Plan:
                 name, "tests", arguments, predicted={"failed": (0, 0), "skipped": (0, 0)}, needs_card=True, limit_s=45
             )
 
+    def _slots(self, share: int) -> dict[str, Any]:
+        """Returns options with slots for `share` % of the experts, and without prefetching, because trials of
+        prefetching would begin in some turns and not in others."""
+        return {"vram_cache": self.setting.caches[share], "placement": "slots", "prefetch": False}
+
     def _long(self) -> dict[str, Any]:
+        """Returns sizes with which a pass may have as many tokens as the context, so a prompt takes one pass."""
         return {"n_ubatch": self.setting.sizes["n_ctx"]}
 
     def _case(self, model: str, options: dict[str, Any] | None, **more: Any) -> Case:

@@ -23,6 +23,8 @@ from typing import Any
 
 from moegguf.atomic_write import write_atomically
 from moegguf.engine.machine import count_cpus
+from moegguf.errors import LibraryError
+from moegguf.native.library import find_library
 from tools.gpu.build import CARRIED, ROOT, of_processes, runtime_folders
 from tools.gpu.case import read_parts
 from tools.gpu.short_plan import CARD, REHEARSAL, TOTAL_S, Part, Setting, Step, steps, switch_bits
@@ -33,6 +35,8 @@ LOG_BYTES = 4000  # number of bytes at the end of a process's log that are searc
 LEAST_S = 2.0  # a part starts only if at least this much time is left
 NO_CARD = 3  # exit status of tools/gpu/micro.cu on a machine without a card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
+NOT_INHERITED = ("MOEGGUF_HOOKS", "MOEGGUF_KERNELS", "MOEGGUF_SWITCHES")  # variables for experiments
+FACTS = "facts/the machine/1"  # the call whose outcome `Runner.learn` reads
 STATUS_OF_TEST = re.compile(r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 SETTINGS = {"card": CARD, "link": REHEARSAL}
 
@@ -52,10 +56,11 @@ class Call:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Yields the calls of a step, turn by turn: A, B, A, B."""
+    """Yields the calls of a step, turn by turn: A, B, A, B. Parts with `once` are only in the first turn."""
     for turn in range(1, step.n_turns + 1):
         for part in step.parts:
-            yield Call(step, part, turn)
+            if turn == 1 or not part.once:
+                yield Call(step, part, turn)
 
 
 def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
@@ -96,7 +101,8 @@ class Runner:
         self._writers = dict[str, subprocess.Popen[bytes]]()
         self.switches = 0  # bits of the remedies in the library; `learn` sets them
         folders = [*map(str, runtime_folders()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-        self._environment = os.environ | of_processes(library, work / "home")
+        inherited = {name: text for name, text in os.environ.items() if name not in NOT_INHERITED}
+        self._environment = inherited | of_processes(library, work / "home")
         self._environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
 
     def begin_models(self) -> None:
@@ -128,8 +134,14 @@ class Runner:
         """Returns the reason why a part cannot run here, or "" if it can."""
         if part.needs_card and self._setting.is_simulated:
             return "needs a card"
+        program = "libcalls.so" if part.counts_calls else "micro" if part.kind == "micro" else ""
         missing = [letter for letter in part.switches.strip("-") if not self.switches & switch_bits(letter)]
-        return "not built in" if missing or (part.switches and not self.switches) else ""
+        lacks = missing or (program and not self.has(program)) or (part.switches and not self.switches)
+        return "not built in" if lacks else ""
+
+    def has(self, name: str) -> bool:
+        """Returns True if the library's folder contains a file of this name."""
+        return (self._library / name).exists()
 
     def run(self, part: Part, left_s: float) -> Outcome:
         """Waits for the part's model, then runs the part. Both together take at most `left_s` seconds. Returns the
@@ -159,6 +171,9 @@ class Runner:
             end(process)
             raise
         text = out.decode(errors="replace")
+        if part.kind == "tests":  # the outcome has only the numbers of tests, not their errors
+            with self._log.open("a") as log:
+                log.write(text)
         return outcome_of(part, text, process.returncode, timed_out, self._log_since(log_begin))
 
     def _command(self, part: Part) -> list[str]:
@@ -267,7 +282,9 @@ def run(
             state.keep(call.name, {**outcome, "seconds": round(clock() - start, 1)})
             told = figures_of(call.part, outcome)
             figures = "; ".join(f"{name} {value:.4g}" for name, value in list(told.items())[:4])
-            say(f"{clock() - begin:5.0f} s    {call.part.name}: {outcome['status']}{'; ' * bool(figures)}{figures}")
+            error = " ".join(outcome.get("error", "").split())[-200:]
+            said = "; ".join(filter(None, (outcome["status"], error, figures)))
+            say(f"{clock() - begin:5.0f} s    {call.part.name}: {said}")
             if call.part.kind == "facts" and (lacking := runner.learn(outcome)):
                 say(f"error: {lacking}; nothing else is measured, and the time is left for another run")
                 return
@@ -278,12 +295,21 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("short-run"), help="for results.json, results.txt, log.txt")
     parser.add_argument("--work", type=Path, default=Path("/tmp/moegguf-short-run"), help="for models: 16 GB")
-    parser.add_argument("--library", type=Path, default=CARRIED, help="the build of `make check-cuda`")
+    parser.add_argument("--library", type=Path, help="folder of the library (default: the build of `make check-cuda`)")
     parser.add_argument("--backend", choices=SETTINGS, default="card", help="link: tiny models, simulated device")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="after which the last step ends")
     parser.add_argument("--after", type=Path, metavar="FILE", help="results.json of a run, whose gaps are filled")
     parser.add_argument("--only", default="", metavar="STEP,...", help="only these steps")
     return parser.parse_args(given)
+
+
+def library_folder(setting: Setting) -> Path:
+    """Returns the default folder of the library: the build of `make check-cuda`. Without this build, a rehearsal uses
+    the library of `make`, if there is one. That library has no `micro` and no `libcalls.so`."""
+    if setting.is_simulated and not (CARRIED / "libmoegguf.so").exists():
+        with suppress(LibraryError):
+            return find_library()
+    return CARRIED
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -302,18 +328,20 @@ def main(given: Sequence[str] | None = None) -> int:
     state = State(out / "results.json")
     if args.after:
         state.outcomes = json.loads(args.after.read_text())
-        state.forget([*to_repeat(plan, state.outcomes), "facts/the machine/1"])
+        state.forget([*to_repeat(plan, state.outcomes)])
+    state.forget([FACTS])  # every run reads the device and the switches, also a run that continues another
 
     def text_of_results() -> str:
         head = "A rehearsal: its figures mean nothing.\n" if setting.is_simulated else ""
-        return head + table(plan, state.outcomes)
+        return head + table(plan, state.outcomes, is_rehearsal=setting.is_simulated)
 
     def say(text: str) -> None:
         print(text, flush=True)
         write_atomically(out / "results.txt", text_of_results().encode())
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    runner = Runner(setting, args.library.resolve(), work, out / "log.txt")
+    library = args.library or library_folder(setting)
+    runner = Runner(setting, library.resolve(), work, out / "log.txt")
     runner.begin_models()
     try:
         run(plan, state, runner, args.seconds, say)

@@ -14,18 +14,20 @@ memory_kb=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1)
 OUT=${OUT:-$PWD/short-run}
 WORK=${WORK:-$folder/moegguf-short-run}
 mkdir -p "$OUT" "$WORK"
+WORK=$(cd "$WORK" && pwd)
 if [ -e "$here/sources.tar.xz" ]; then
     root=$WORK/sources
     python=${PYTHON:-python3}
     mkdir -p "$root" "$WORK/site"
     "$python" -m tarfile -e "$here/sources.tar.xz" "$root"
     for wheel in "$here"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$WORK/site"; done
-    export PYTHONPATH=$WORK/site${PYTHONPATH:+:$PYTHONPATH}
-    chmod +x "$root/library/micro"
+    PYTHONPATH=$WORK/site${PYTHONPATH:+:$PYTHONPATH}
+    [ ! -e "$root/library/micro" ] || chmod +x "$root/library/micro"
     set -- --library "$root/library" "$@"
 else
     root=$(cd "$here/../.." && pwd)
     python=${PYTHON:-$root/.venv/bin/python}
 fi
-cd "$root"
-exec timeout -k 5 590 "$python" -m tools.gpu.short_run --out "$OUT" --work "$WORK" "$@"
+# -P and no cd: other sources in the current folder are not imported, and relative paths in options keep their meaning.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec timeout -k 5 590 "$python" -P -m tools.gpu.short_run --out "$OUT" --work "$WORK" "$@"
