@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import vendor
 
 HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
-MAX_ADDED_LINES = 195  # limit for all patches together, so that updating llama.cpp takes little work
+MAX_ADDED_LINES = 197  # limit for all patches together, so that updating llama.cpp takes little work
 
 
 def header_of(patch: Path) -> str:

@@ -24,7 +24,6 @@ from moegguf.engine.error_log import llama_log
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.rollback import Rollback
-from moegguf.engine.row_tables import RowTables
 from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
@@ -143,7 +142,6 @@ class Context:
         self.controller = loader.controller  # decides which experts to keep and fetch; None: there is no expert store
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
-        self._row_tables = RowTables(loader.load_plan.layout)
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # sliding window in tokens; 0: there is none
         self._rollback = Rollback(
             loader.load_plan.plan.n_rs_seq,
@@ -381,7 +379,6 @@ class Context:
         result = call()
         if self._threads is not None:
             self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
-        self._row_tables.after_pass()
         return result
 
     @contextmanager

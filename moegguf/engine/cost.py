@@ -90,7 +90,7 @@ class ModelBytes:
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
         """Returns the bytes and counts for a token of this model while `kv_bytes` of the KV cache are in use."""
-        dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
+        dense_bytes = layout.dense_bytes + layout.tied_output_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
 

@@ -27,7 +27,6 @@ from moegguf.engine.recurrent import (
     shares_cells,
     state_bytes,
 )
-from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
@@ -71,8 +70,7 @@ class MemoryNeeds:
     """Estimated bytes that a model needs in addition to its slots, with a given context and number of tokens in a
     pass."""
 
-    # Weights that are not in slots, excluding the projector's. In RAM, this includes the memory counted for pages of
-    # row tables (`row_pages_bytes`). On devices, token embeddings are not counted.
+    # Weights that are not in slots, excluding the projector's and tables that are read row by row
     dense_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
@@ -280,17 +278,11 @@ class Sizes:
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
         """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
-        must already have been chosen.
-
-        With `on_device`, token embeddings are not counted, because they stay in RAM even if every layer runs on
-        devices.
-        """
+        must already have been chosen."""
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
-        dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
-        in_ram = dense_bytes + row_pages_bytes(layout)
         return MemoryNeeds(
-            dense_bytes - layout.embedding_bytes if self.on_device else in_ram,
+            layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
             kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
             buffers if self.on_device else buffers + fixed_bytes(layout) + self.reader_bytes,
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
@@ -329,7 +321,6 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
     sizes = choose_snapshots(layout, sizes, free_bytes)
-    dense_bytes += row_pages_bytes(layout)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
     if pool_bytes:  # a given budget also limits the context

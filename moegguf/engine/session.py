@@ -10,6 +10,7 @@ import ctypes as c
 import enum
 import itertools
 import os
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -241,15 +242,21 @@ class Session:
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
         pattern = (rf"blk\.({layers})" + EXPERT_TENSORS).encode()
-        self._overrides = (_Override * 2)(_Override(pattern, self.store.buffer_type), _Override())
+        tables = "|".join(re.escape(table.name) for table in layout.row_tables)
+        overrides = [_Override(pattern, self.store.buffer_type)]
+        if tables:
+            overrides.append(_Override(f"^({tables})$".encode(), self.store.row_buffer_type))
+        self._overrides = (_Override * (len(overrides) + 1))(*overrides, _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
         on_devices = [handles[part.name] for part in plan.devices if part.name]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp use the store's buffer type for experts, which only reserves address space, so that only the
-        store reads experts. If the plan divides layers among several memories, also sets the devices."""
+        """Makes llama.cpp use the store's buffer types for experts and for row tables. These buffer types only reserve
+        address space, so that only the store reads the tensors. If the plan divides layers among several memories, also
+        sets the devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
+        params.lazy_mode = self._bindings.LLAMA_LAZY_MODE_OFF  # llama.cpp would map row tables
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
 

@@ -55,7 +55,6 @@ from moegguf.engine.plan import (
     staging_bytes,
 )
 from moegguf.engine.recurrent import row_bytes
-from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import has_size_classes, maps, padded, slot_sizes, slot_tokens
@@ -548,10 +547,8 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the estimated bytes of RAM that a model uses if all layers run on a device: token embeddings, pages of
-    row tables, logits, and `fixed_bytes`."""
-    rows = layout.embedding_bytes + row_pages_bytes(layout)
-    return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
+    """Returns the estimated bytes of RAM that a model uses if all layers run on a device: logits and `fixed_bytes`."""
+    return 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
@@ -612,7 +609,7 @@ def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
 def plan_layers(task: Task) -> Plan:
     """Returns the plan in which every layer runs on a device, except that the experts of the first layers run on the
     CPU, from slots in RAM. The device holds the experts of as many of the last layers as fit. It also holds all other
-    weights except token embeddings, which stay in RAM, and row tables, which stay in the file.
+    weights except token embeddings and other row tables, which stay in the file.
 
     Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """

@@ -31,8 +31,9 @@ HEADS_TENSOR = "nextn.eh_proj.weight"  # every multi-token-prediction head has t
 # Architectures whose multi-token-prediction heads may draft, because moegguf's tests cover them. For these heads
 # llama.cpp needs only a KV cache, and the models can roll back drafted tokens.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
-# llama.cpp reads this tensor row by row from the file if the model has one of the architectures in ROW_TABLE_ARCHS
-# (TENSOR_READ_LAZY in src/models).
+# The store reads rows of the token embedding from the file (row_tables.cpp), and rows of ROW_TABLE if the model has one
+# of the architectures in ROW_TABLE_ARCHS. For these architectures, llama.cpp marks ROW_TABLE as TENSOR_READ_LAZY.
+EMBEDDING = "token_embd.weight"
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -87,9 +88,10 @@ class RouterTensor:
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table (per-layer token embeddings) that stays in the file. llama.cpp reads only the rows of a pass's
-    tokens."""
+    """A table (token embeddings, or per-layer token embeddings) that stays in the file. A pass reads only the rows of
+    its tokens. `offset`: position of the table's first byte in its shard."""
 
+    name: str
     shard: int
     offset: int
     n_bytes: int
@@ -112,7 +114,6 @@ class ExpertLayout:
     metadata: Mapping[str, Value]
     tensor_types: Mapping[str, tuple[int, int]]  # {name of a type: (number of tensors, bytes)}
     routers: tuple[RouterTensor, ...] = ()
-    looked_up_bytes: int = 0  # bytes of the embedding matrix if it is not also the output matrix, else 0
     # {il: the layer's part of dense_bytes}, without the experts of multi-token-prediction layers
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)
     n_layer_nextn: int = 0  # 1 if the model ends with a multi-token-prediction layer that can draft, else 0
@@ -181,11 +182,6 @@ class ExpertLayout:
     def row_table_bytes(self) -> int:
         """The total size, in bytes, of the tables that stay in the file and are read row by row."""
         return sum(table.n_bytes for table in self.row_tables)
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes of the token embedding matrix."""
-        return self.looked_up_bytes + self.tied_output_bytes
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
         """Returns a layout in which only the experts of `layers` are treated as experts. The experts of all other
@@ -261,6 +257,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     hparams = read_hparams(files[0])
     matrices = list[ExpertMatrix]()
     routers = list[RouterTensor]()
+    is_tied = not any(tensor.name == "output.weight" for file in files for tensor in file.tensors)
     tensors = dict[str, TensorInfo]()
     types = defaultdict[str, list[int]](list)
     layer_dense_bytes = Counter[int]()
@@ -269,8 +266,9 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
         for tensor in () if vocab_only else file.tensors:
             tensors[tensor.name] = tensor
             types[tensor.type_name].append(tensor.n_bytes)
-            if tensor.name == ROW_TABLE and hparams.arch in ROW_TABLE_ARCHS and hparams.n_expert:
-                row_tables.append(RowTable(shard, tensor.offset, tensor.n_bytes))
+            is_table = tensor.name == ROW_TABLE and hparams.arch in ROW_TABLE_ARCHS
+            if is_table or tensor.name == EMBEDDING:
+                row_tables.append(RowTable(tensor.name, shard, tensor.offset, tensor.n_bytes))
             if match := _LAYER.fullmatch(tensor.name):
                 il = int(match[1])
                 name = match[2]
@@ -284,10 +282,9 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
     table_bytes = sum(table.n_bytes for table in row_tables)
-    embedding = tensors.get("token_embd.weight")
+    embedding = tensors.get(EMBEDDING)
     n_tokens = files[0].arrays.get("tokenizer.ggml.tokens", 0)
     embedding_bytes = embedding.n_bytes if embedding else 0
-    is_tied = "output.weight" not in tensors
     n_rows = embedding.shape[1:2] if embedding else ()
     # only one layer is checked, because llama.cpp runs only one multi-token-prediction layer
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
@@ -308,7 +305,6 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
         metadata=files[0].metadata,
         tensor_types={name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())},
         routers=tuple(sorted(routers, key=lambda router: router.il)),
-        looked_up_bytes=embedding_bytes * (not is_tied),
         layer_dense_bytes=dict(layer_dense_bytes),
         n_layer_nextn=int(can_draft),
         has_long_rope=any(name.endswith("rope_factors_long.weight") for name in tensors),

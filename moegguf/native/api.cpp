@@ -228,6 +228,10 @@ void moegguf_store_close(moegguf_store * store) {
 
 ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) { return store ? store->store.buft() : nullptr; }
 
+ggml_backend_buffer_type_t moegguf_store_row_buft(moegguf_store * store) {
+    return store ? store->store.row_tables.buft() : nullptr;
+}
+
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) {
         moegguf_counters & out = given(counters);

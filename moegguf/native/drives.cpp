@@ -58,6 +58,28 @@ const uint8_t * Drives::read(int shard, uint64_t offset, size_t n, const ReadBuf
     }
 }
 
+bool Drives::is_read(const Drive & drive) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return drive.dropped.empty();
+}
+
+const uint8_t * Drives::read_row(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer,
+                                 uint64_t & retries) const {
+    std::string why;
+    for (const Drive & drive : drives_) {
+        if (!is_read(drive)) { continue; }
+        try {
+            return drive.shards[shard]->read(offset, n, buffer, retries, /*cached =*/true);
+        } catch (const Error & error) { why = error.what(); }
+    }
+    throw Error(MOEGGUF_IO, why);
+}
+
+void Drives::read_row_ahead(int shard, uint64_t offset, size_t n) const {
+    const auto drive = std::find_if(drives_.begin(), drives_.end(), [this](const Drive & d) { return is_read(d); });
+    drive->shards[shard]->read_ahead(offset, n); // one drive is always read
+}
+
 Drives::Turn Drives::begin(size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t now = now_ns();

@@ -22,6 +22,14 @@ class Drives {
     // fails.
     const uint8_t * read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries);
 
+    // The following two functions read rows of a table. They use the page cache, because few rows are read often, and
+    // do not count towards a drive's speed, because a row is small. Any thread may call them.
+    // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
+    // another copy. Throws Error(IO) if the last copy fails.
+    const uint8_t * read_row(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
+    // Asks the system to read these bytes soon.
+    void read_row_ahead(int shard, uint64_t offset, size_t n) const;
+
     size_t size() const { return drives_.size(); }
     bool direct() const; // true: all copies in use are read with O_DIRECT
     void describe(size_t index, moegguf_drive_info & info) const;
@@ -44,6 +52,7 @@ class Drives {
         uint64_t under_way; // number of bytes under way on the drive when this read began, including this read
     };
 
+    bool is_read(const Drive & drive) const; // false: the drive was dropped
     Turn begin(size_t n);
     void end(const Turn & turn, size_t n);
     bool drop(const Turn & turn, size_t n, const char * why); // false: it is the last copy, which stays in use

@@ -93,11 +93,7 @@ struct stat Shard::status() const {
 }
 
 std::vector<Shard::Sample> Shard::sample() const {
-#ifdef POSIX_FADV_WILLNEED
-    for (const Span & span : sampled_) { // lets the disk read all spans at the same time
-        posix_fadvise(buffered_.fd, (off_t)span.offset, (off_t)span.n, POSIX_FADV_WILLNEED);
-    }
-#endif
+    for (const Span & span : sampled_) { read_ahead(span.offset, span.n); } // the disk reads all spans at the same time
     std::vector<Sample> samples;
     std::vector<uint8_t> data(alignment);
     for (const Span & span : sampled_) {
@@ -180,10 +176,17 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
     return true;
 }
 
-const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const {
+void Shard::read_ahead(uint64_t offset, size_t n) const {
+#ifdef POSIX_FADV_WILLNEED
+    posix_fadvise(buffered_.fd, (off_t)offset, (off_t)n, POSIX_FADV_WILLNEED);
+#endif
+}
+
+const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries,
+                            bool cached) const {
     int error = 0;
     for (int attempt = 0; attempt < 2; attempt++) {
-        const bool direct = use_direct_;
+        const bool direct = use_direct_ && !cached;
         const uint64_t begin = direct ? down(offset) : offset;
         const uint64_t end = direct ? up(offset + n) : offset + n;
         if (fill(direct ? direct_.fd : buffered_.fd, buffer.data(), begin, end - begin, offset + n - begin, error)) {

@@ -65,8 +65,13 @@ class Shard {
     void check_copy(const Shard & copy) const;
 
     // Reads n bytes at an offset, and returns their address in `buffer`. Throws Error(IO) if the file has been written
-    // to since it was opened, or if two attempts fail. `retries`: counter of retried reads.
-    const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
+    // to since it was opened, or if two attempts fail. `retries`: counter of retried reads. `cached`: the read uses the
+    // page cache even if other reads bypass it.
+    const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries,
+                         bool cached = false) const;
+
+    // Asks the system to read n bytes at an offset into the page cache. Does not wait.
+    void read_ahead(uint64_t offset, size_t n) const;
 
     bool direct() const { return use_direct_; }
 

@@ -8,12 +8,10 @@
 //
 // The hook may add and move nodes. It replaces the expert ids of a node with the slot ids from Store::acquire(). It
 // does not change slots itself.
+#include "reserved.h"
 #include "store.h"
 
-#include "ggml-backend-impl.h" // defines buffer types; patches/README.md lists the internals that we use
-#include "ggml-impl.h"         // defines ggml_cgraph
-
-#include <sys/mman.h>
+#include "ggml-impl.h" // defines ggml_cgraph
 
 #include <algorithm>
 #include <cstdlib>
@@ -31,25 +29,9 @@ namespace {
 
 const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
-size_t mapped_bytes(size_t size) { return size ? size : 1; }
-
-// Reserves address space without memory. ggml's writes to the buffer are ignored, and ggml's reads from it return zeros
-// (for example if the model is saved). Returns nullptr if the system refuses.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
-    if (address == MAP_FAILED) { return nullptr; }
     ((Store *)buft->context)->router_scores.forget(); // a model is loaded, which has its own routers
-    ggml_backend_buffer_i iface = {};
-    iface.free_buffer = [](ggml_backend_buffer_t buffer) { munmap(buffer->context, mapped_bytes(buffer->size)); };
-    iface.get_base = [](ggml_backend_buffer_t buffer) { return buffer->context; };
-    iface.memset_tensor = [](ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {};
-    iface.set_tensor = [](ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {};
-    iface.get_tensor = [](ggml_backend_buffer_t, const ggml_tensor *, void * data, size_t, size_t n) {
-        memset(data, 0, n);
-    };
-    iface.clear = [](ggml_backend_buffer_t, uint8_t) {};
-    return ggml_backend_buffer_init(buft, iface, address, size);
+    return reserve_buffer(buft, size);
 }
 
 // Returns the store that holds this tensor's experts; nullptr: no store holds them.
@@ -326,9 +308,10 @@ extern "C" bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void 
     return of.context.passed_over == of.passed_over() && of.context.scored_layers == of.forecaster.scored_layers();
 }
 
-extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }
+extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) || RowTables::has(w); }
 
 extern "C" ggml_backend_buffer_type_t moegguf_adapter_buft(const ggml_tensor * w) {
+    if (RowTables::has(w)) { return ggml_backend_cpu_buffer_type(); }
     Store * store = store_of(w);
     return ggml_backend_buffer_get_type((store ? store->pool_tensor(w->name, 1) : w)->buffer);
 }

@@ -74,7 +74,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 30
+#define MOEGGUF_ABI_VERSION 31
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -134,6 +134,14 @@ struct moegguf_matrix {
     uint64_t expert_bytes;
 };
 
+// A tensor that stays in the model's files, such as token embeddings. A pass reads only the rows of its tokens.
+// `offset`: position of the tensor's first byte in its shard.
+struct moegguf_row_table {
+    const char * name;
+    int32_t shard;
+    uint64_t offset;
+};
+
 // A device that runs layers, and its slots.
 struct moegguf_device {
     const char * name; // ggml's name of the device; NULL: the CPU
@@ -165,8 +173,10 @@ struct moegguf_config {
     int32_t n_readers;   // number of reader threads for each copy of the shards; at most 64 run in total
     int32_t n_ram_slots; // number of slots in host memory from which device slots are filled; 0: none
     int32_t n_mirrors;   // number of copies of the shards on other drives
+    int32_t n_row_tables;
     const struct moegguf_matrix * matrices;
-    const char * const * shard_paths;      // [1 + n_mirrors][n_shards]; first the model's own shards
+    const struct moegguf_row_table * row_tables; // [n_row_tables]
+    const char * const * shard_paths;            // [1 + n_mirrors][n_shards]; first the model's own shards
     const int32_t * n_expert_used;         // [n_layer] number of experts that a token uses; 0: the layer has no experts
     const struct moegguf_device * devices; // [n_devices]
     const int32_t * device_of_layer;       // [n_layer] index of the device that runs the layer; NULL: 0 for all
@@ -459,6 +469,10 @@ MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 // Returns the buffer type that reserves address space for the expert tensors of a model; NULL for NULL.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store);
 
+// Returns the buffer type that reserves address space for the model's row tables; NULL for NULL. The CPU computes
+// GET_ROWS from such a tensor by reading the rows from the file.
+MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_row_buft(moegguf_store * store);
+
 // Writes the store's counters. Does not take the store's lock.
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 
@@ -610,7 +624,7 @@ MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, vo
 // moegguf_set_scheduler for it. Returns true if `eval` is not moegguf_eval.
 MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store);
 
-// Returns true if a store holds the experts of this tensor.
+// Returns true if a store holds the experts of this tensor, or reads its rows from the file.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 
 // Returns the buffer type for the matrices of an adapter (LoRA) on the weight `w`. If a store holds the experts of `w`,

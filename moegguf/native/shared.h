@@ -68,6 +68,9 @@ struct Shared {
     std::string error; // reason for the last failure of a transfer; guarded by the lock
     // Number of times that a kernel stopped waiting because the store was cancelled or closed, and skipped matrices.
     std::atomic<uint64_t> given_up{0};
+    std::atomic<uint64_t> lost_rows{0}; // number of times that a kernel did not get rows of a table
+    moegguf_status lost_rows_status =
+        MOEGGUF_OK; // status of the last time, whose reason is `error`; guarded by the lock
 
     bool has(moegguf_flag flag) const { return flags & flag; }
 

@@ -27,6 +27,7 @@ Store::Store(const moegguf_config & config)
       context(*this, *tiers.compute[0], layout.n_expert_max),
       copies(make_copies(layout, shared, tiers)),
       transfers(layout, config.n_readers, shared, tiers),
+      row_tables(config, shared, transfers),
       slots(layout, shared, transfers),
       streamed(make_streamed_supply(layout, shared, transfers, tiers.on_cpu)),
       staged(make_staged_supply(layout, shared, transfers, tiers)),
@@ -61,6 +62,7 @@ Store::~Store() {
 void Store::stop_links() {
     for (const auto & link : copies) { link->stop(); }
     transfers.stop();
+    row_tables.stop();
 }
 
 ggml_tensor * Store::pool_tensor(const char * name, int n_tokens) const {

@@ -7,6 +7,7 @@
 #include "forecaster.h"
 #include "mapped.h"
 #include "router_scores.h"
+#include "row_tables.h"
 #include "supply.h"
 
 namespace moegguf {
@@ -83,6 +84,7 @@ class Store {
     Context context;
     const std::vector<std::unique_ptr<Copies>> copies; // one link for each tier that is filled from RAM
     Transfers transfers;
+    RowTables row_tables;
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;

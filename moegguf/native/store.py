@@ -218,10 +218,14 @@ class Store:
             n_matrices=len(matrices),
             n_shards=len(layout.shards),
             n_mirrors=len(mirrors),
+            n_row_tables=len(layout.row_tables),
             n_devices=len(self.devices),
             n_readers=options.readers,
             n_ram_slots=n_ram_slots,
             matrices=matrices,
+            row_tables=(abi.RowTable * len(layout.row_tables))(*(
+                abi.RowTable(table.name.encode(), table.shard, table.offset) for table in layout.row_tables
+            )),
             shard_paths=(c.c_char_p * len(paths))(*paths),
             n_expert_used=(c.c_int32 * layout.n_layer)(*(used.get(il, 0) for il in range(layout.n_layer))),
             devices=(abi.Device * len(self.devices))(*map(self._device, self.devices)),
@@ -269,6 +273,11 @@ class Store:
     def buffer_type(self) -> int:
         """The address of the buffer type that only reserves address space, for llama.cpp's tensor_buft_overrides."""
         return int(self._library.moegguf_store_buft(self.handle))
+
+    @property
+    def row_buffer_type(self) -> int:
+        """The address of the buffer type of row tables, which only reserves address space."""
+        return int(self._library.moegguf_store_row_buft(self.handle))
 
     def _figures(self, call: Any, struct: Any, *arguments: int) -> dict[str, Any]:
         """Calls a C function that fills `struct`. Returns the struct's fields as a dict, with texts as str."""

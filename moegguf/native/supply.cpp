@@ -212,6 +212,9 @@ void Context::note_failures(const Shared & shared) {
     // cancellation has been revoked since then.
     if (failure.given_up != given_up && !pinned.slots.empty()) { fail(MOEGGUF_CANCELLED, "cancelled"); }
     failure.given_up = given_up;
+    const uint64_t lost_rows = shared.lost_rows;
+    if (failure.lost_rows != lost_rows) { fail(shared.lost_rows_status, shared.error); }
+    failure.lost_rows = lost_rows;
     for (const Pinned * layer : {&late, &pinned}) {
         for (int s : layer->slots) {
             if (layer->tier->residency.failed(s)) { fail(MOEGGUF_IO, shared.error); }

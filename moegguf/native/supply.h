@@ -123,6 +123,7 @@ struct Failure {
     moegguf_failure reason{};
     uint64_t read_errors = 0; // value of the store's counter read_errors at the last call of note_failures()
     uint64_t given_up = 0;    // value of Shared::given_up at the last call of note_failures()
+    uint64_t lost_rows = 0;   // value of Shared::lost_rows at the last call of note_failures()
 };
 
 // Host memory for expert ids that are copied between a device and the compute thread, and for the scores that are
@@ -147,13 +148,14 @@ struct Context {
     void fail(moegguf_status status, const std::string & why);
     void fail_forked() { fail(MOEGGUF_FORKED, forked_text); }
     bool failed() const { return failure.failed; }
-    // Returns true if the counters of read errors and of kernels that stopped waiting have not changed since the last
-    // note_failures().
+    // Returns true if the counters of read errors, of kernels that stopped waiting, and of lost rows have not changed
+    // since the last note_failures().
     bool noted(const Shared & shared) const {
-        return failure.read_errors == get(shared.counters.read_errors) && failure.given_up == shared.given_up;
+        return failure.read_errors == get(shared.counters.read_errors) && failure.given_up == shared.given_up &&
+               failure.lost_rows == shared.lost_rows;
     }
-    // Fails the pass if a pinned slot has failed, or if a kernel has stopped waiting since the last call. Needs the
-    // store's lock.
+    // Fails the pass if a pinned slot has failed, or if a kernel has stopped waiting or did not get rows since the
+    // last call. Needs the store's lock.
     void note_failures(const Shared & shared);
 
     // Waits until the copy thread has recorded the end of all copies for which the stream waits, or until the store is

@@ -91,6 +91,7 @@ class Transfers final : public Link {
     // Any thread may call the following functions. direct() returns true if all copies in use are read with O_DIRECT;
     // false in a simulation, which reads no files.
     bool direct() const { return drives_ && drives_->direct(); }
+    const Drives * drives() const { return drives_.get(); } // nullptr in a simulation
     // Throws Error(INVALID) if there is no such copy of the files.
     void drive_info(int index, moegguf_drive_info & info) const;
     uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }

@@ -145,14 +145,14 @@ def test_a_read_error_of_llama_cpp_in_a_load_raises_expert_io_error(
     load(tiny(), expert_cache="40%")
 
 
-def wait_for_a_read(llm: Llama) -> None:
-    """Waits until the store is reading a chunk of an expert."""
-    until(lambda: llm.session.store.counters()["chunks_reading"])
+def wait_for_a_slow_read(n: int) -> None:
+    """Waits until the store has begun the `n`-th read since "slow_read" was armed."""
+    until(lambda: operations("slow_read") >= n)
 
 
-def cancel_in_a_read(llm: Llama, moments: list[float]) -> threading.Thread:
+def cancel_in_a_read(llm: Llama, moments: list[float], n: int) -> threading.Thread:
     def run() -> None:
-        wait_for_a_read(llm)
+        wait_for_a_slow_read(n)
         moments.append(time.perf_counter())
         llm.cancel()
 
@@ -161,11 +161,15 @@ def cancel_in_a_read(llm: Llama, moments: list[float]) -> threading.Thread:
     return thread
 
 
-def test_cancel_during_a_slow_read_returns_within_a_second(tiny: TinyModel, load: Load, reference: Reference) -> None:
+# The first reads of a pass are the rows of its tokens.
+@pytest.mark.parametrize("n", [5, 80], ids=["a row", "an expert"])
+def test_cancel_during_a_slow_read_returns_within_a_second(
+    tiny: TinyModel, load: Load, reference: Reference, n: int
+) -> None:
     llm = load(tiny(), expert_cache="40%")
-    arm_fault("slow_read", 5, sticky=True)
+    arm_fault("slow_read", n, sticky=True)
     moments: list[float] = []
-    thread = cancel_in_a_read(llm, moments)
+    thread = cancel_in_a_read(llm, moments, n)
     with pytest.raises(errors.GenerationCancelled):
         greedy_logits(llm)
     assert time.perf_counter() - moments[0] < 1.0
@@ -190,7 +194,7 @@ def test_close_cancels_the_pass_of_another_thread(tiny: TinyModel, load: Load) -
 
     thread = threading.Thread(target=run)
     thread.start()
-    wait_for_a_read(llm)
+    wait_for_a_slow_read(5)
     arm_fault("slow_read", 0)
     llm.close()
     thread.join(10)

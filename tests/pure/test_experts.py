@@ -45,8 +45,9 @@ def test_read_layout_of_a_small_model_has_its_sizes_and_shard(tmp_path: Path) ->
     assert layout.expert_bytes == 3 * 6 * one
     assert layout.token_cycle_bytes == 3 * 2 * one and layout.token_cycle_slots == 6
     assert layout.n_expert_total == 18
-    assert layout.dense_bytes == 4 * (2 * 64 * 16 + 3 * 64)
-    assert layout.dense_bytes + layout.expert_bytes == sum(n for _, n in layout.tensor_types.values())
+    assert layout.dense_bytes == 4 * (64 * 16 + 3 * 64) and layout.row_table_bytes == 4 * 64 * 16
+    in_memory = layout.dense_bytes + layout.expert_bytes
+    assert in_memory + layout.row_table_bytes == sum(n for _, n in layout.tensor_types.values())
     assert layout.n_vocab == 16 and layout.chat_template == "{{ messages }}" and layout.name == "tiny"
     stat = (tmp_path / "m.gguf").stat()
     shard = layout.shards[0]
@@ -86,7 +87,7 @@ def test_read_layout_accepts_fused_gateless_and_dense_layers(tmp_path: Path) -> 
     for name in extra:
         g.tensor(f"blk.0.{name}", 64)
     layout = read_layout(write(g, tmp_path))
-    assert len(layout.matrices) == 6 and layout.dense_bytes == 4 * (2 * 64 * 16 + 2 * 64 + 4 * 64)
+    assert len(layout.matrices) == 6 and layout.dense_bytes == 4 * (64 * 16 + 2 * 64 + 4 * 64)
 
 
 def test_expert_used_count_may_differ_per_layer(tmp_path: Path) -> None:

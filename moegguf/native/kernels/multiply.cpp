@@ -437,3 +437,11 @@ bool moegguf_multiply(const ggml_compute_params * params, ggml_tensor * op) {
     if (of_floats) { mul_mat_floats(params, op, of_floats); }
     return of_floats != nullptr;
 }
+
+bool moegguf_get_rows(const ggml_compute_params * params, ggml_tensor * op) {
+    const ggml_tensor * table = op->src[0]->view_src ? op->src[0]->view_src : op->src[0];
+    const moegguf_rows * rows = nullptr;
+    if (table->op == GGML_OP_NONE) { memcpy(&rows, table->op_params, sizeof(rows)); }
+    if (rows && params->ith == 0) { rows->get(rows, op); }
+    return rows != nullptr;
+}

@@ -26,6 +26,15 @@ bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_te
 // operation.
 size_t moegguf_attention_work_size(const struct ggml_tensor * op, int n_threads);
 
+// A table whose rows are not in memory. The op_params of the table's tensor begin with the address of this struct.
+struct moegguf_rows {
+    void (*get)(const struct moegguf_rows * rows, struct ggml_tensor * op); // computes the GET_ROWS `op`
+};
+
+// Computes GET_ROWS, on the first thread, if the table's rows are not in memory. Returns false if upstream's kernels
+// have to compute the operation.
+bool moegguf_get_rows(const struct ggml_compute_params * params, struct ggml_tensor * op);
+
 // Sorts the candidates of one row of TOP_K before they are compared, because their order decides which candidates with
 // equal scores are chosen. If the candidates are cells of a KV cache with lists, they are sorted by position, so other
 // sequences do not change the result. Candidates that a mask hides come last.
