@@ -9,7 +9,9 @@ import json
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -51,6 +53,8 @@ class Server:
         line = next((line for line in self._process.stderr if "listening on " in line), None)
         if line is None:
             raise MoeggufError("the server ended before it listened; run `moegguf serve` to see the reason.")
+        # a server whose messages nobody reads stops when the pipe is full
+        threading.Thread(target=deque, args=(self._process.stderr, 0), daemon=True).start()
         port = line.partition("listening on ")[2].split()[0].rstrip(",").rpartition(":")[2]
         self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
 
@@ -67,7 +71,7 @@ class Server:
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)
-        self._process.communicate()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
@@ -159,10 +163,16 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
     start_s = time.perf_counter()
     first_s = 0.0
     chunks: list[Any] = []
+    others = b""
     for line in server.post("/v1/completions", body):
         if line.startswith(b"data: {"):
             first_s = first_s or time.perf_counter() - start_s
             chunks.append(json.loads(line[6:]))
+        else:
+            others += line
+    if not chunks or "timings" not in chunks[-1]:
+        reason = others.decode(errors="replace").strip() or json.dumps(chunks[-1:])
+        raise MoeggufError(f"the server did not complete the prompt, but sent {reason[:500]}; correct the cause.")
     timings = chunks[-1]["timings"]
     figures = {
         "first token s": first_s,
