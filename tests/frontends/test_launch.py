@@ -13,6 +13,7 @@ import pytest
 from servers import Command, Server, environment
 from terminal import moegguf_command
 
+from moegguf.cli.launch import KEY_PLACEHOLDER
 from moegguf.cli.launch_clients import CLIENTS, NO_KEY, Target
 
 TARGET = Target("http://127.0.0.1:11434", "hf.co/user/repo:Q4_K_M", "secret")
@@ -81,6 +82,7 @@ def test_config_prints_settings_without_the_key(here: Command, name: str) -> Non
     done = here("launch", name, "--config", "-m", "demo", MOEGGUF_API_KEY="hidden", MOEGGUF_HOST="127.0.0.1:9")
     assert (done.returncode, done.stderr) == (0, "")
     assert "http://127.0.0.1:9" in done.stdout and "hidden" not in done.stdout
+    assert KEY_PLACEHOLDER in done.stdout
     for word in done.stdout.splitlines():
         assert "PATH=" not in word
 
