@@ -47,8 +47,8 @@ class ControllerOptions:
     The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use;
     for a single sequence, predicted experts are then also prefetched while that saves time. `predictor` None chooses
     the predictor that the measurement names. If there is none and prefetching is on, None chooses the best predictor
-    that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to save time,
-    or, for a single sequence without a given predictor, if nothing was measured.
+    that is available. `prefetch` None prefetches only with the policy "auto", for a single sequence without a given
+    predictor, if nothing was measured.
     """
 
     policy: str | Policy = AUTO
