@@ -330,8 +330,8 @@ def page() -> Iterator[str]:
         " `load`), a parameter of Modelfiles and requests (scope `request`), or a setting of the server (scope"
         " `server`). The help of a command lists its flags. A flag or a keyword overrides the variable. If a variable"
         " of the server, of the context or of the KV cache is not set, OLLAMA_NAME is used. The value 0 has no effect"
-        f" in {zero}. The variables {of_commands} apply only in commands and servers. In Python, give keywords of `Llama`"
-        " or `Engine` instead."
+        f" in {zero}. The variables {of_commands} apply only in commands and servers. In Python, give keywords of"
+        " `Llama` or `Engine` instead."
     )
     for group in GROUPS:
         yield from (
