@@ -187,7 +187,8 @@ class LiveController:
                 predictor="none" if plain else measured.predictors.get(str(options.policy), "none")
             )
         elif plain or self.n_sequences > 1 or options.predictor is not None or options.prefetch is False:
-            # passes with several sequences leave the link no time for prefetching (`docs/evidence/batches.md`)
+            # Decoding with several sequences was slower with trials of prefetching than without prefetching (medians in
+            # `docs/evidence/batches.md`, "Strategies by batch size").
             found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED
