@@ -228,6 +228,17 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
     return replace(chosen, source=f"{kind} {chosen.source}")
 
 
+def reached_range(
+    layout: ExpertLayout, n_slots: int, curve: HitCurve, reached: Mapping[float, float]
+) -> HitRange | None:
+    """Returns the hit rate of `curve`, which `HitCurve.corrected` has corrected by `reached`, as a range. Returns None
+    if every expert has a slot, or if no answer has reached a hit rate with about this number of slots."""
+    share = n_slots / max(1, layout.n_expert_total)
+    if share >= 1 or all(abs(at - share) > NEAR_SHARE for at in reached):
+        return None
+    return HitRange(curve.at(share), curve.at(share), "reached by answers of this model on this machine")
+
+
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
     """Returns the range from the lowest to the highest hit rate that published curves give for this number of slots.
     Uses the curves of models of this shape, or all curves if none has this shape. If there are fewer slots than the
