@@ -118,6 +118,21 @@ def test_launch_with_a_missing_program_or_a_path_names_the_next_step(
     assert done.returncode == 1 and "moegguf create" in done.stderr
 
 
+def test_launch_uses_the_models_of_a_server_with_other_folders(
+    here: Command, server: Server, programs: str, tmp_path: Path
+) -> None:
+    own = {"MOEGGUF_HOST": server.url, "PATH": programs, "MOEGGUF_MODELS": str(tmp_path / "models")}
+    (tmp_path / "models").mkdir()
+    _, said, _ = launched("claude", "-m", "tiny", **own)
+    environ = said["environment"]
+    assert isinstance(environ, dict) and environ["ANTHROPIC_MODEL"] == "tiny:latest"
+    demo = Path(__file__).parents[2] / "moegguf/demo/moegguf-demo-Q4_0.gguf"
+    (tmp_path / "models/mine.gguf").symlink_to(demo)
+    done = here("launch", "claude", "-m", "mine", **own)
+    assert done.returncode == 1 and not done.stdout
+    assert f"{server.url} does not have the model 'mine:latest'" in " ".join(done.stderr.split())
+
+
 def test_sigterm_ends_the_program_and_the_started_server(programs: str, tmp_path: Path) -> None:
     waiting = tmp_path / CLIENTS["claude"].command
     waiting.write_text(f"#!{sys.executable}\nimport time\nprint('up', flush=True)\ntime.sleep(60)\n")
