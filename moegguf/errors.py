@@ -132,7 +132,7 @@ class WorkerError(MoeggufError, RuntimeError):
 
 class DeviceLostError(WorkerError):
     """A GPU failed while it ran a model, and the worker process that held the model exited. The next request reloads
-    the model without this GPU."""
+    the model without the GPUs on which the model ran."""
 
 
 class BatchFileError(MoeggufError, ValueError):

@@ -324,12 +324,14 @@ def page() -> Iterator[str]:
     yield "# Options"
     yield ""
     zero = ", ".join(f"MOEGGUF_{option.variable}" for option in _TABLE if option.zero_is_default)
+    of_commands = ", ".join(f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
     yield (
         "An option has a name, and may have flags and an environment variable. Its name is a keyword of `Llama` (scope"
         " `load`), a parameter of Modelfiles and requests (scope `request`), or a setting of the server (scope"
         " `server`). The help of a command lists its flags. A flag or a keyword overrides the variable. If a variable"
         " of the server, of the context or of the KV cache is not set, OLLAMA_NAME is used. The value 0 has no effect"
-        f" in {zero}."
+        f" in {zero}. The variables {of_commands} apply only in commands and servers. In Python, give keywords of"
+        " `Llama` or `Engine` instead."
     )
     for group in GROUPS:
         yield from (

@@ -161,6 +161,12 @@ class Spec:
             raise OptionError(
                 "--draft measures one answer, whose passes differ each time; leave --bound and --parallel out."
             )
+        bare = next((test.n_gen for test in self.tests if test.n_gen and not test.n_depth + test.n_prompt), 0)
+        if self.draft is not None and bare:
+            raise OptionError(
+                f"--draft measures answers to a prompt, but the test of {bare} answer tokens (-n) has no prompt; give"
+                " the prompt's length with -d, or give -n 0 and -pg."
+            )
         for name, least in {"repetitions": 1, "n_threads": 0, "n_batch": 1, "n_ubatch": 1}.items():
             if getattr(self, name) < least:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least {least}.")

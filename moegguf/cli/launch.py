@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 START_S = 30.0  # seconds within which a started server must answer
 STOP_S = 10.0  # seconds that the server has to end after SIGTERM before it is killed
 POLL_S = 0.1
+SHOW_S = 30.0  # seconds within which the server must say whether it has a model
+NOT_FOUND = 404  # HTTP status
 LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
@@ -88,21 +90,43 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
     if model is None:
         model = _default_model(client)
     elif client.host.is_loopback:
-        model = _name_on_server(model)
+        model = _name_on_server(client, model)
     return Target(client.host.url, model, client.api_key or NO_KEY)
 
 
-def _name_on_server(model: str) -> str:
-    """Returns the name under which a server on this machine finds a model, and fetches the model if it is missing.
-    Raises OptionError for a path, and the errors of `find_or_pull`."""
+def _name_on_server(client: Client, model: str) -> str:
+    """Returns the name under which a server on this machine finds a model. If the server does not have the model,
+    fetches it, unless this user has it. Raises OptionError for a path, and if the server does not have the model
+    afterwards, because it uses other folders. Also raises the errors of `find_or_pull`, and ServerError."""
+    from moegguf.models.names import name_or_none
     from moegguf.terminal.loading import find_or_pull
 
+    name = name_or_none(model)
+    if name is not None and _has_model(client, name.canonical):
+        return name.canonical
     entry = find_or_pull(model)
     if entry.source == "path":
         raise OptionError(
             f"a server finds models by name, but {model!r} is a path; give the file a name with `moegguf create`."
         )
+    if not _has_model(client, entry.name):
+        raise OptionError(
+            f"the server at {client.host.url} does not have the model {entry.name!r}, because it uses other folders"
+            " than this command; start it with the same MOEGGUF_HOME and MOEGGUF_MODELS, or choose one of its models."
+        )
     return entry.name
+
+
+def _has_model(client: Client, name: str) -> bool:
+    from moegguf.chat.client import ServerError
+
+    try:
+        client.post("/api/show", {"model": name}, SHOW_S)
+    except ServerError as error:
+        if error.status != NOT_FOUND:
+            raise
+        return False
+    return True
 
 
 def _default_model(client: Client) -> str:

@@ -99,6 +99,7 @@ In ~/.continue/config.yaml, below `models:`:
     provider: ollama
     model: {json.dumps(to.model)}
     apiBase: {to.url}
+    apiKey: {to.key}
 """
 
 
@@ -107,6 +108,7 @@ def _zed(to: Target) -> str:
     return f"""\
 In ~/.config/zed/settings.json (Zed finds the models there itself):
 {json.dumps(settings, indent=2)}
+The key is {to.key}. Enter it in Zed's settings of the provider Ollama, or start Zed with OLLAMA_API_KEY={to.key}.
 """
 
 

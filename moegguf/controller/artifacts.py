@@ -40,6 +40,11 @@ USES = "uses.safetensors"
 T = TypeVar("T")
 
 
+def learnt_folder(file: Path) -> Path:
+    """Returns the folder next to a model's first file for what is learnt about the model. The folder may not exist."""
+    return file.with_name(file.name + ".moegguf")
+
+
 @dataclass(frozen=True)
 class Artifacts:
     """Finds and saves the files about one model."""
@@ -57,10 +62,7 @@ class Artifacts:
     @property
     def model_folder(self) -> Path | None:
         """The folder for files next to the model; None if there is only a trace."""
-        if self.layout is None:
-            return None
-        path = self.layout.shards[0].path
-        return path.with_name(path.name + ".moegguf")
+        return learnt_folder(self.layout.shards[0].path) if self.layout else None
 
     @property
     def user_folder(self) -> Path:

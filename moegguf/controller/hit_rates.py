@@ -54,7 +54,6 @@ class Measured:
     fingerprint: str  # fingerprint of the model's routers
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
     predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
-    prefetch: str = "none"  # predictor that a live run prefetches with; "none": no prefetching
     # Facts about the measurement, such as the numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
@@ -62,14 +61,15 @@ class Measured:
 
     def choose(self, share: float) -> ControllerChoice:
         """Returns the policy with the highest hit rate at the measured share nearest to `share` (of experts with
-        slots). The predictor is `prefetch`, or if that is "none", the predictor that the policy was measured with.
+        slots), and the predictor that the policy was measured with. The choice has no prefetching, because hit rates do
+        not show whether prefetching saves time.
 
         Policies that are below LRU at any measured share, or were measured at other shares than LRU, are left out.
         Returns LRU if it was not measured, or if the best hit rate does not exceed LRU's by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
-            return ControllerChoice(predictor=self.prefetch, prefetch=self.prefetch != "none")
+            return ControllerChoice()
         nearest = min(lru, key=lambda measured: abs(measured - share))
         never_worse = {
             name: rates
@@ -79,8 +79,6 @@ class Measured:
         at = {name: rates[nearest] for name, rates in never_worse.items()}
         best = max(at, key=lambda name: (at[name], name == "lru"))
         policy = best if at[best] >= lru[nearest] + LEAST_GAIN else "lru"
-        if self.prefetch != "none":
-            return ControllerChoice(policy, self.prefetch, prefetch=True)
         return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
     def range_at(self, share: float) -> tuple[float, float] | None:
@@ -133,9 +131,7 @@ def read_measured(path: Path) -> Measured:
         ranges = {_name(name): _by_share(table, _ends) for name, table in facts.get("ranges", {}).items()}
         bound = _by_share(facts.get("bound", {}), _share)
         predictors = {_name(name): _name(predictor) for name, predictor in facts["predictors"].items()}
-        return Measured(
-            str(facts["fingerprint"]), rates, predictors, _name(facts["prefetch"]), facts["about"], ranges, bound
-        )
+        return Measured(str(facts["fingerprint"]), rates, predictors, facts["about"], ranges, bound)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{path} is not a measurement of policies ({error}); delete it or measure again.") from error
 
@@ -230,6 +226,17 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
     chosen = ordered[(len(ordered) - 1) // 2]
     kind = "published for" if same else "not known for this model; the middle of those published:"
     return replace(chosen, source=f"{kind} {chosen.source}")
+
+
+def reached_range(
+    layout: ExpertLayout, n_slots: int, curve: HitCurve, reached: Mapping[float, float]
+) -> HitRange | None:
+    """Returns the hit rate of `curve`, which `HitCurve.corrected` has corrected by `reached`, as a range. Returns None
+    if every expert has a slot, or if no answer has reached a hit rate with about this number of slots."""
+    share = n_slots / max(1, layout.n_expert_total)
+    if share >= 1 or all(abs(at - share) > NEAR_SHARE for at in reached):
+        return None
+    return HitRange(curve.at(share), curve.at(share), "reached by answers of this model on this machine")
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:

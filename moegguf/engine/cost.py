@@ -44,6 +44,7 @@ from moegguf.controller.hit_rates import (
     Measured,
     published_curve,
     published_range,
+    reached_range,
     typical_hit_rate,
 )
 from moegguf.engine.run_hits import read_run_hits
@@ -321,7 +322,7 @@ class HitRates:
         return found.corrected(self.of_answers)
 
     def range_at(self, n_slots: int) -> HitRange:
-        """Returns the range of hit rates to expect with `n_slots` slots."""
+        """Returns the range of measured or published hit rates with `n_slots` slots."""
         share = n_slots / max(1, self.layout.n_expert_total)
         if share >= 1:
             return HitRange(1.0, 1.0, "every expert is in memory")
@@ -331,9 +332,11 @@ class HitRates:
         return published_range(self.layout, n_slots)
 
     def expect(self, n_slots: int, speeds: Speeds | None = None) -> Expected:
-        """Returns the estimate for `n_slots` slots in RAM. With `speeds`, the estimate includes the CPU's tokens per
-        second."""
-        hits, cycle, model = self.range_at(n_slots), self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
+        """Returns the estimate for `n_slots` slots in RAM. If answers on this machine have reached a hit rate with
+        about this number of slots, the estimate uses this hit rate. With `speeds`, the estimate includes the CPU's
+        tokens per second."""
+        hits = reached_range(self.layout, n_slots, self.curve(), self.of_answers) or self.range_at(n_slots)
+        cycle, model = self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
         most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
         slow = fast = None
         if speeds is not None:

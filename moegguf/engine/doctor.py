@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -21,11 +20,13 @@ from typing import Any
 
 import psutil
 
+from moegguf.controller.artifacts import learnt_folder
 from moegguf.engine.cards import card_note, find_cards
 from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
 from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError
-from moegguf.models.catalog import find_model
+from moegguf.folder_size import folder_size
+from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.sources import demo_path, folder_files, hub_cache
 from moegguf.native import library, plugins
 from moegguf.package import __version__, package_folders
@@ -205,7 +206,7 @@ def _folders() -> Facts:
     """Returns the path and size of the folders that moegguf uses.
 
     The models folder is inside the data folder, unless MOEGGUF_MODELS names another one. Other programs also use the
-    downloads folder.
+    downloads folder. "learnt" has the folders beside files of models (`_learnt_folders`).
     """
     folders: dict[str, Callable[[], Path]] = {
         "package": lambda: package_folders()[0].resolve(),
@@ -214,27 +215,19 @@ def _folders() -> Facts:
         "cache": cache_folder,
         "downloads": hub_cache,
     }
-    return {name: _fact(partial(_folder, find)) for name, find in folders.items()}
+    return {name: _fact(partial(_folder, find)) for name, find in folders.items()} | {"learnt": _fact(_learnt_folders)}
+
+
+def _learnt_folders() -> Facts:
+    """Returns {name of a model: path and size of the folder with learnt facts beside the model's file} for the models
+    of the catalog that have such a folder."""
+    names = {learnt_folder(entry.path): entry.name for entry in Catalog().entries()}
+    return {name: _folder(partial(Path, folder)) for folder, name in names.items() if folder.is_dir()}
 
 
 def _folder(find: Callable[[], Path]) -> Facts:
     folder = find()
     return {"path": str(folder), "size_bytes": folder_size(folder)}
-
-
-def folder_size(folder: Path) -> int:
-    """Returns the total size, in bytes, of the files below a folder. Skips subfolders that this user may not list.
-    Returns 0 if the folder does not exist.
-
-    Counts a file with several hard links once. Counts a symbolic link itself, not its target.
-    """
-    sizes: dict[tuple[int, int], int] = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # another process may have just deleted the file
-                status = os.lstat(os.path.join(parent, name))
-                sizes[status.st_dev, status.st_ino] = status.st_size
-    return sum(sizes.values())
 
 
 def _environment() -> Facts:

@@ -47,8 +47,8 @@ class ControllerOptions:
     The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use;
     for a single sequence, predicted experts are then also prefetched while that saves time. `predictor` None chooses
     the predictor that the measurement names. If there is none and prefetching is on, None chooses the best predictor
-    that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to save time,
-    or, for a single sequence without a given predictor, if nothing was measured.
+    that is available. `prefetch` None prefetches only with the policy "auto", for a single sequence without a given
+    predictor, if nothing was measured.
     """
 
     policy: str | Policy = AUTO
@@ -187,7 +187,8 @@ class LiveController:
                 predictor="none" if plain else measured.predictors.get(str(options.policy), "none")
             )
         elif plain or self.n_sequences > 1 or options.predictor is not None or options.prefetch is False:
-            # passes with several sequences leave the link no time for prefetching (`docs/evidence/batches.md`)
+            # Decoding with several sequences was slower with trials of prefetching than without prefetching (medians in
+            # `docs/evidence/batches.md`, "Strategies by batch size").
             found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moegguf.errors import ModelFormatError
-from moegguf.gguf.reader import GgufFile
+from moegguf.gguf.reader import KEPT_ITEMS, GgufFile, Value
 
 MAX_LAYERS = 512  # the limit that is compiled into moegguf's release of llama.cpp
 MAX_EXPERTS = 1024  # also compiled into llama.cpp
@@ -48,6 +48,7 @@ class Keys:
         self.arch = arch
         self.metadata = file.metadata
         self._name = file.name
+        self._arrays = file.arrays
 
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """Returns the error for the key `name`, which breaks a rule."""
@@ -58,10 +59,17 @@ class Keys:
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
         """Returns the key's whole number. If the key is missing, returns `default`, or raises an error if `default` is
         None. Raises an error unless the number, including `default`, is from `low` to `high`."""
-        value = self.metadata.get(f"{self.arch}.{name}", default)
+        value = self._value(name, default)
         if value is None:
             raise self.fail(name, f"is missing, but every {self.arch} model has it")
         return self._in_range(name, value, low, high)
+
+    def _value(self, name: str, default: int | None) -> Value | None:
+        key = f"{self.arch}.{name}"
+        if key in self._arrays and key not in self.metadata:  # the reader has skipped the array's elements
+            n = self._arrays[key]
+            raise self.fail(name, f"must have at most {KEPT_ITEMS} numbers, but is an array of {n} strings or numbers")
+        return self.metadata.get(key, default)
 
     def _in_range(self, name: str, value: object, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -73,7 +81,7 @@ class Keys:
     def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
         """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's single number repeated for every
         layer. Returns zeros for a missing key. Raises an error for an array of the wrong length."""
-        value = self.metadata.get(f"{self.arch}.{name}", 0)
+        value = self._value(name, 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:
             raise self.fail(name, f"must have a number for each of {n_layer} layers, but has {len(values)}")

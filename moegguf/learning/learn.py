@@ -99,6 +99,12 @@ def check_strategies(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names)) or list(LEARNERS)
 
 
+def _unwritable(path: object, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path} cannot be written ({error.strerror}); make room on the disk, or make its folder writable."
+    )
+
+
 class Learning:
     """The requests of a trace, split into requests to learn from and held-out requests on which the result is
     evaluated.
@@ -138,7 +144,10 @@ class Learning:
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
         report("judging on held-out requests", 1.0)
         facts = self._judge(strategy, learned)
-        folder = self.artifacts.writable_folder()
+        try:
+            folder = self.artifacts.writable_folder()
+        except OSError as error:
+            raise _unwritable(error.filename, error) from error
         paths = []
         for file, of_file in learned.items():
             path = folder / f"{file}.safetensors"
@@ -146,9 +155,7 @@ class Learning:
             try:
                 weights_file.save(path, file, self.artifacts.fingerprint, self.training.shape, saved)
             except OSError as error:
-                raise StorageError(
-                    f"{path} cannot be written ({error.strerror}); make room on the disk, or make its folder writable."
-                ) from error
+                raise _unwritable(path, error) from error
             paths.append(path)
         own = learned[str(strategy.predictor)].facts
         shown = {key: facts[key] for key in ("tokens", "requests", "right", "popularity", "hits", "lru")}

@@ -35,13 +35,16 @@ std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config &
 
 // The CUDA backend has kernels that multiply each token on its own. It uses them up to a number of tokens that depends
 // on the card and on the type of the weights. The patched backend returns this number (patches/vector-tokens.patch).
-// Float types are left out, because the choice of their kernels does not depend on the number of experts.
+// Float types are left out, because the choice of their kernels does not depend on the number of experts. The MUSA
+// backend shares these sources and also returns a number, but nobody has tried whether its products are exact.
 int most_slot_tokens(const char * name) {
     ggml_backend_dev_t device = name ? ggml_backend_dev_by_name(name) : nullptr;
     if (!device) { return name && strncmp(name, "CUDA", 4) == 0 ? least_of_cuda : 1; }
     using VectorTokens = int (*)(ggml_backend_dev_t, ggml_type);
-    const auto tokens_of =
-        (VectorTokens)ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "moegguf_vector_tokens");
+    ggml_backend_reg_t backend = ggml_backend_dev_backend_reg(device);
+    const std::string of = ggml_backend_reg_name(backend);
+    if (of != "CUDA" && of != "ROCm") { return 1; }
+    const auto tokens_of = (VectorTokens)ggml_backend_reg_get_proc_address(backend, "moegguf_vector_tokens");
     int most = tokens_of ? INT32_MAX : 1;
     for (int type = 0; tokens_of && type < GGML_TYPE_COUNT; type++) {
         if (ggml_is_quantized((ggml_type)type)) { most = std::min(most, tokens_of(device, (ggml_type)type)); }

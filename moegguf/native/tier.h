@@ -62,8 +62,8 @@ constexpr int most_staging_tensors = 2;
 
 // Returns the largest number of tokens in a pass for which a device's results are bit-identical to those with every
 // expert resident. The number is valid for any number of slots and any weight type. For a CUDA card that ggml does not
-// know, it is least_of_cuda. It is 1 for NULL, for any other unknown device, and if the ggml backend does not report
-// it. `name`: ggml's name of the device.
+// know, it is least_of_cuda. It is 1 for NULL, for any other unknown device, for devices of other backends than CUDA
+// and ROCm, and if the ggml backend does not report it. `name`: ggml's name of the device.
 int most_slot_tokens(const char * name);
 
 using Memory = std::optional<PoolMemory>; // empty in a simulation

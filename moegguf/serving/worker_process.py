@@ -36,7 +36,10 @@ FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
 CANCELLED_PASS = "compute_async failed with error 1"  # llama.cpp logs this for a cancelled pass
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
-_LOST = "the device that ran the model failed ({}); the next request loads the model again without that device."
+_LOST = (
+    "a device that ran the model failed ({}); the next request loads the model again, without any of the devices on"
+    " which it ran."
+)
 OnLoad = Callable[[float], object]
 _DRAIN_S = 1.0  # seconds for reading the last output of a process after its exit
 

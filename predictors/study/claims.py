@@ -1,10 +1,14 @@
 """The claims of four papers, and this project's verdicts on them: the first table of docs/evidence.md.
 
-A verdict is derived from recorded figures (`predictors/study/figures.py`), by the same rule for every row: a claim
-holds if at least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is
-enough. A figure that is measured on several requests has an interval. A claim holds if the whole interval is at or
-above the bound, and fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or
-other programs cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low
+A verdict is derived from recorded figures (`predictors/study/figures.py`). A claim about a gain holds if at least half
+of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A claim about
+something else has a bound of its own. The bound is another recorded figure, a limit that the paper states, or a limit
+that this project has set. For example, a paper states 50 requests for the recovery after a shift. This project has set
+0.95 for the evenness of use, and 0.98 for the speed with a smaller collection.
+
+A figure that is measured on several requests has an interval. A claim holds if the whole interval is at or above the
+bound, and fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or other
+programs cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low
 otherwise.
 """
 
@@ -85,7 +89,7 @@ PROGRAMS = "needs those programs on a GPU"
 BUDGET = "a store's size is its budget here"
 LOW = "low"
 # A difference from the papers' baselines, stated in each row that it affects
-SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
+SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have at most two layers' experts"
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes
 

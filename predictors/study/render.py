@@ -223,7 +223,7 @@ def routing_table(model: str) -> str:
               ("0.25", f"{known.hit_rates[0.24]:.0%} Qwen3-30B-A3B, 51 % OLMoE"),
               ("0.4", f"{known.hit_rates[0.40]:.0%} Qwen3-30B-A3B"),
               ("0.64", f"{known.hit_rates[0.64]:.0%} Qwen3-30B-A3B"))],
-        *[[f"skip right, {k} layers ahead", percent(of["accuracy"]), {"1": "90.5 % DeepSeek-V2-Lite",
+        *[[f"skip right, {k} layer{'s' * (k != '1')} ahead", percent(of["accuracy"]), {"1": "90.5 % DeepSeek-V2-Lite",
            "8": "54.5 % DeepSeek-V2-Lite"}.get(k, NONE)] for k, of in accuracy.items()],
         ["evenness of use over all requests (entropy, 1 is even)", f"{reuse['merged']['entropy']:.2f}",
          "near 1 (MoE-Infinity, figure 2)"],

@@ -158,7 +158,8 @@ def test_doctor_prints_every_folder_with_its_size(here: Command, tiny: TinyModel
     (home / "models").symlink_to(model.parent)
     variables = {"MOEGGUF_HOME": str(home), "HF_HUB_CACHE": str(tmp_path / "none")}
     folders = json.loads(here("doctor", model, "--json", **variables).stdout)["folders"]
-    assert list(folders) == ["package", "data", "models", "cache", "downloads"]
+    assert list(folders) == ["package", "data", "models", "cache", "downloads", "learnt"]
+    assert folders["learnt"] == {}
     assert folders["package"]["size_bytes"] > 1_000_000  # the demo model
     assert folders["data"] == {"path": str(home), "size_bytes": 3500}
     assert folders["models"]["size_bytes"] >= model.stat().st_size
@@ -166,6 +167,20 @@ def test_doctor_prints_every_folder_with_its_size(here: Command, tiny: TinyModel
     assert folders["downloads"] == {"path": str(tmp_path / "none"), "size_bytes": 0}
     shown = here("doctor", model, **variables).stdout
     assert re.search(rf" cache +2\.93KiB in {re.escape(str(home))}/cache$", shown, re.MULTILINE)
+
+
+def test_doctor_prints_the_folder_beside_each_model(here: Command, tiny: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").symlink_to(tiny())
+    (tmp_path / "b.gguf").symlink_to(tiny())
+    beside = tmp_path / "a.gguf.moegguf"
+    beside.mkdir()
+    (beside / "uses.safetensors").write_bytes(bytes(2000))
+    variables = {"MOEGGUF_HOME": str(tmp_path / "home"), "MOEGGUF_MODELS": str(tmp_path)}
+    variables |= {"HF_HUB_CACHE": str(tmp_path / "none")}
+    folders = json.loads(here("doctor", "demo", "--json", **variables).stdout)["folders"]
+    assert folders["learnt"] == {"a:latest": {"path": str(beside), "size_bytes": 2000}}
+    shown = here("doctor", "demo", **variables).stdout
+    assert "learnt a:latest" in shown and "1.95KiB in" in shown and "b:latest" not in shown
 
 
 def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:

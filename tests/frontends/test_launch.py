@@ -13,6 +13,7 @@ import pytest
 from servers import Command, Server, environment
 from terminal import moegguf_command
 
+from moegguf.cli.launch import KEY_PLACEHOLDER
 from moegguf.cli.launch_clients import CLIENTS, NO_KEY, Target
 
 TARGET = Target("http://127.0.0.1:11434", "hf.co/user/repo:Q4_K_M", "secret")
@@ -81,6 +82,7 @@ def test_config_prints_settings_without_the_key(here: Command, name: str) -> Non
     done = here("launch", name, "--config", "-m", "demo", MOEGGUF_API_KEY="hidden", MOEGGUF_HOST="127.0.0.1:9")
     assert (done.returncode, done.stderr) == (0, "")
     assert "http://127.0.0.1:9" in done.stdout and "hidden" not in done.stdout
+    assert KEY_PLACEHOLDER in done.stdout
     for word in done.stdout.splitlines():
         assert "PATH=" not in word
 
@@ -114,6 +116,21 @@ def test_launch_with_a_missing_program_or_a_path_names_the_next_step(
     path = Path(__file__).parents[2] / "moegguf/demo/moegguf-demo-Q4_0.gguf"
     done = here("launch", "claude", "-m", path, MOEGGUF_HOST=server.url, PATH=programs)
     assert done.returncode == 1 and "moegguf create" in done.stderr
+
+
+def test_launch_uses_the_models_of_a_server_with_other_folders(
+    here: Command, server: Server, programs: str, tmp_path: Path
+) -> None:
+    own = {"MOEGGUF_HOST": server.url, "PATH": programs, "MOEGGUF_MODELS": str(tmp_path / "models")}
+    (tmp_path / "models").mkdir()
+    _, said, _ = launched("claude", "-m", "tiny", **own)
+    environ = said["environment"]
+    assert isinstance(environ, dict) and environ["ANTHROPIC_MODEL"] == "tiny:latest"
+    demo = Path(__file__).parents[2] / "moegguf/demo/moegguf-demo-Q4_0.gguf"
+    (tmp_path / "models/mine.gguf").symlink_to(demo)
+    done = here("launch", "claude", "-m", "mine", **own)
+    assert done.returncode == 1 and not done.stdout
+    assert f"{server.url} does not have the model 'mine:latest'" in " ".join(done.stderr.split())
 
 
 def test_sigterm_ends_the_program_and_the_started_server(programs: str, tmp_path: Path) -> None:

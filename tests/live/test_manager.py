@@ -285,7 +285,7 @@ async def test_a_lost_device_ends_one_answer_and_the_cpu_takes_over(
             await anext(answer)
             (device,) = multiprocessing.active_children()
             device.kill()
-            with pytest.raises(DeviceLostError, match=r"the device that ran the model failed \(.*RPC.*without"):
+            with pytest.raises(DeviceLostError, match=r"a device that ran .* \(.*RPC.*without any of the devices"):
                 async for _ in answer:
                     pass
         assert len(await generate(manager, "a", QUESTION)) > 0

@@ -112,15 +112,13 @@ def test_damaged_artifacts_are_ignored_after_one_warning(
     assert llm.decisions()["policy"] == policy
 
 
-def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "none") -> None:
+def measure(path: Path, policy: str, predictor: str = "none") -> None:
     rates = {"lru": {0.4: 0.5}, policy: {0.4: 0.6}}
-    found = Measured(Artifacts(read_layout(path)).fingerprint, rates, {policy: predictor}, prefetch)
+    found = Measured(Artifacts(read_layout(path)).fingerprint, rates, {policy: predictor})
     write_measured(path.with_name("tiny-qwen2moe.gguf.moegguf") / MEASURED, found)
 
 
-def test_auto_chooses_the_measured_policy_predictor_and_prefetch(
-    path: Path, beside: Path, load: Load, expected: Logits
-) -> None:
+def test_auto_chooses_the_measured_policy_and_predictor(path: Path, beside: Path, load: Load, expected: Logits) -> None:
     found = load(path, **TIGHT).decisions()  # nothing was measured yet
     assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "measuring")
     measure(path, "next-use", "skip")
@@ -128,19 +126,15 @@ def test_auto_chooses_the_measured_policy_predictor_and_prefetch(
     assert np.array_equal(logits_of(llm), expected)
     found = llm.decisions()
     assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "off")
-    measure(path, "next-use", "skip", prefetch="previous-token")
-    found = load(path, **TIGHT).decisions()
-    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "previous-token", "measuring")
 
 
 @pytest.mark.parametrize(
-    ("policy", "predictor", "prefetch"),
-    [("static", "none", "none"), ("next-use", "mlp", "none"), ("yesterdays", "none", "none"), ("lfu", "none", "gone")],
+    ("policy", "predictor"), [("static", "none"), ("next-use", "mlp"), ("yesterdays", "none"), ("lfu", "gone")]
 )
 def test_auto_falls_back_to_lru_with_a_warning_for_an_unusable_choice(
-    path: Path, beside: Path, load: Load, expected: Logits, policy: str, predictor: str, prefetch: str
+    path: Path, beside: Path, load: Load, expected: Logits, policy: str, predictor: str
 ) -> None:
-    measure(path, policy, predictor, prefetch)
+    measure(path, policy, predictor)
     with pytest.warns(UserWarning, match="[Cc]ontinuing with LRU") as caught:
         llm = load(path, **TIGHT)
     assert len(caught) == 1

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -21,13 +22,13 @@ from answering import Answer, Load, TinyModel
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.plan import MemoryPlan, Plan
-from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, OptionError, WorkerError
+from moegguf.errors import DeviceLostError, ModelFormatError, ModelNotFoundError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, Sampling
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker import VALUES, Worker
-from moegguf.serving.worker_process import WorkerProcess
+from moegguf.serving.worker_process import DEVICE_FAILURE_MARK, WorkerProcess
 
 REQUEST = Request(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
@@ -71,6 +72,18 @@ async def test_a_worker_gives_the_answer_of_the_model_in_process(tiny: TinyModel
             assert summary.context == answer.summary.context
             assert stream or n_deltas == 1
         assert process.stats.tokens > 0
+
+
+async def test_a_failed_device_is_named_and_all_devices_of_the_model_are_left_out() -> None:
+    text = f"{DEVICE_FAILURE_MARK} CUDA1 is gone. This process ends"
+    process = await WorkerProcess.start(command=(sys.executable, "-c", f"import sys; sys.exit({text!r})"))
+    error = await process.exited
+    await process.close()
+    assert isinstance(error, DeviceLostError)
+    assert str(error) == (
+        "a device that ran the model failed (CUDA1 is gone); the next request loads the model again, without any"
+        " of the devices on which it ran."
+    )
 
 
 async def test_cancel_ends_an_answer_of_the_worker(tiny: TinyModel) -> None:

@@ -354,6 +354,42 @@ def test_slot_tokens_returns_the_limit_of_each_backend() -> None:
     assert slot_tokens(None) == 2**31 - 1
 
 
+class Registered(c.Structure):
+    """ggml's struct ggml_backend_reg, which describes a backend."""
+
+    _fields_ = [("version", c.c_int), *((name, c.c_void_p) for name in ("name", "count", "device", "function", "own"))]
+
+
+def slot_tokens_of_backends(*names: str) -> list[int]:
+    """Returns `slot_tokens` of a device of each of these backends. Each backend reports 8 tokens for every type."""
+    ggml, kept = load("ggml", ()), list[Any]()
+
+    def function(value: int, *arguments: Any) -> int:
+        kept.append(c.CFUNCTYPE(c.c_void_p, *arguments)(lambda *_: value))
+        return int(c.cast(kept[-1], c.c_void_p).value or 0)
+
+    def text(value: str) -> int:
+        kept.append(c.create_string_buffer(value.encode()))
+        return c.addressof(kept[-1])
+
+    eight = function(8, c.c_void_p, c.c_int)
+    for name in names:
+        device = (c.c_void_p * 17)()  # struct ggml_backend_device: 15 functions, the backend, and a context
+        device[0] = function(text(f"{name}0"), c.c_void_p)
+        backend = Registered(
+            2, function(text(name), c.c_void_p), function(1, c.c_void_p),
+            function(c.addressof(device), c.c_void_p, c.c_size_t), function(eight, c.c_void_p, c.c_char_p),
+        )  # fmt: skip
+        device[15] = c.addressof(backend)
+        kept += [device, backend]
+        ggml.ggml_backend_register(c.byref(backend))
+    return [slot_tokens(f"{name}0") for name in names]
+
+
+def test_slot_tokens_above_one_are_only_those_of_cuda_and_rocm() -> None:
+    assert in_own_process(slot_tokens_of_backends, "CUDA", "ROCm", "MUSA", "Vulkan") == [8, 8, 1, 1]
+
+
 def without_padding(fake: FakeModel) -> tuple[int, int]:
     """Returns the size of a slot in bytes on a device that needs padding, and how much larger this is than on the CPU.
 

@@ -46,8 +46,8 @@ def put(folder: Path, name: str, data: bytes = b"") -> Path:
     return folder / name
 
 
-def measured(folder: Path, fingerprint: str, prefetch: str = "none") -> Path:
-    write_measured(put(folder, MEASURED), Measured(fingerprint, {}, prefetch=prefetch))
+def measured(folder: Path, fingerprint: str, about: str = "") -> Path:
+    write_measured(put(folder, MEASURED), Measured(fingerprint, {}, about={"trace": about}))
     return folder / MEASURED
 
 
@@ -153,11 +153,11 @@ def test_measured_skips_another_models_file_and_warns_about_a_damaged_one(artifa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert artifacts.measured() is None
-        measured(artifacts.user_folder, artifacts.fingerprint, "skip")
-        assert artifacts.measured() == Measured(artifacts.fingerprint, {}, prefetch="skip")
+        measured(artifacts.user_folder, artifacts.fingerprint, "mine")
+        assert artifacts.measured() == Measured(artifacts.fingerprint, {}, about={"trace": "mine"})
     put(artifacts.model_folder, MEASURED, json.dumps({"version": 99}).encode())
     with pytest.warns(UserWarning, match="measured.json is not a measurement") as caught:
-        assert artifacts.measured().prefetch == "skip"
+        assert artifacts.measured().about == {"trace": "mine"}
     assert len(caught) == 1
 
 

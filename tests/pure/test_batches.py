@@ -187,8 +187,10 @@ async def test_batch_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: p
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a", "y" * 9000), request("b", "y" * 9000)]))
         most = fill_disk(found.files.database)
+        room_bytes = found.files.room()
         await until(lambda: len(endpoint.calls) > 4)
         assert batch.status == "in_progress"
+        assert found.files.room() == room_bytes, "answers that could not be stored take no space"
         with pytest.raises(StorageError, match=r"disk is full.*make room"):
             found.create(CHAT, batch.input_file_id, {"key": "z" * 9000})
         found.files.database.execute(f"PRAGMA max_page_count = {most}")

@@ -151,6 +151,14 @@ def test_spec_rejects_drafts_with_a_bound_or_several_sequences(changes: dict[str
         replace(SPEC, draft="auto", feed="greedy", **changes)
 
 
+def test_spec_rejects_drafts_of_an_answer_without_a_prompt() -> None:
+    for depth, prompt in ((4, 0), (0, 4)):
+        assert replace(SPEC, draft="auto", feed="greedy", tests=(Test(prompt, 8, depth),)).draft == "auto"
+    for draft in ("auto", "off"):
+        with pytest.raises(OptionError, match=r"the test of 8 answer tokens \(-n\) has no prompt; give .* -d, or"):
+            replace(SPEC, draft=draft, feed="greedy", tests=(Test(4, 0), Test(0, 8)))
+
+
 def test_spec_rejects_fewer_than_one_sequence() -> None:
     with pytest.raises(OptionError, match="--parallel"):
         replace(SPEC, tests=(Test(4, 0, n_parallel=0),))

@@ -25,7 +25,7 @@ from predictors import texts
 from predictors.models.demo import questions
 from predictors.study import evidence, figures, regenerate, render, requests, subjects
 from predictors.study.arrange import answered, joined
-from predictors.study.claims import CLAIMS, FAILS, HOLDS, UNTESTED, VERDICTS, Claim, half
+from predictors.study.claims import CLAIMS, FAILS, HOLDS, SAME_SLOTS, UNTESTED, VERDICTS, Claim, half
 from predictors.study.common import Study
 from predictors.study.figures import ratios, spread
 from predictors.study.papers import (
@@ -66,6 +66,17 @@ def test_evidence_pages_equal_the_recorded_results_and_claims_have_verdicts() ->
         assert claim.confidence in ("medium", "low"), claim.text
         for model in SUBJECTS:
             assert claim.verdict(model) in VERDICTS and "{" not in claim.resolved(model)
+
+
+def test_rows_of_the_routing_table_have_the_right_plural() -> None:
+    table = render.routing_table("laboratory")
+    assert "| skip right, 1 layer ahead |" in table and "| skip right, 2 layers ahead |" in table
+
+
+def test_rows_with_the_strategys_slots_allow_two_layers_of_the_papers_baselines() -> None:
+    rows = [claim for claim in CLAIMS if SAME_SLOTS in claim.figure]
+    assert "at most two layers' experts" in SAME_SLOTS  # SE-MoE keeps the experts of two layers
+    assert any("SE-MoE" in claim.text for claim in rows)
 
 
 def test_claim_holds_if_all_conditions_hold_and_recovery_needs_three_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from. An interrupted training run keeps the old files.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -212,6 +213,16 @@ def test_learn_names_a_file_that_cannot_be_written(
 
     monkeypatch.setattr(weights_file, "save", full)
     with pytest.raises(StorageError, match=r"eamc.safetensors cannot be written \(No space left on device\); make"):
+        Learning(trace, artifacts, SMALL).learn("moe-infinity")
+
+
+def test_learn_names_a_folder_that_cannot_be_created(
+    trace: Trace, artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("in the way")
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(StorageError, match=r"home/models.* cannot be written \(Not a directory\); make"):
         Learning(trace, artifacts, SMALL).learn("moe-infinity")
 
 

@@ -41,13 +41,6 @@ def test_choose_ignores_a_gain_within_the_noise_or_without_lru() -> None:
         assert Measured("", rates).choose(0.5) == ControllerChoice()
 
 
-def test_choose_adds_a_paying_prefetch_to_every_policy() -> None:
-    paid = Measured("", RATES, {"next-use": "eamc"}, prefetch="skip")
-    assert paid.choose(0.25) == ControllerChoice("next-use", "skip", prefetch=True)
-    assert paid.choose(0.5) == ControllerChoice("lru", "skip", prefetch=True)
-    assert Measured("", {}, prefetch="skip").choose(0.5) == ControllerChoice("lru", "skip", prefetch=True)
-
-
 def test_range_at_interpolates_and_stays_below_belady() -> None:
     ranges = {"lru": {0.25: (0.3, 0.5), 0.5: (0.6, 0.8)}}
     measured = Measured("", {"lru": {0.5: 0.7}}, ranges=ranges, bound={0.25: 0.6, 0.5: 0.75})
@@ -72,6 +65,13 @@ def test_choose_never_returns_a_policy_that_loses_to_lru(rates: dict[str, dict[f
             assert rates[policy][nearest] > lru[nearest]
 
 
+def test_a_field_prefetch_of_an_earlier_version_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(good() | {"prefetch": "skip"}))
+    assert read_measured(path) == Measured("ab", {"lru": {0.5: 0.5}})
+    assert read_measured(path).choose(0.5) == ControllerChoice()
+
+
 def test_written_measurement_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     write_measured(path, MEASURED)
@@ -79,13 +79,13 @@ def test_written_measurement_is_read_back(tmp_path: Path) -> None:
     ranged = Measured("ab", RATES, ranges={"lru": {0.5: (0.25, 0.75)}}, bound={0.5: 0.875})
     write_measured(path, ranged)
     assert read_measured(path) == ranged
-    write_measured(path, Measured("cd", {"lru": {0.5: 0.123456789}}, prefetch="eamc"))
-    assert read_measured(path) == Measured("cd", {"lru": {0.5: 0.12346}}, prefetch="eamc")
+    write_measured(path, Measured("cd", {"lru": {0.5: 0.123456789}}))
+    assert read_measured(path) == Measured("cd", {"lru": {0.5: 0.12346}})
     assert [found.name for found in tmp_path.iterdir()] == ["measured.json"]
 
 
 def good() -> dict[str, object]:
-    return {"version": 1, "fingerprint": "ab", "hit_rates": {"lru": {"0.5": 0.5}}, "predictors": {}, "prefetch": "none", "about": {}}  # fmt: skip # noqa: E501
+    return {"version": 1, "fingerprint": "ab", "hit_rates": {"lru": {"0.5": 0.5}}, "predictors": {}, "about": {}}
 
 
 WRONG: list[dict[str, object]] = [

@@ -199,7 +199,7 @@ def test_save_rejects_hit_rates_of_an_unknown_model(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["hit_rates", "predictors", "prefetch"])
+@pytest.mark.parametrize("place", ["hit_rates", "predictors"])
 def test_read_measured_rejects_names_of_class_files(tmp_path: Path, file: Path, place: str) -> None:
     own = f"{file}:Newest"
     path = tmp_path / "measured.json"
@@ -207,7 +207,7 @@ def test_read_measured_rejects_names_of_class_files(tmp_path: Path, file: Path, 
     assert read_measured(path).choose(0.5).policy == "lfu"
     facts = json.loads(path.read_text())
     rates = {"lru": {"0.5": 0.5}, own: {"0.5": 0.9}}
-    facts |= {place: {"hit_rates": rates, "predictors": {"lfu": own}, "prefetch": own}[place]}
+    facts |= {place: {"hit_rates": rates, "predictors": {"lfu": own}}[place]}
     path.write_text(json.dumps(facts))
     with pytest.raises(OptionError, match="is not the name of a built-in"):
         read_measured(path)

@@ -358,6 +358,18 @@ def test_expect_returns_missed_bytes_and_a_range_of_speeds(layout: ExpertLayout)
     assert (whole.hit_low, whole.missed_bytes_high) == (1.0, 0) and whole.tokens_per_s_low
 
 
+def test_expect_uses_a_hit_rate_that_answers_reached_with_about_these_slots(layout: ExpertLayout) -> None:
+    known, plain = HitRates(layout, of_answers={0.5: 0.43, 0.98: 0.9}), HitRates(layout)
+    for n_slots in (46, 48, 50):
+        found = known.expect(n_slots)
+        assert found.hit_low == found.hit_high == known.curve().at(n_slots / 96)
+        assert found.missed_bytes_low == round(layout.token_cycle_bytes * (1 - found.hit_low))
+        assert found.basis == "reached by answers of this model on this machine"
+    assert known.expect(48).hit_low == 0.43
+    for n_slots in (30, 60, 96):
+        assert known.expect(n_slots) == plain.expect(n_slots)
+
+
 @given(free_mib=st.integers(1, 1 << 14), n_ctx=st.sampled_from([256, 1024, 8192]), n_seq=st.integers(1, 64))
 @settings(max_examples=50)
 def test_choose_context_divides_kv_tokens_among_sequences(

@@ -102,7 +102,8 @@ def test_expert_mlp_rejects_wrong_sizes() -> None:
         arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
     expert_mlp(SPARSE, Weights(arrays, {"hidden": [8] * 6}))
     for hidden, why in (
-        ([8, 8], "hidden must be 6 sizes"),
+        ([8, 8], "hidden must be 6 sizes, .*; make it again"),
+        ([0, *[8] * 5], "each a whole number above 0, but is .*; make it again"),
         ([9, *[8] * 5], r"'layers\.0\.weight' must have the shape"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -130,9 +131,9 @@ def test_window_pairs_fall_back_to_the_first_layer_and_mlp_rejects_bad_windows()
     assert mlp(shape, Weights({}, {"windows": [1], "n_hidden": 2})).native() is None
     assert mlp(FIVE, windows_of([1])).native() is not None
     good = windows_of([1])
-    for facts in ({"windows": [0], "n_hidden": 2}, {"windows": [], "n_hidden": 2}, {"windows": [1], "n_hidden": "2"}):
-        with pytest.raises(ValueError, match="whole numbers above zero"):
-            mlp(FIVE, Weights(good.arrays, facts))
+    for windows, n_hidden in (([0], 2), ([], 2), ([1], "2"), ([1], 0), ([1], -2)):
+        with pytest.raises(ValueError, match="whole numbers above zero; make it again"):
+            mlp(FIVE, Weights(good.arrays, {"windows": windows, "n_hidden": n_hidden}))
     with pytest.raises(ValueError, match=r"'1\.3\.hidden\.weight' must have the shape \(2, 2\), but is missing"):
         mlp(FIVE, Weights(good.arrays, {"windows": [2], "n_hidden": 2}))
 

@@ -1,4 +1,5 @@
-"""Tests which replica a request prefers in Ray Serve, and the checks of the application's arguments."""
+"""Tests which replica a request prefers in Ray Serve, the sum of replicas' states, and the checks of the application's
+arguments."""
 
 import subprocess
 import sys
@@ -6,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.generate.request import Request
 from moegguf.models.catalog import demo_path
+from moegguf.serving.events import LoadedModel
 from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig, read_config
 from moegguf.serving.ray.preference import BEGINNING, MAX_IMBALANCE, conversation_of, rank
+from moegguf.serving.ray.status import total
 
-WITHOUT_RAY = ("config", "preference")
+WITHOUT_RAY = ("config", "preference", "status")
 
 
 def talk(*contents: str, **fields: Any) -> Request:
@@ -26,6 +30,17 @@ def test_ray_preference_modules_import_without_ray() -> None:
     modules = ", ".join(f"moegguf.serving.ray.{name}" for name in WITHOUT_RAY)
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_total_sums_the_requests_that_replicas_answer_and_can_answer_at_once() -> None:
+    def replica(n_ctx: int, n_parallel: int, n_answering: int) -> LoadedModel:
+        return LoadedModel(
+            "demo:latest", "ab", 1, n_ctx, 10, 0, None, False, False, 1, 2, Stats(), n_parallel=n_parallel,
+            n_answering=n_answering,
+        )  # fmt: skip
+
+    found = total([replica(2048, 4, 3), replica(1024, 2, 1)])
+    assert (found.n_parallel, found.n_answering, found.n_ctx, found.queue) == (6, 4, 1024, 2)
 
 
 def test_conversation_of_is_equal_for_all_turns_of_a_conversation() -> None:

@@ -167,6 +167,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text()
     assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
+    of_commands = ", ".join(f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
+    assert f"The variables {of_commands} apply only in commands and servers." in text
     fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}
     of_loading = {*OF_EVERY_LOAD, *OF_COMMANDS}
     known = fields - {"loading"} | of_loading | {"log"}

@@ -103,7 +103,8 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):
         raise ValueError(
-            f"hidden must be {len(HIDDEN_SIZES)} sizes, each a whole number above 0, but is {hidden!r:.80}"
+            f"hidden must be {len(HIDDEN_SIZES)} sizes, each a whole number above 0, but is {hidden!r:.80}; make it"
+            " again"
         )
     n_layer, n_expert, sizes = len(shape.layers), shape.n_expert, [state_size(shape), *hidden, shape.n_expert]
     arrays: dict[str, Array] = {

@@ -16,7 +16,7 @@ import re
 import stat
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
@@ -282,8 +282,8 @@ class Journal:
     # {line number: True if the line's request succeeded}
     answered: dict[int, bool] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    # called before an answer is stored, with the size of its line in bytes; may raise StorageError
-    take_space: Callable[[int], object] = lambda n_bytes: None
+    # returns the context in which an answer is stored, for the size of its line in bytes; may raise StorageError
+    space: Callable[[int], AbstractContextManager[object]] = nullcontext
     _fingerprint: str = ""
 
     def read(self, requests: Requests) -> None:
@@ -314,8 +314,8 @@ class Journal:
         Raises StorageError; the journal is then unchanged.
         """
         data = to_line(entry)
-        self.take_space(len(data))
-        self.database.execute(ADD_ANSWER, self.batch, number, self._fingerprint, data, flush=False)
+        with self.space(len(data)):
+            self.database.execute(ADD_ANSWER, self.batch, number, self._fingerprint, data, flush=False)
         self._note(number, entry)
 
     def _note(self, number: int, entry: Entry) -> None:

@@ -265,7 +265,7 @@ class Batches:
             try:
                 left_s = None if batch.expires_at is None else batch.expires_at - self.now()
                 async with asyncio.timeout(left_s) as window, self._turn, self._answers(batch) as (requests, journal):
-                    journal.take_space = self._files.take_space
+                    journal.space = self._files.space
                     await answers.answer_requests(requests, journal, self.answer, self.n_parallel, lambda _: None)
             except TimeoutError:
                 if not window.expired():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -127,9 +127,12 @@ class FileStore:
                 " delete files, or raise the limit."
             )
 
-    def take_space(self, n_bytes: int) -> None:
-        """Counts `n_bytes` of answers that will be stored next. Raises StorageError if they would exceed the limit."""
+    @contextmanager
+    def space(self, n_bytes: int) -> Iterator[None]:
+        """Context manager whose body stores an answer of `n_bytes`. Raises StorageError if the answer would exceed the
+        limit. Counts the bytes only if the body succeeds."""
         self.check_space(n_bytes)
+        yield
         self._answer_bytes += n_bytes
 
     def count_answers(self) -> None:

@@ -31,11 +31,12 @@ from moegguf.generate.request import Request
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Event, LoadedModel, LoadedName
+from moegguf.serving.events import Event, LoadedModel
 from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, rank
+from moegguf.serving.ray.status import total
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import n_parallel, read_settings
 
@@ -246,24 +247,6 @@ class ReplicaManager:
                     if replicas := [each for each in found if isinstance(each, LoadedModel)]:
                         self._loaded[name] = total(replicas)
             await asyncio.sleep(STATUS_PERIOD_S)
-
-
-def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
-    """Combines the states of one model's replicas. Memory sizes, queue lengths, requests and statistics are summed, and
-    the context length is the shortest one. The model is busy if any replica is busy, and its name never expires. All
-    other facts are the first replica's."""
-    first = replicas[0]
-    return replace(
-        first,
-        n_ctx=min(each.n_ctx for each in replicas),
-        size_bytes=sum(each.size_bytes for each in replicas),
-        vram_bytes=sum(each.vram_bytes for each in replicas),
-        busy=any(each.busy for each in replicas),
-        queue=sum(each.queue for each in replicas),
-        n_requests=sum(each.n_requests for each in replicas),
-        stats=sum((each.stats for each in replicas), Stats()),
-        names=(LoadedName(first.name, first.digest, None),),
-    )
 
 
 class ReplicaLease(Calls):
