@@ -25,7 +25,7 @@ from moegguf.native.store import Store, StoreContext
 from moegguf.testing.library import arm_fault, count_operations, limit_faults
 
 NAME = "token_embd.weight"
-N_ROWS, N_COLS = 300, 4096  # in F32, more bytes than are read at once
+N_ROWS, N_COLS = 300, 4096  # the table in F32 has more bytes than are read at once
 TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0)
 ROWS = [7, 299, 0, 7]
 
