@@ -34,6 +34,7 @@ QUESTION = [{"role": "user", "content": "Explain in detail how an expert is fetc
 SAMPLING = Sampling(temperature=1.5, seed=6, max_tokens=200)
 ANSWER_TOKENS = 16
 REPLY_S = 3600
+SHOWN_LINES = 5  # number of last lines of a server's messages in the error for a server that does not start
 
 
 class Server:
@@ -50,9 +51,17 @@ class Server:
             text=True,
         )
         assert self._process.stderr is not None
-        line = next((line for line in self._process.stderr if "listening on " in line), None)
-        if line is None:
-            raise MoeggufError("the server ended before it listened; run `moegguf serve` to see the reason.")
+        last = deque[str](maxlen=SHOWN_LINES)
+        for line in self._process.stderr:
+            if "listening on " in line:
+                break
+            last.append(line.strip())
+        else:
+            self._process.communicate()
+            why = " ".join(last).rstrip(".") or f"exit code {self._process.returncode} and no message"
+            raise MoeggufError(
+                f"the server exited before it accepted connections: {why}; correct the cause, and run the preset again."
+            )
         # a server whose messages nobody reads stops when the pipe is full
         threading.Thread(target=deque, args=(self._process.stderr, 0), daemon=True).start()
         port = line.partition("listening on ")[2].split()[0].rstrip(",").rpartition(":")[2]

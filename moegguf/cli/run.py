@@ -121,7 +121,7 @@ def model_and_words(
     --hf-repo does not name a repository.
     """
     if model_file and hub_model:
-        raise typer.BadParameter("give one of --model and --hf-repo, not both.")
+        raise typer.BadParameter("give --model or --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]
     if hub_model:
         return hub_name(hub_model), words

@@ -159,7 +159,10 @@ def check_writable(out: Path, *sources: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; create it first.")
     if not can_be_replaced(out):
-        raise OptionError(f"--out must name a file, but {str(out)!r} is not a regular file; name a file in a folder.")
+        raise OptionError(
+            f"--out must name a file, but {str(out)!r} is not a regular file; give a file's path, not a folder, pipe or"
+            " device."
+        )
     if out.exists() and any(out.samefile(source) for source in sources):
         raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
 

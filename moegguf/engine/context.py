@@ -447,7 +447,7 @@ class Context:
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(
-                "there are no logits of this request to sample a token from (a loaded state contains none, because"
+                "this request has no logits from which a token can be sampled (a loaded state contains none, because"
                 " llama.cpp saves only the KV cache); evaluate a token first."
             )
 

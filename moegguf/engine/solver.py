@@ -59,6 +59,7 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import has_size_classes, maps, padded, slot_sizes, slot_tokens
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
+from moegguf.options import BUDGETS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 SMALL_UBATCH_TOKENS = 32
@@ -533,13 +534,14 @@ def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Itera
         )
 
 
-def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
-    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such as " of RAM"."""
+def short_of(n_bytes: int, memory: Memory, where: str = "", tier: str = "RAM") -> Iterator[str]:
+    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such as " of RAM". tier: the key of
+    the memory's budget in BUDGETS."""
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
-            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system may"
-            ' stop this process; give less, or "auto"'
+            f" (limited by {memory.limited_by}); loading may fail, or the system may stop this process; free memory,"
+            f' lower n_ctx (--ctx), or if you gave {BUDGETS[tier]}, set a smaller one or "auto"'
         )
 
 
@@ -635,8 +637,8 @@ def plan_layers(task: Task) -> Plan:
     if on_device > device.free_bytes:
         raise BudgetError(
             f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
-            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or use placement"
-            " 'cpu'."
+            f" of {device.name}'s memory are free; set a smaller vram_cache (--vram-cache) if you gave one, lower n_ctx"
+            " (--ctx), or use placement 'cpu'."
         )
     reasons = (
         f"{device.name} computes every layer, except that the CPU computes the experts of {len(rest.layers)} of"
@@ -895,7 +897,7 @@ class _SlotsPlanner:
         ram = MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
         warnings = [*cycle_warnings(layout, sum(slots) + n_cpu, size), *short_of(host, memory, " of RAM")]
         for device, part in zip(self._devices, parts, strict=True):
-            warnings += short_of(part.total_bytes, device.memory, f" on {device.name}")
+            warnings += short_of(part.total_bytes, device.memory, f" on {device.name}", "VRAM")
         cpu_streams = self._task.cpu_streams and slot_sizes(layout).streams
         return _planned(
             layout, self._pool.sizes, [*parts, ram], n_ubatch, needs=self._needs,

@@ -56,7 +56,12 @@ POLL_S = 0.1
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # text of the C++ exception for lack of memory
-AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
+OUT_OF_MEMORY = (
+    "a trial load ran out of memory, or needed more than its limit ({}); free some memory, set MOEGGUF_TRIAL_LOAD=0 to"
+    " load the file without a trial"
+)
+FETCH = "fetch the file again"
+AGAIN = f"{FETCH}, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
 TOO_LONG = "a trial load did not finish within"
 NO_DAMAGE = (
     "that is no sign of damage in the file; set MOEGGUF_TRIAL_LOAD=again to try it once more, or 0 to load it without a"
@@ -97,18 +102,19 @@ def try_first(
         return
     verdict = _verdict(layout, tried, projector)
     reason = None if mode == "again" else verdict.read(str)
-    name, again = layout.shards[0].path.name, AGAIN
+    name, without = layout.shards[0].path.name, ""
     if projector is not None:
-        name, again = f"{name} with {projector.path.name}", f"load the model without its projector, {AGAIN}"
+        name, without = f"{name} with {projector.path.name}", "load the model without its projector, "
     if reason is None:
         try:
             reason, is_lasting = _run(_request(layout, tried, projector), waiting)
         except (AllocationError, ExpertIOError) as error:
-            raise type(error)(f"{name}: {error}, or {again}.") from None
+            # no verdict was kept, so the next load has a new trial without MOEGGUF_TRIAL_LOAD=again
+            raise type(error)(f"{name}: {error}, {without}or {FETCH}.") from None
         if is_lasting:
             verdict.write(reason)
     if reason:
-        raise ModelFormatError(f"{name}: {reason}; {NO_DAMAGE if reason.startswith(TOO_LONG) else again}.")
+        raise ModelFormatError(f"{name}: {reason}; {NO_DAMAGE if reason.startswith(TOO_LONG) else without + AGAIN}.")
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +218,7 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
         except (ValueError, KeyError, TypeError):
             return NO_VERDICT  # the output may come from a program that is not the trial process
         if kind == "memory":
-            raise AllocationError(f"a trial load took more memory than planned ({reason}); free memory")
+            raise AllocationError(OUT_OF_MEMORY.format(reason))
         if kind == "known":
             return NO_VERDICT  # the load itself raises this error
         return f"a trial load failed ({reason})" if reason else "", True
@@ -225,11 +231,12 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
         raise ExpertIOError("reading the file failed in a trial load (SIGBUS); check the disk")
     if -code in OUTSIDE_SIGNALS:
         raise AllocationError(
-            f"a trial load was ended from outside ({name}), for example because memory ran out; free memory"
+            f"a trial load was ended from outside ({name}), for example because memory ran out; free memory and try"
+            " again"
         )
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
     if NO_MEMORY in why:
-        raise AllocationError(f"a trial load took more memory than planned ({why}); free memory")
+        raise AllocationError(OUT_OF_MEMORY.format(why))
     return f"llama.cpp ended a trial load with {name}{': ' if why else ''}{why}", True
 
 

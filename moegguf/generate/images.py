@@ -74,7 +74,8 @@ def read_image(data: bytes) -> Image:
     found = _dimensions(data)
     if found is None:
         raise OptionError(
-            "an image must be a PNG, JPEG or GIF file, but this one is another kind of file or damaged; convert it."
+            "an image must be a PNG, JPEG or GIF file, but this one is another kind of file, or is damaged; convert it,"
+            " or send another image."
         )
     width, height, pixel_bytes = found
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:

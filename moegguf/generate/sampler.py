@@ -296,8 +296,8 @@ class Sampler:
         breakers = [without_surrogates(text) for text in sampling.dry_sequence_breakers]
         if len(breakers) > MAX_BREAKERS or any(len(text.encode()) > MAX_BREAKER_BYTES for text in breakers):
             raise OptionError(
-                f"dry_sequence_breakers must be at most {MAX_BREAKERS} texts of up to {MAX_BREAKER_BYTES} bytes, but"
-                f" are {breakers!r:.200}; leave some out."
+                f"dry_sequence_breakers may have at most {MAX_BREAKERS} strings of up to {MAX_BREAKER_BYTES} bytes"
+                f" each, but is {breakers!r:.200}; leave some out."
             )
         self._chain.add_dry(
             self._llm._model, sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, n_last, breakers

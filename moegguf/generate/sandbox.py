@@ -204,7 +204,7 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
     for part in parts:
         characters -= len(part)
         if characters < 0:
-            raise OutputError("it writes more than a prompt may contain")
+            raise OutputError("the template writes more than a prompt may contain")
         yield part
 
 

@@ -327,7 +327,10 @@ def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
     instruction = start[1].upper() if start else ""
     if start is None or instruction not in _INSTRUCTIONS:
         line = text[at:].split("\n", 1)[0]
-        raise OptionError(f"{line!r:.60} must start with one of {', '.join(_INSTRUCTIONS)}.")
+        raise OptionError(
+            f"{line!r:.60} must start with one of {', '.join(_INSTRUCTIONS)} and a space; correct the line, or enclose"
+            " a value of several lines in three quotation marks."
+        )
     first = _FIRST_WORD.match(text, start.end()) if instruction in ("PARAMETER", "MESSAGE") else start
     if first is None:
         raise OptionError(

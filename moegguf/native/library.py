@@ -146,7 +146,7 @@ def load() -> c.CDLL:
             library = _open(folder, "moegguf")
             _load_backends(folder)
     except OSError as error:
-        raise LibraryError(f"the native library in {folder} does not load ({error}); install moegguf again.") from error
+        raise _not_loaded(f"the native library in {folder}", error) from error
     found = library.moegguf_abi_version()
     if found != abi.ABI_VERSION:
         raise LibraryError(
@@ -156,10 +156,22 @@ def load() -> c.CDLL:
     return library
 
 
+def _not_loaded(
+    what: str, why: object, step: str = "install the missing library that this message names, or "
+) -> LibraryError:
+    """Returns the error for a library that does not load.
+
+    why: the cause, for example the message of the dynamic linker. step: what to try before moegguf is installed again.
+    """
+    chosen = ", or correct or unset MOEGGUF_LIBRARY" if read_environment().library else ""
+    return LibraryError(f"{what} does not load ({why}); {step}install moegguf from source on this machine{chosen}.")
+
+
 def _load_backends(folder: Path) -> None:
     """Loads the build's own ggml backends, then the plug-in backends.
 
-    Raises OSError when none of the build's own backends runs on this machine.
+    Raises OSError when a library does not load, and LibraryError when none of the build's own backends runs on this
+    machine.
     """
     base = _open(folder, "ggml-base")
     base.ggml_log_set(_KEEP_ERRORS, None)
@@ -168,7 +180,7 @@ def _load_backends(folder: Path) -> None:
         ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     if ggml.ggml_backend_dev_count() == 0:
-        raise OSError("none of its backends runs on this processor")
+        raise _not_loaded(f"the native library in {folder}", "none of its backends runs on this processor", "")
     _problems.refused.extend(plugins.load_plugins(ggml, plugins.read_pin(folder)))
     base.ggml_log_set(_LOG_ERRORS, None)
 
@@ -188,7 +200,7 @@ def open_part(name: str) -> c.CDLL:
     try:
         return _open(find_library(), name)
     except OSError as error:
-        raise LibraryError(f"lib{name} does not load ({error}); install moegguf again.") from error
+        raise _not_loaded(f"lib{name}", error) from error
 
 
 def ggml() -> c.CDLL:
@@ -253,9 +265,7 @@ def mtmd() -> ModuleType:
     try:
         from llama_cpp import mtmd_cpp
     except (ImportError, OSError, RuntimeError) as error:
-        raise LibraryError(
-            f"libmtmd, which reads images, cannot be loaded ({error}); install moegguf again."
-        ) from error
+        raise _not_loaded("libmtmd, which reads images,", error) from error
     return mtmd_cpp
 
 

@@ -351,7 +351,8 @@ class ModelManager:
             where = ", ".join(places)
             raise BudgetError(
                 f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit, because only"
-                f" {format_bytes(free_bytes)} are free for models; unload another model (`moegguf stop`), or give less."
+                f" {format_bytes(free_bytes)} are free for models; unload another model (`moegguf stop`), or set a"
+                " smaller budget."
             )
 
     def _release(self, request: LeaseRequest) -> None:

@@ -148,7 +148,8 @@ class ResponseStore:
                         self._database = Database(self._path, OWNER_ONLY, SCHEMA)
                 except BlockingIOError:
                     raise BusyError(
-                        f"another server is using the responses in {self._path}; use that server."
+                        f"another process is using the responses in {self._path}; if it is a server, use that server,"
+                        " otherwise try again when the process has ended."
                     ) from None
             database = self._database
         database.execute("DELETE FROM response WHERE expires_at <= ?", self._now(), flush=False)

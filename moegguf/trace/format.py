@@ -246,7 +246,8 @@ class TraceWriter:
         self._blocks: list[Block] = []
         if not can_be_replaced(self.path):
             raise TraceError(
-                f"a trace must be a file, but {str(self.path)!r} is not a regular file; name a file in a folder."
+                f"a trace must be a file, but {str(self.path)!r} is not a regular file; give a file's path, not a"
+                " folder, pipe or device."
             )
         with self._writing():
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)

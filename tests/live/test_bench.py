@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.bench.series import KILLED, ProcessRunner, Spec, Test, limit_fault, make_systems
+from moegguf.bench.served import Server
 from moegguf.cli.bench import bench
 from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.recording import TraceOptions
+from moegguf.errors import MoeggufError
 from moegguf.gguf.experts import read_layout
 from moegguf.quantities import MIB, Link
 from moegguf.testing.link_device import add_link_device
@@ -42,6 +44,11 @@ def run(path: Path, *flags: str) -> list[dict[str, Any]]:
     done = CliRunner().invoke(app, [*common, *flags], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def test_a_server_that_does_not_start_raises_an_error_with_its_last_messages() -> None:
+    with pytest.raises(MoeggufError, match=r"connections: error: MOEGGUF_CONTEXT_LENGTH: 'x' .*; correct the cause"):
+        Server(Path("tiny.gguf"), "0", MOEGGUF_CONTEXT_LENGTH="x")
 
 
 def test_bench_compares_moegguf_with_llama_cpp(tiny: Callable[..., Path]) -> None:

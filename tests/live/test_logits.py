@@ -35,7 +35,7 @@ READERS: list[Callable[[Llama], object]] = [
 
 def assert_no_logits(llm: Llama) -> None:
     for read in READERS:
-        with pytest.raises(OptionError, match="no logits of this request"):
+        with pytest.raises(OptionError, match="this request has no logits"):
             read(llm)
 
 
@@ -107,7 +107,7 @@ def test_a_loaded_state_has_no_logits(load: Load) -> None:
     state = llm.save_state()
     llm.eval([8, 9])
     llm.load_state(state)
-    with pytest.raises(OptionError, match="no logits of this request"):
+    with pytest.raises(OptionError, match="this request has no logits"):
         next(llm.generate([], reset=False))
     llm.eval([8])
     assert next(llm.generate([], reset=False, temp=0.0)) >= 0
@@ -121,13 +121,13 @@ def test_logits_are_readable_only_for_output_rows_of_the_pass(load: Load) -> Non
     assert rows == [1, 2]
     llm.context.logits(1)
     for row in (-1, 0, 2, 3):
-        with pytest.raises(OptionError, match="no logits of this request"):
+        with pytest.raises(OptionError, match="this request has no logits"):
             llm.context.logits(row)
     with pytest.raises(OptionError, match="has no tokens"):
         llm.context.eval_sequences(
             [SequenceTokens(0, [8], 2, 1, Phase.DECODE), SequenceTokens(1, [], 1, 2, Phase.DECODE)]
         )
-    with pytest.raises(OptionError, match="no logits of this request"):
+    with pytest.raises(OptionError, match="this request has no logits"):
         llm.context.logits(1)
 
 

@@ -116,8 +116,10 @@ def test_a_load_with_hooks_off_is_tried_with_the_store(
 
 @pytest.mark.parametrize(
     ("command", "error", "words"),
-    [*((command, AllocationError, "memory") for command in (KILL, MEMORY, BAD_ALLOC)),
-     (BUS, ExpertIOError, r"reading the file failed .*SIGBUS.*; check the disk")],
+    [(KILL, AllocationError, r"SIGKILL.*; free memory and try again, or fetch the file again\.$"),
+     *((command, AllocationError, r"needed more than its limit \(.*bad_alloc\); .*, or fetch the file again\.$")
+       for command in (MEMORY, BAD_ALLOC)),
+     (BUS, ExpertIOError, r"reading the file failed .*SIGBUS.*; check the disk, or fetch the file again\.$")],
 )  # fmt: skip
 def test_trials_without_memory_or_disk_raise_and_store_no_verdict(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], error: type[Exception],

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,20 @@ def test_ggml_logs_only_errors_and_find_library_names_a_folder_without_library(
     monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
     with pytest.raises(LibraryError, match=f"MOEGGUF_LIBRARY is {tmp_path}, which has no libmoegguf"):
         library.find_library()
+
+
+def test_a_library_that_does_not_load_raises_an_error_with_a_step_for_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / Path(library.load()._name).name).write_bytes(b"no library")
+    monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
+    with pytest.raises(LibraryError, match=r"does not load .*, or correct or unset MOEGGUF_LIBRARY\.$"):
+        library.load.__wrapped__()
+    monkeypatch.delenv("MOEGGUF_LIBRARY")
+    ggml = SimpleNamespace(ggml_backend_dev_count=lambda: 0, ggml_log_set=lambda *_: None)
+    monkeypatch.setattr(library, "_open", lambda folder, name: ggml)
+    with pytest.raises(LibraryError, match=r"on this processor\); install moegguf from source on this machine\.$"):
+        library._load_backends(tmp_path)
 
 
 def test_cpu_function_raises_library_error_for_a_function_that_the_backend_lacks() -> None:

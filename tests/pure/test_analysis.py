@@ -50,7 +50,7 @@ def test_study_rejects_unknown_names_and_removes_duplicates(analysis: Study) -> 
         (analysis.policies, ["all", "lro"], "no policy 'lro'"),
         (analysis.policies, [], "no policy is named; known names: lru"),
         (analysis.predictors, [], "no predictor is named"),
-        (analysis.predictors, ["mlp"], "has to be trained"),
+        (analysis.predictors, ["mlp"], r"has to be trained.*; then name the model \(--model\), or the folder"),
         (analysis.predictors, ["skip"], "--model"),
         (analysis.policies, ["static"], "popularity"),
     ):

@@ -256,9 +256,9 @@ async def test_second_server_is_refused_the_folder_and_an_idle_one_creates_no_fi
     async with batches_in(tmp_path, Endpoint()) as found:
         stored(found, [request("a")])
         async with batches_in(tmp_path, Endpoint()) as other:
-            with pytest.raises(BusyError, match="another server"):
+            with pytest.raises(BusyError, match="another process is using"):
                 other.all()
-            with pytest.raises(BusyError, match="another server"):
+            with pytest.raises(BusyError, match="another process is using"):
                 _ = other.files
     async with batches_in(tmp_path, Endpoint()) as other:
         assert len(other.files.all()) == 1

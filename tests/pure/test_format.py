@@ -113,7 +113,7 @@ def test_failed_write_raises_trace_error_and_leaves_no_file(tmp_path: Path) -> N
         write(tmp_path / "missing" / "t.npz", small())
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/fd/1"):
-        with pytest.raises(TraceError, match="name a file in a folder"):
+        with pytest.raises(TraceError, match="give a file's path, not a folder, pipe or device"):
             write(path, small())
     (tmp_path / "pipe").unlink()
     with pytest.raises(TraceError, match=r"expert_ids must be int16"):

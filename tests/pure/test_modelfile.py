@@ -69,6 +69,10 @@ def test_parse_reads_every_instruction_in_any_case() -> None:
         ("FROM", "FROM needs a name"),
         ("FROM a\nFROM b", "line 2: FROM is given twice"),
         ("FROM a\n\nPARAMETR x 1", "line 3: 'PARAMETR x 1' must start with one of"),
+        ("FROM=a", "PARSER and a space; correct the line"),
+        ("FROM a\nPARAMETER:top_k 1", "line 2: 'PARAMETER:top_k 1' must start with one of"),
+        ("FROM\N{NO-BREAK SPACE}a", r"'FROM\xa0a' must start with one of"),
+        ("FROM a\nSYSTEM You are\na pirate.", "line 3: 'a pirate.' must start with one of"),
         ("FROM a\nPARAMETER temprature 1", "did you mean 'temperature'"),
         (
             "FROM a\nPARAMETER temperature hot",

@@ -133,7 +133,7 @@ def test_add_raises_busy_error_if_another_process_has_the_store(tmp_path: Path, 
         "try: store.add({'id': 'b'}, None, [])\nexcept Exception as error: print(type(error).__name__)"
     )
     run = subprocess.run([sys.executable, "-c", code, tmp_path / "responses"], capture_output=True, text=True)
-    assert run.stdout.strip() == BusyError.__name__ and "another server is using the responses" in run.stderr
+    assert run.stdout.strip() == BusyError.__name__ and "another process is using the responses" in run.stderr
 
 
 def test_damaged_database_raises_storage_error(tmp_path: Path, store: ResponseStore) -> None:

@@ -28,9 +28,12 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
         try:
             found = artifacts.load(name, shape, partial(build, shape))
         except FileNotFoundError as error:
+            # the folder next to the model is not searched if the model is unknown
+            then = "then name the model (--model), or the folder of its files (--predictors); "
             raise OptionError(
                 f"the predictor {name!r} has to be trained for this model first: `moegguf learn MODEL --strategy"
-                f" {LEARNT_FOR[name]}`; these need no training: {', '.join(UNTRAINED)}."
+                f" {LEARNT_FOR[name]}`; {'' if artifacts.layout else then}these need no training:"
+                f" {', '.join(UNTRAINED)}."
             ) from error
         return NoPrediction(shape) if found is None else found
 

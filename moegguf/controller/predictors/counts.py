@@ -51,10 +51,10 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
     tokens = weights.arrays["tokens"]
     below = tokens.min(initial=0) >= 0 and tokens.max(initial=-1) < shape.n_vocab
     if tokens.ndim != 1 or tokens.dtype != np.int32 or not below or len(np.unique(tokens)) != len(tokens):
-        raise ValueError("'tokens' must be different token ids of the model")
+        raise ValueError("'tokens' must be different token ids of the model; make the file again")
     counts = weights.array("counts", len(tokens), len(shape.layers), shape.n_expert)
     if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
-        raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}")
+        raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}; make the file again")
     counts = counts.astype(np.uint16)
     chosen = counts.sum(axis=0)
     sums = np.maximum(chosen.sum(axis=-1, keepdims=True), 1.0)

@@ -117,8 +117,8 @@ class Batches:
 
     @property
     def files(self) -> FileStore:
-        """Returns the store of files. Raises BusyError if another server is using the folder or this server is shutting
-        down. Raises StorageError if the folder or its database cannot be opened."""
+        """Returns the store of files. Raises BusyError if another process is using the folder or this server is
+        shutting down. Raises StorageError if the folder or its database cannot be opened."""
         self._open()
         return self._files
 
@@ -138,7 +138,8 @@ class Batches:
                     raise
         except BlockingIOError:
             raise BusyError(
-                f"another server is using the files and batches in {self.folder}; use that server."
+                f"another process is using the files and batches in {self.folder}; if it is a server, use that server,"
+                " otherwise try again when the process has ended."
             ) from None
         self._database = database
         for batch in self._batches.values():

@@ -48,7 +48,7 @@ def storing(path: Path) -> Iterator[None]:
             raise BlockingIOError(str(error)) from None
         if code in DAMAGED:
             raise StorageError(
-                f"{path} must be a whole database, but is damaged ({error}); restore a copy of it, or move it away"
+                f"{path} must be an intact database, but is damaged ({error}); restore a copy of it, or move it away"
                 " to start over."
             ) from None
         raise _not_written(path, error) from None
@@ -95,8 +95,8 @@ class Database:
         ((version,),) = self.execute("PRAGMA user_version")
         if version > VERSION:
             raise StorageError(
-                f"{self.path} must be of version {VERSION} or less, but is of version {version}; use a newer moegguf,"
-                " or move it away to start over."
+                f"{self.path} has version {version}, but this moegguf reads only versions up to {VERSION}; use a newer"
+                " moegguf, or move the file elsewhere to start with an empty one."
             )
         for statement in schema if version == 0 else ():
             self.execute(statement)
