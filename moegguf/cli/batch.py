@@ -193,13 +193,19 @@ def _open_requests(path: str) -> BinaryIO:
     temporary file. Raises BatchFileError if the requests cannot be read."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
-        if path == STANDARD or not source.seekable():
-            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-            shutil.copyfileobj(source, copy)
-            source = copy
-        return source
     except OSError as error:
         raise BatchFileError(f"cannot read {path} ({error.strerror}); check the path.") from None
+    if path != STANDARD and source.seekable():
+        return source
+    try:
+        copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+        shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise BatchFileError(
+            f"{path} cannot be copied to a temporary file ({error.strerror}); make room in the temporary folder, set"
+            " TMPDIR to another folder, or give a file."
+        ) from None
+    return copy
 
 
 @contextmanager

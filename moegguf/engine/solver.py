@@ -627,8 +627,8 @@ def plan_layers(task: Task) -> Plan:
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
         raise BudgetError(
-            f"an image needs a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow passes of"
-            f" {allowed}; raise {cache.option}."
+            f"this model reads an image in one pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow"
+            f" passes of {allowed}; raise {cache.option}, or load it without its projector."
         )
     n_ubatch = min(sizes.usual_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)

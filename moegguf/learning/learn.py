@@ -121,7 +121,8 @@ class Learning:
         if len(requests) < LEAST_REQUESTS:
             raise OptionError(
                 f"learning needs at least {LEAST_REQUESTS} requests, because some are held out to test what was"
-                f" learned, but there are {len(requests)}; give more texts (--prompts), or record a longer trace."
+                f" learned, but there are {len(requests)}; give more texts (--prompts), or record a trace of more"
+                " requests."
             )
         judging = held_out(trace, HELD_OUT_SHARE, seed)
         self.artifacts = artifacts

@@ -164,7 +164,7 @@ class Catalog:
             if not self.paths and parameters["mirror"] != (base.parameters.get("mirror") if base else None):
                 raise OptionError(
                     f"a request may not change a model's mirrors, which are paths, but gives {mirrors[0]!r:.80}; start"
-                    " the server with --mirror, or create the name on the server's machine."
+                    " the server with --mirror, or use `moegguf create` on the server's machine."
                 )
         if base is not None and is_other_kind(base.path):  # `entries` would not list such a file
             raise ModelFormatError(

@@ -162,7 +162,7 @@ async def _get_budget(request: HttpRequest) -> Response:
     entry = await asyncio.to_thread(state.catalog.find, name)
     if loaded := loaded_of(state, entry):
         return JSONResponse(_budget_object(loaded))
-    raise HttpError(404, f"{entry.name} is not loaded; a request loads it.")
+    raise HttpError(404, f"{entry.name} is not loaded; send it a prompt, which loads it.")
 
 
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:

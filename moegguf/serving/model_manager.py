@@ -305,7 +305,7 @@ class ModelManager:
         """
         model = self._used_by((await self._find(name)).name)
         if model is None:
-            raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
+            raise ModelNotFoundError(f"the model {name!r} is not loaded; send it a prompt, which loads it.")
         async with model.changing_budget:
             await self._set_budget(model, {cache.tier: cache for cache in budgets})
         return model.status()

@@ -269,7 +269,10 @@ class TraceWriter:
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)
             if array is None or array.dtype != dtype or array.shape != shape:
-                raise TraceError(f"{self.path.name}: {name} must be {np.dtype(dtype)} {shape}; give a whole block.")
+                raise TraceError(
+                    f"{self.path.name}: {name} must be an array of {np.dtype(dtype)} with the shape {shape}; give this"
+                    " array."
+                )
         with self._writing():
             for name in spec:
                 member = _member(name, len(self._blocks))

@@ -104,7 +104,10 @@ def _npz_arrays(path: Path) -> Arrays:
         if HEADER in names:
             raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
         if n_bytes > MAX_TRACE_BYTES:
-            raise TraceError(f"it has {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; split it.")
+            raise TraceError(
+                f"its arrays have {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; leave out arrays that are"
+                " not needed, or divide the tokens among several files."
+            )
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
@@ -193,7 +196,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
                 continue
             row = json.loads(text)
             if not isinstance(row, dict):
-                raise TraceError(f"line {line} must be an object, but is {text[:40]!r}; write one for each row.")
+                raise TraceError(
+                    f"line {line} must be a JSON object, but is {text[:40]!r}; write one object in each line."
+                )
             yield line, row
 
 

@@ -224,7 +224,7 @@ FILES: Mapping[str, tuple[bytes, str]] = {
     "columns.csv": (b"request,position\na,0\n", "lacks layer, experts"),
     "more.csv": (b"request,position,layer,experts\na,0,0,1,2\n", "more fields than the header"),
     "a.jsonl": (b"{", "damaged or in another format"),
-    "list.jsonl": (b"[1]\n", "line 1 must be an object"),
+    "list.jsonl": (b"[1]\n", "line 1 must be a JSON object"),
     "deep.jsonl": (b"[" * 100_000, "damaged or in another format"),
     "a.pt": (b"", "routing is read from .npz, .npy, .safetensors, .csv, .jsonl, but the name ends in '.pt'"),
 }  # fmt: skip

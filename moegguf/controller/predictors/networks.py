@@ -57,7 +57,8 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
     windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
     if not windows or not all(isinstance(k, int) and k > 0 for k in (n_hidden, *windows)):
         raise ValueError(
-            f"windows {windows!r:.80} and n_hidden {n_hidden!r:.80} must be whole numbers above zero; make it again"
+            f"windows {windows!r:.80} and n_hidden {n_hidden!r:.80} must be whole numbers above zero; make the file"
+            " again"
         )
     pairs, row_of = window_pairs(shape, windows), shape.row_of
     if not pairs:

@@ -51,7 +51,8 @@ class CompletionBody(GenerationBody):
         if self.n_answers * len(self.prompt) > limits.INPUTS:
             n = self.n_answers * len(self.prompt)
             raise ValueError(
-                f"prompts times n (or best_of) must be at most {limits.INPUTS}, but are {n}; send several requests"
+                f"the number of prompts times n (or best_of) must be at most {limits.INPUTS}, but is {n}; send several"
+                " requests"
             )
         if self.n_answers < (self.n or 1):
             raise ValueError(f"best_of must be at least n ({self.n}), but is {self.best_of}")

@@ -218,7 +218,7 @@ class ReplicaManager:
         with ray_errors():
             found: LoadedModel | None = await self._handles[entry.name].status.remote()
         if found is None:
-            raise BusyError(f"no replica has {entry.name!r} in memory; try again later.")
+            raise BusyError(f"a replica of {entry.name!r} has no loaded model; send a prompt, which loads it.")
         return found
 
     async def unload(self, name: str | ModelEntry) -> bool:
