@@ -222,8 +222,8 @@ class Projector:
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
             raise OptionError(
-                "an image cannot be decoded: its data are damaged or incomplete, or too large when decompressed; save the"
-                " image again, and send the new file."
+                "an image cannot be decoded: its data are damaged or incomplete, or too large when decompressed; save"
+                " the image again, and send the new file."
             )
         return int(bitmap)
 
