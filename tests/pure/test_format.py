@@ -116,7 +116,7 @@ def test_failed_write_raises_trace_error_and_leaves_no_file(tmp_path: Path) -> N
         with pytest.raises(TraceError, match="give a file's path, not a folder, pipe or device"):
             write(path, small())
     (tmp_path / "pipe").unlink()
-    with pytest.raises(TraceError, match=r"expert_ids must be int16"):
+    with pytest.raises(TraceError, match=r"expert_ids must be an array of int16"):
         write(tmp_path / "t.npz", replace(small(), expert_ids=small().expert_ids.astype(np.int32)))
     with pytest.raises(TraceError, match="settings"):
         write(tmp_path / "t.npz", replace(small(), header=replace(small().header, settings={"x": float("nan")})))

@@ -132,7 +132,7 @@ def test_window_pairs_fall_back_to_the_first_layer_and_mlp_rejects_bad_windows()
     assert mlp(FIVE, windows_of([1])).native() is not None
     good = windows_of([1])
     for windows, n_hidden in (([0], 2), ([], 2), ([1], "2"), ([1], 0), ([1], -2)):
-        with pytest.raises(ValueError, match="whole numbers above zero; make it again"):
+        with pytest.raises(ValueError, match="whole numbers above zero; make the file again"):
             mlp(FIVE, Weights(good.arrays, {"windows": windows, "n_hidden": n_hidden}))
     with pytest.raises(ValueError, match=r"'1\.3\.hidden\.weight' must have the shape \(2, 2\), but is missing"):
         mlp(FIVE, Weights(good.arrays, {"windows": [2], "n_hidden": 2}))
