@@ -114,8 +114,7 @@ void RowTables::get(const Table & table, ggml_tensor & op) {
     try {
         for (int64_t begin = 0; begin < n; begin += step) {
             const int64_t end = std::min(n, begin + step);
-            // The thread may still write into these rows if an earlier pass was cancelled.
-            if (rows_.use_count() > 1) { rows_ = std::make_shared<Rows>(); }
+            renew_rows();
             rows_->shard = table.shard;
             rows_->row_bytes = row_bytes;
             rows_->offsets.clear();
@@ -130,6 +129,13 @@ void RowTables::get(const Table & table, ggml_tensor & op) {
         Lock lock(shared_.mutex);
         lose(MOEGGUF_MEMORY, "no memory for rows of '" + table.name + "'");
     }
+}
+
+// Replaces the rows if an earlier pass was cancelled while the thread was reading them, because the thread may still
+// write into them. The thread releases rows under the lock, so its writes are complete if it does not hold them.
+void RowTables::renew_rows() {
+    Lock lock(shared_.mutex);
+    if (rows_.use_count() > 1) { rows_ = std::make_shared<Rows>(); }
 }
 
 // Waits until the thread has read the rows. Returns false if they cannot be read, or if the store is cancelled.

@@ -45,6 +45,7 @@ class RowTables {
 
     ggml_status attach(ggml_tensor * t) const;
     void get(const Table & table, ggml_tensor & op);
+    void renew_rows();
     bool await(const std::shared_ptr<Rows> & rows);
     void lose(moegguf_status status, const std::string & why);
     void run();
