@@ -10,11 +10,10 @@ import ctypes as c
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moegguf.controller.artifacts import Artifacts
@@ -32,7 +31,7 @@ from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import save_uses, start_warm
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
-from moegguf.gguf.experts import EMBEDDING, ExpertLayout
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.shards import mirror_paths
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
@@ -197,8 +196,7 @@ class Loader:
 
         Without that thread, the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
         cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
-        stay, and the next load of the model is faster. Token embeddings are then also read into the page cache, because
-        on a hard disk, reading them at once takes less time than reading many single rows.
+        stay, and the next load of the model is faster.
         """
         if self.session is None:
             yield
@@ -213,8 +211,6 @@ class Loader:
             work.join()
             if read_memory().limited_by != MACHINE:
                 _advise(layout, "POSIX_FADV_DONTNEED", threading.Event())
-            else:
-                threading.Thread(target=_read_embeddings, args=(layout,), daemon=True).start()
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
@@ -275,31 +271,18 @@ class Loader:
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
     """Passes this advice to posix_fadvise() for the bytes of a model's files, part by part, until `stop` is set.
-    Experts and tables that are read by row are left out; headers are included."""
+    Experts and tables that are read by row are left out; headers are included. Does nothing on a system without this
+    advice."""
+    if not hasattr(os, advice):
+        return
     for index, shard in enumerate(layout.shards):
         experts = [(m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index]
         tables = [(table.offset, table.n_bytes) for table in layout.row_tables if table.shard == index]
-        begins = [0, *(offset + n_bytes for offset, n_bytes in sorted(experts + tables))]
-        ends = [*(offset for offset, _ in sorted(experts + tables)), shard.n_bytes]
-        _advise_ranges(shard.path, zip(begins, ends, strict=True), advice, stop)
-
-
-def _read_embeddings(layout: ExpertLayout) -> None:
-    """Makes the operating system read the token embeddings into the page cache."""
-    for table in layout.row_tables:
-        if table.name == EMBEDDING:
-            whole = table.offset, table.offset + table.n_bytes
-            _advise_ranges(layout.shards[table.shard].path, [whole], "POSIX_FADV_WILLNEED", threading.Event())
-
-
-def _advise_ranges(path: Path, ranges: Iterable[tuple[int, int]], advice: str, stop: threading.Event) -> None:
-    """Passes this advice to posix_fadvise() for ranges (begin, end) of a file, part by part, until `stop` is set. Does
-    nothing on a system without this advice."""
-    if not hasattr(os, advice):
-        return
-    with suppress(OSError), open(path, "rb") as file:  # llama.cpp opens the file, too, and reports the error
-        for begin, end in ranges:
-            for offset in range(begin, end, ADVICE_BYTES):
-                if stop.is_set():
-                    return
-                os.posix_fadvise(file.fileno(), offset, min(ADVICE_BYTES, end - offset), getattr(os, advice))
+        with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens the file next, and reports the error
+            begin = 0
+            for end, skipped in [*sorted(experts + tables), (shard.n_bytes, 0)]:
+                for offset in range(begin, end, ADVICE_BYTES):
+                    if stop.is_set():
+                        return
+                    os.posix_fadvise(file.fileno(), offset, min(ADVICE_BYTES, end - offset), getattr(os, advice))
+                begin = end + skipped
