@@ -117,7 +117,7 @@ CLAIMS = (
             " {speed,link-moe-infinity,algorithm 1 alone,counting} of counting",
         ),
         (
-            "its prefetching does not load the link in vain (5.1)",
+            "its prefetching does not waste the link's time (5.1)",
             (("ahead,link-moe-infinity,moe-infinity,0", half(1, 0)),),
             "{ahead,link-moe-infinity,moe-infinity,0} of what it fetches ahead is there in time and used;"
             " {number,link-moe-infinity,systems,moe-infinity,experts} experts a token moved, LRU"
