@@ -74,9 +74,9 @@ class Option:
 
 
 _TABLE = (
-    Option("n_ctx", "load", MODEL, "Context length in tokens. 0 means the model's own length.",
+    Option("n_ctx", "load", MODEL, "Context length in tokens. 0: the model's own.",
            ("--ctx", "-c", "--ctx-size"), "TOKENS", "CONTEXT_LENGTH", "whole",
-           "what fits in a tenth of the free memory", least=0, most=MAX_CONTEXT_TOKENS, zero_is_default=True,
+           "as memory allows", least=0, most=MAX_CONTEXT_TOKENS, zero_is_default=True,
            often=True),
     Option("n_threads", "load", MODEL, 'Number of CPU threads. "auto" uses the CPUs that other processes leave free.',
            ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS),
@@ -101,8 +101,7 @@ _TABLE = (
     Option("flash_attention", "load", MODEL,
            "Compute attention with fused kernels (flash attention), which round differently from other kernels.",
            variable="FLASH_ATTENTION", kind="switch", default="on, if all devices support it"),
-    Option("expert_cache", "load", MEMORY,
-           'Memory for experts: a size ("4GiB"), a share of all experts ("50%") or "auto".', ("--expert-cache",),
+    Option("expert_cache", "load", MEMORY, 'Memory for experts: "4GiB", "50%" or "auto".', ("--expert-cache",),
            "BUDGET", "EXPERT_CACHE", "budget", "auto", often=True),
     Option("vram_cache", "load", MEMORY,
            "VRAM for experts, in the same forms as --expert-cache, which then sets the RAM for experts. With several"
@@ -133,9 +132,9 @@ _TABLE = (
            kind="choice", default="f16", choices=KV_CACHE_TYPES),
     Option("kv_cache_type", "load", MEMORY, f"Data type of the K and V caches: {', '.join(KV_CACHE_TYPES)}.",
            variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES),
-    Option("num_predict", "request", SAMPLING, "Maximum number of tokens in an answer. -1 means no limit.",
+    Option("num_predict", "request", SAMPLING, "Maximum new tokens. -1: no limit.",
            ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-2, most=MAX_ANSWER_TOKENS, often=True),
-    Option("temperature", "request", SAMPLING, "Randomness of the answer. 0 always chooses the likeliest token.",
+    Option("temperature", "request", SAMPLING, "Randomness. 0 selects the likeliest token.",
            ("--temperature", "--temp"), "T", kind="number", default="the model's, or 0.8", least=0, most=1000,
            often=True),
     Option("top_k", "request", SAMPLING, "Sample only from the N likeliest tokens. 0 means all tokens.", ("--top-k",),
@@ -228,8 +227,8 @@ _TABLE = (
            ("--host",), "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True),
     Option("api_keys", "server", SERVER,
            "Key that clients must send, or several keys, separated by commas. Each key has its own contexts, files and"
-           " batches. If the server's address is not a loopback address, the server needs a key or a trusted network."
-           " The environment variable hides keys from the process list.",
+           " batches. An address other than loopback needs a key or a trusted network. The variable hides keys from the"
+           " process list.",
            ("--api-key",), "KEY", "API_KEY", "list", often=True),
     Option("share_contexts", "server", SERVER,
            "Reuse contexts that were computed for other API keys. The time to the first token then reveals that a"
