@@ -101,23 +101,24 @@ class Llama(UpstreamLlama):
             model_path: the path of the GGUF file (for a split model, of its first file), or a name such as "demo" or
                 "hf.co/user/repo:Q4_K_M".
             expert_cache: memory for experts: "auto" (what is free after everything else), a size such as "4GiB", a
-                share of all experts such as "50%", or a number of bytes. If None, MOEGGUF_EXPERT_CACHE is used, or
-                "auto" without this variable. Ignored for a model without experts.
+                share of all experts such as "50%", or a number of bytes. If `expert_cache` is None,
+                MOEGGUF_EXPERT_CACHE is used, or "auto" without this variable. Ignored for a model without experts.
             vram_cache: GPU memory for experts, in the same forms as `expert_cache`. `expert_cache` is then the RAM from
                 which missed experts are copied to the GPU. Several GPUs share the memory according to tensor_split,
                 split_mode and main_gpu, or each GPU has a separate budget ("8GiB,4GiB"). Layers that n_gpu_layers
-                leaves to the CPU have slots in RAM. If None, MOEGGUF_VRAM_CACHE is used. Without this variable, the
-                value is "auto" if there is a GPU, unless n_gpu_layers chooses the layers that run on the GPU.
+                leaves to the CPU have slots in RAM. If `vram_cache` is None, MOEGGUF_VRAM_CACHE is used. Without this
+                variable, the value is "auto" if there is a GPU, unless n_gpu_layers chooses the layers that run on the
+                GPU.
             placement: which experts are in GPU memory. "layers": all experts of some layers; the experts of the other
                 layers run on the CPU. "slots": the experts that are used; everything runs on the GPU. "slots-mapped":
                 an experiment that no GPU's backend supports yet (docs/gpu.md, "Mapped slots"). "cpu": no experts, and
                 the GPU is not used. "auto": the fastest of "layers", "slots" and "cpu" according to predictions
-                (engine/cost.py), or "slots" with several GPUs. If None, MOEGGUF_PLACEMENT is used.
+                (engine/cost.py), or "slots" with several GPUs. If `placement` is None, MOEGGUF_PLACEMENT is used.
             strategy: the method that manages experts: "moegguf" (the parts that were best in measurements), "lru",
                 "none", or the method of a paper: "moe-infinity", "promoe", "expertflow", "duoserve"
                 (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
-                strategy. If None, MOEGGUF_STRATEGY is used, or "moegguf" without this variable.
-            store: options that control how experts are moved. They replace the options of the strategy.
+                strategy. If `strategy` is None, MOEGGUF_STRATEGY is used, or "moegguf" without this variable.
+            store: a `StoreOptions` that replaces the strategy's options for moving experts.
             policy: the policy that decides which experts stay in memory: a name
                 (`moegguf.controller.policies.policy_names()`), an object with a method `scores(history, forecast)`, a
                 class of such objects as "FILE.py:CLASS", or "auto" (the policy in MOEGGUF_POLICY, or the strategy's
@@ -128,24 +129,25 @@ class Llama(UpstreamLlama):
             lockstep: if True, decisions take effect at a fixed point of each pass, so that a simulation can repeat
                 them. Passes are then slower.
             prefetch: if True, moegguf prefetches predicted experts as long as this saves time. A `PrefetchOptions` sets
-                limits. If None, the strategy decides.
+                limits. If `prefetch` is None, the strategy decides.
             warm_start: if True, moegguf prefetches the experts that earlier runs used most as soon as the model is
-                loaded, and saves how often this run uses each expert. If None, MOEGGUF_WARM_START is used, or False
-                without this variable. Has no effect with `lockstep`.
+                loaded, and saves how often this run uses each expert. If `warm_start` is None, MOEGGUF_WARM_START is
+                used, or False without this variable. Has no effect with `lockstep`.
             context_store: disk space for computed contexts: a size such as "8GiB", "auto" (a tenth of the free disk
                 space, at most 16 GiB), or 0. If a prompt begins with the same tokens as an earlier prompt, moegguf
                 reads the context of these tokens from disk, even in another process (engine/prefix_cache.py). `Llama`
                 uses stored contexts for batch-invariant models, and never with `trace`, `lockstep`, `logits_all` or
-                `embedding`. If None, MOEGGUF_CONTEXT_STORE is used, or "auto" without this variable.
+                `embedding`. If `context_store` is None, MOEGGUF_CONTEXT_STORE is used, or "auto" without this variable.
             trace: the path of the file to which moegguf writes the recorded routing, or a `TraceOptions`.
             n_seq_max: number of sequences, of `n_ctx` tokens each, for which `moegguf.Engine` needs space in the
                 context. `Llama` itself uses one sequence. The property `n_seq_max` is 1 for models that allow only one
                 sequence.
             kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least n_ctx. If
-                None, the number is n_seq_max * n_ctx, or less if experts need the memory
+                `kv_tokens` is None, the number is n_seq_max * n_ctx, or less if experts need the memory
                 (`moegguf.engine.memory.choose_context`).
-            n_ctx: context length in tokens; 512 by default, as in llama-cpp-python. If None (used by commands), moegguf
-                chooses the length that leaves the most memory to experts. If 0, the model's own length is used.
+            n_ctx: context length in tokens; 512 by default, as in llama-cpp-python. If `n_ctx` is None, as in commands,
+                moegguf chooses the length that leaves the most memory to experts. If `n_ctx` is 0, the model's own
+                length is used.
             flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None.
                 With None, as in `moegguf.Engine`, `run` and `serve`, fused attention is used if the compute devices
                 support it.
@@ -156,14 +158,15 @@ class Llama(UpstreamLlama):
                 "mtp": tokens of the extra heads in the model's file, if no earlier text repeats. "auto": "mtp" if the
                 file has these heads, else "ngram", but only if the model is `batch_invariant`, so that every answer is
                 the same as without drafts. "off": no drafts. Any other value is the name or path of a second, smaller
-                model with the same vocabulary. If None, MOEGGUF_DRAFT is used, or "auto" without this variable; with
-                `trace` or `lockstep`, None means "off". The methods of `Llama` itself use no drafts.
+                model with the same vocabulary. If `draft` is None, MOEGGUF_DRAFT is used, or "auto" without this
+                variable; with `trace` or `lockstep`, None means "off". The methods of `Llama` itself use no drafts.
             mirror: a copy of the model's file on another drive, or a list of copies. moegguf reads each expert from the
                 copy that it expects to deliver the expert first. A mirror is the path of a copy (for a split model, of
                 its first file), or a folder of copies with the model's own file names. A copy that differs from the
                 model's file raises OptionError. If moegguf cannot read a copy, it prints a warning and no longer uses
                 this copy. For a model without experts, mirrors have no effect.
-            plan: a plan that a server has made for this load (engine/solver.py). If None, `Llama` makes the plan.
+            plan: a plan that a server has made for this load (engine/solver.py). If `plan` is None, `Llama` makes the
+                plan.
             progress: a function that is called with values from 0.0 to 1.0 while the weights are read. The load fails
                 with GenerationCancelled if the function returns False, and with CallbackError if the function raises an
                 exception.

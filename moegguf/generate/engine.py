@@ -73,10 +73,10 @@ class Engine:
             of context. Some models, such as embedding models, allow only one sequence. With a loaded `Llama`, the
             `Llama`'s `n_seq_max` is used instead.
         kv_tokens: number of tokens that fit in the KV cache, for all sequences together. If the KV cache is full, the
-            newest request returns to the queue and is processed again later. If None, the number is parallel * n_ctx,
-            or less if the experts need the memory.
+            newest request returns to the queue and is processed again later. If `kv_tokens` is None, the number is
+            parallel * n_ctx, or less if the experts need the memory.
         schedule: a function that receives the loaded model and returns the object that chooses the sequences of a step
-            (`moegguf.generate.kv_sequences`). If None, all sequences take part in each step.
+            (`moegguf.generate.kv_sequences`). If `schedule` is None, all sequences take part in each step.
         options: other keywords of `moegguf.Llama`. By default, `flash_attn` is None and `verbose` is False.
 
     If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is generated alone
@@ -135,8 +135,8 @@ class Engine:
 
         Args:
             prompts: a string, a list of token ids, or a list of strings and lists of token ids.
-            sampling: options for all prompts, or a list with one `Sampling` for each prompt. If None, the options come
-                from the model's file, and otherwise from the defaults of `Sampling`.
+            sampling: options for all prompts, or a list with one `Sampling` for each prompt. If `sampling` is None, the
+                options come from the model's file, and otherwise from the defaults of `Sampling`.
             fields: further fields of `Sampling` and `Request`, such as `max_tokens=8, temperature=0`.
 
         If one prompt fails, its answer contains the exception in `error`. For example, a prompt that is longer than the

@@ -38,10 +38,11 @@ class Sampling:
             model ends it or the context is full. If the context shifts, the answer has at most ten times as many tokens
             as the context.
         num_keep: number of leading tokens, not counting BOS, that remain when the context shifts. -1: the whole prompt.
-        seed: the random seed. None: a random seed for each answer.
+        seed: the seed of the random numbers. None: each answer gets a random seed.
         exact: if True, the answer is bit-identical whatever other requests are processed. For a batch-invariant model
-            (`Llama.batch_invariant`), every answer is bit-identical unless the context shifts. Otherwise, a request
-            with `exact` is processed alone. A model that is not batch-invariant evaluates requests with `exact` or a
+            (`Llama.batch_invariant`), every answer is bit-identical unless the context shifts. With another model, or
+            if the context may shift, a request with `exact` is processed alone. A model that is not batch-invariant
+            evaluates requests with `exact` or a
             seed from an empty context.
         reasoning_budget_tokens: maximum number of thinking tokens. At this number, `reasoning_budget_message` and the
             end of the thinking are forced. 0: no thinking. None: no limit.
