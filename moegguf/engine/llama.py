@@ -127,7 +127,7 @@ class Llama(UpstreamLlama):
             predictor: the predictor of the experts that are used next: a name
                 (`moegguf.controller.predictors.PREDICTORS`), an object, or a class as "FILE.py:CLASS".
             lockstep: if True, decisions take effect at a fixed point of each pass, so that a simulation can repeat
-                them. Passes are then slower.
+                them. `lockstep` makes passes slower.
             prefetch: if True, moegguf prefetches predicted experts as long as this saves time. A `PrefetchOptions` sets
                 limits. If `prefetch` is None, the strategy decides.
             warm_start: if True, moegguf prefetches the experts that earlier runs used most as soon as the model is
@@ -253,7 +253,7 @@ class Llama(UpstreamLlama):
     ) -> Plan:
         """Returns the plan for loading the model with these keywords, but does not load the model.
 
-        Raises the same errors as planning a load, such as BudgetError and OptionError.
+        Raises the errors that planning a load raises, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
