@@ -294,18 +294,15 @@ def claims_table(paper: str) -> str:
          _confidence(claim)]
         for claim in CLAIMS if claim.paper == paper
     ]  # fmt: skip
-    titles = [SUBJECTS[model].title for model in COLUMNS]
+    titles = [f"verdict for the {SUBJECTS[model].title}" for model in COLUMNS]
     return markdown(["claim", *titles, "confidence"], map(_from_pages, rows))
 
 
 def verdicts_table() -> str:
     """Returns the table of all claims, with the verdicts on the models in COLUMNS."""
-    rows = [
-        [NAMES[claim.paper], claim.text, *[_verdict(claim, model) for model in COLUMNS], _confidence(claim)]
-        for claim in CLAIMS
-    ]
-    titles = [SUBJECTS[model].title for model in COLUMNS]
-    return markdown(["paper", "claim", *titles, "confidence"], rows)
+    rows = [[claim.text, *[_verdict(claim, model) for model in COLUMNS], _confidence(claim)] for claim in CLAIMS]
+    titles = [f"verdict for the {SUBJECTS[model].title}" for model in COLUMNS]
+    return markdown(["claim", *titles, "confidence"], rows)
 
 
 def _confidence(claim: Claim) -> str:
