@@ -95,7 +95,7 @@ SAME_SLOTS = (
     " experts."
 )
 FITTED = "The fit of the laboratory model's routers raised the accuracy of `skip`."
-POOL = "In moegguf, a pool like the paper's has a slot for each expert that a token uses in two layers."
+POOL = "Slots for the experts that a token uses in two layers correspond to the paper's pool."
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes
 
@@ -237,13 +237,13 @@ CLAIMS = (
                 ("speed,ablation,+ early preemption,+ chunks", ANY),
                 ("speed,ablation,+ reordering", half(1.37)),
             ),
-            "Prefetching alone reaches {speed,ablation,+ prefetching} times the base speed. Chunks multiply the speed"
-            " by {speed,ablation,+ chunks,+ prefetching}, and early preemption multiplies it by"
-            " {speed,ablation,+ early preemption,+ chunks}. All four techniques together reach"
+            "ProMoE's prefetching alone reaches {speed,ablation,+ prefetching} times the base speed. Chunks multiply"
+            " the speed by {speed,ablation,+ chunks,+ prefetching}, and early preemption multiplies it by"
+            " {speed,ablation,+ early preemption,+ chunks}. ProMoE's four techniques together reach"
             " {speed,ablation,+ reordering} times the base speed.",
             MEDIUM,
             None,
-            "Here, reordering changes only prompts, because the simulator computes a layer of a decoded token in one"
+            "In the simulator, reordering changes only prompts, because a layer of a decoded token is computed in one"
             " step.",
         ),
         (
@@ -251,8 +251,8 @@ CLAIMS = (
             (*((f"speed,shares-promoe:{share},promoe,none", ANY) for share in SHARES),
              ("mean_speed,shares-promoe,promoe,none", half(1.34))),
             "With 12.5, 25, 37.5, 50 and 75 % of the experts in memory, ProMoE decodes"
-            " {medians,shares-promoe,promoe,none} times as fast as LRU. The mean of these five figures is"
-            " {mean_speed,shares-promoe,promoe,none}.",
+            " {medians,shares-promoe,promoe,none} times as fast as LRU. On average over the five shares, ProMoE"
+            " decodes {mean_speed,shares-promoe,promoe,none} times as fast as LRU.",
         ),
         (
             "ProMoE's gain over LRU grows with the batch: 1.16 times the speed with one request, 1.34 times with four"
@@ -411,7 +411,7 @@ CLAIMS = (
             " demand or by layer (figure 5)",
             (("whole,pool-duoserve,duoserve,on demand", half(1.42)),
              ("whole,link-duoserve,duoserve,whole next layer first", half(1.42))),
-            "With a pool like the paper's, DuoServe-MoE processes prompt and answer"
+            "With slots for a token's experts in two layers, DuoServe-MoE processes prompt and answer"
             " {whole,pool-duoserve,duoserve,on demand} times as fast as `on demand`. With a quarter of the experts in"
             " memory, DuoServe-MoE processes prompt and answer {whole,link-duoserve,duoserve,on demand} times as fast"
             " as `on demand`. With a quarter of the experts in memory, DuoServe-MoE processes prompt and answer"
@@ -425,11 +425,11 @@ CLAIMS = (
             "DuoServe-MoE has 1.78 to 7.04 times the throughput of loading on demand or by layer (figure 6)",
             (("speed,pool-duoserve,duoserve,on demand", half(1.78)),
              ("speed,link-duoserve,duoserve,whole next layer first", half(1.78))),
-            "With a pool like the paper's, DuoServe-MoE decodes {speed,pool-duoserve,duoserve,on demand} times as fast"
-            " as `on demand`. With a quarter of the experts in memory, DuoServe-MoE decodes"
-            " {speed,link-duoserve,duoserve,whole next layer first} times as fast as `whole next layer first`. With a"
-            " quarter of the experts in memory, DuoServe-MoE decodes {speed,link-duoserve,duoserve,none} times as fast"
-            " as LRU.",
+            "With slots for a token's experts in two layers, DuoServe-MoE decodes"
+            " {speed,pool-duoserve,duoserve,on demand} times as fast as `on demand`. With a quarter of the experts in"
+            " memory, DuoServe-MoE decodes {speed,link-duoserve,duoserve,whole next layer first} times as fast as"
+            " `whole next layer first`. With a quarter of the experts in memory, DuoServe-MoE decodes"
+            " {speed,link-duoserve,duoserve,none} times as fast as LRU.",
             MEDIUM,
             None,
             f"{SAME_SLOTS} {POOL} The paper does not compare its strategy with LRU.",
@@ -439,7 +439,7 @@ CLAIMS = (
             " 6.2)",
             (("first,pool-duoserve,duoserve,on demand", half(1.78)),
              ("first,link-duoserve,duoserve,whole next layer first", half(1.78))),
-            "With a pool like the paper's, DuoServe-MoE processes prompts"
+            "With slots for a token's experts in two layers, DuoServe-MoE processes prompts"
             " {first,pool-duoserve,duoserve,on demand} times as fast as `on demand`. With a quarter of the experts in"
             " memory, DuoServe-MoE processes prompts {first,link-duoserve,duoserve,whole next layer first} times as"
             " fast as `whole next layer first`. With a quarter of the experts in memory, DuoServe-MoE processes prompts"
