@@ -41,6 +41,7 @@ class Claim:
     figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
     only_on: str | None = None  # the model to judge the claim on, if only one resembles the paper's; None: every model
+    note: str = ""  # a difference from the paper, or a definition; sentences that are the same for every model
 
     def verdict(self, model: str) -> str:
         """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""
@@ -85,285 +86,385 @@ def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
     return (Claim(paper, *claim) for claim in claims)
 
 
-PROGRAMS = "needs those programs on a GPU"
-BUDGET = "a store's size is its budget here"
-LOW = "low"
+BUDGET = "In moegguf, the user sets the amount of memory for experts."
+UNTIMED = "In moegguf, the user sets the amount of memory for experts, and the simulator does not time predictors."
+MEDIUM, LOW = "medium", "low"
 # A difference from the papers' baselines, stated in each row that it affects
-SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have at most two layers' experts"
+SAME_SLOTS = (
+    "In the simulation, each baseline has as many slots as the strategy. The paper's baselines keep at most two layers'"
+    " experts."
+)
+FITTED = "The fit of the laboratory model's routers raised the accuracy of `skip`."
+POOL = "Slots for the experts that a token uses in two layers correspond to the paper's pool."
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes
 
 CLAIMS = (
     *_claims(
         "moe-infinity",
-        ("3.1 to 16.7 times less time per token than vLLM, Ollama, DeepSpeed, BrainStorm (table 1)", OPEN, PROGRAMS),
         (
-            "faster than LRU in the same store (4.2, figures 6, 7)",
+            "MoE-Infinity takes 3.1 to 16.7 times less time per token than vLLM, Ollama, DeepSpeed and BrainStorm"
+            " (table 1)",
+            OPEN,
+            "A comparison needs vLLM, Ollama, DeepSpeed and BrainStorm on a GPU.",
+        ),
+        (
+            "MoE-Infinity is faster than LRU in the same store (section 4.2, figures 6 and 7)",
             (("speed,link-moe-infinity,moe-infinity,none", ANY),),
-            "{speed,link-moe-infinity,moe-infinity,none}",
+            "MoE-Infinity decodes {speed,link-moe-infinity,moe-infinity,none} times as fast as LRU.",
         ),
         (
-            "faster than counting, as BrainStorm does (4.2, figure 6)",
+            "MoE-Infinity is faster than eviction by counts of uses, as in BrainStorm (section 4.2, figure 6)",
             (("speed,link-moe-infinity,moe-infinity,counting", ANY),),
-            "{speed,link-moe-infinity,moe-infinity,counting}",
+            "MoE-Infinity decodes {speed,link-moe-infinity,moe-infinity,counting} times as fast as eviction by counts.",
         ),
         (
-            "algorithm 1 evicts better than LRU and counting (4.7)",
+            "MoE-Infinity's algorithm 1 evicts better than LRU and better than counting (section 4.7)",
             (
                 ("speed,link-moe-infinity,algorithm 1 alone,none", ANY),
                 ("speed,link-moe-infinity,algorithm 1 alone,counting", ANY),
             ),
-            "without prefetching {speed,link-moe-infinity,algorithm 1 alone,none} of LRU,"
-            " {speed,link-moe-infinity,algorithm 1 alone,counting} of counting",
+            "Without prefetching, algorithm 1 reaches {speed,link-moe-infinity,algorithm 1 alone,none} times the speed"
+            " of LRU, and {speed,link-moe-infinity,algorithm 1 alone,counting} times the speed of counting.",
         ),
         (
-            "its prefetching does not waste the link's time (5.1)",
+            "MoE-Infinity's prefetching does not waste the link's time (section 5.1)",
             (("ahead,link-moe-infinity,moe-infinity,0", half(1, 0)),),
-            "{ahead,link-moe-infinity,moe-infinity,0} of what it fetches ahead is there in time and used;"
-            " {number,link-moe-infinity,systems,moe-infinity,experts} experts a token moved, LRU"
-            " {number,link-moe-infinity,systems,none,experts}",
+            "{ahead,link-moe-infinity,moe-infinity,0} of the experts that MoE-Infinity prefetches arrive in time and"
+            " are used. MoE-Infinity moves {number,link-moe-infinity,systems,moe-infinity,experts} experts per token,"
+            " and LRU moves {number,link-moe-infinity,systems,none,experts}.",
         ),
         (
-            "use is skewed within a request and uniform over many (4.2, figure 2)",
+            "Expert use is skewed within a request and uniform over many requests (MoE-Infinity, section 4.2, figure"
+            " 2)",
             (("number,reuse,same_size,entropy", "number,reuse,within,entropy"), ("number,reuse,merged,entropy", 0.95)),
-            "evenness of use {number,reuse,within,entropy} in a request, {number,reuse,same_size,entropy} in as many"
-            " tokens of all requests, {number,reuse,merged,entropy} over all",
+            "The evenness of expert use (normalised entropy) is {number,reuse,within,entropy} within a request,"
+            " {number,reuse,same_size,entropy} within an equally long sample of tokens from all requests, and"
+            " {number,reuse,merged,entropy} over all requests.",
         ),
         (
-            "a request activates few experts: under 5 % of about 100 (4.1)",
+            "A request activates fewer than 5 % of about 100 experts (MoE-Infinity, section 4.1)",
             (("unused,reuse,used_by_request", half(0.95, 0)),),
-            "{spread,reuse,used_by_request} of them are used by a request",
+            "While decoding, a request uses {spread,reuse,used_by_request} of the experts.",
             LOW,
         ),
         (
-            "matched EAMs predict better than counts of all requests (4.4, 4.5)",
+            "Matched EAMs predict better than counts over all requests (MoE-Infinity, sections 4.4 and 4.5)",
             (("share,accuracy,eamc,1,accuracy", "share,accuracy,popularity,1,accuracy"),),
-            "right one layer ahead: {share,accuracy,eamc,1,accuracy}, counts {share,accuracy,popularity,1,accuracy},"
-            " the previous token {share,accuracy,previous-token,1,accuracy}, skip {share,accuracy,skip,1,accuracy}",
+            "One layer ahead, the accuracy is {share,accuracy,eamc,1,accuracy} with matched EAMs,"
+            " {share,accuracy,popularity,1,accuracy} with counts, {share,accuracy,previous-token,1,accuracy} with the"
+            " previous token's experts, and {share,accuracy,skip,1,accuracy} with the predictor `skip`.",
             LOW,
+            None,
+            "An EAM (expert activation matrix) counts how often a request used each expert.",
         ),
         (
-            "a collection of 120 is enough (figure 9)",
+            "A collection of 120 entries is enough for MoE-Infinity (figure 9)",
             (("speed,capacity,120,0", ANY), ("speed,capacity,120,1000", 0.98)),
-            "with 120 requests {speed,capacity,120,0} of none, and {speed,capacity,120,1000} of 1,000 windows of"
-            " requests, which counts as enough from 0.98 on",
+            "MoE-Infinity with 120 entries decodes {speed,capacity,120,0} times as fast as without entries, and"
+            " {speed,capacity,120,1000} times as fast as with 1,000 entries.",
+            MEDIUM,
+            None,
+            "A collection is enough if it reaches 0.98 times the speed of a collection with 1,000 entries.",
         ),
         (
-            "a look-up among 1,000 takes 21 µs, under 1 % of a token (B.1)",
+            "A look-up among 1,000 entries takes 21 µs, less than 1 % of a token's time (MoE-Infinity, section B.1)",
             (("below,look-up,us,1000,0", -half(63, 21)),),
-            "{number,look-up,us,1000,0} µs, of 120 {number,look-up,us,120,0} µs, on one core",
+            "On one core, a look-up in MoE-Infinity's collection takes {number,look-up,us,1000,0} µs among 1,000"
+            " entries, and {number,look-up,us,120,0} µs among 120 entries.",
             LOW,
         ),
         (
-            "recovers within 50 requests of a shift (table 3)",
+            "MoE-Infinity recovers within 50 requests after the kind of text changes (table 3)",
             (("regained,shift", -50),),
-            "after {recovery,shift} of the 12 requests counted it is within 2 % of itself with that kind learned; the"
-            " first request after the shift takes {loss,shift} of its time",
+            "Recovery takes {recovery,shift}. The first request of a new kind of text takes {loss,shift} times as long"
+            " as with a collection that contains this kind.",
+            MEDIUM,
+            None,
+            "MoE-Infinity has recovered when three successive requests take, on average, at most 2 % more time than"
+            " with a collection that contains the new kind. At most 12 requests of each kind are counted.",
         ),
         (
-            "its slowest tokens are near the average: 169 of 155 ms (table 1)",
+            "MoE-Infinity's slowest tokens take little more than the average: 169 ms compared with 155 ms (table 1)",
             (("below_tail,link-moe-infinity,moe-infinity", -1.18),),
-            "the 99th percentile of tokens {tail,link-moe-infinity,moe-infinity} of the mean, LRU"
-            " {tail,link-moe-infinity,none}",
+            "The 99th percentile of the time per token is {tail,link-moe-infinity,moe-infinity} times the mean with"
+            " MoE-Infinity, and {tail,link-moe-infinity,none} times the mean with LRU.",
         ),
-        ("long contexts; experts placed over several devices", UNTESTED, "experts are not placed by hash here"),
+        (
+            "MoE-Infinity supports long contexts, and places experts on several devices",
+            UNTESTED,
+            "The measurements use short contexts and one device.",
+        ),
     ),
     *_claims(
         "promoe",
         (
-            "2.13 and 2.84 times as fast as offloading in transformers and llama.cpp (abstract)",
+            "ProMoE is 2.13 times as fast as offloading in transformers, and 2.84 times as fast as offloading in"
+            " llama.cpp (abstract)",
             OPEN,
-            PROGRAMS,
+            "A comparison needs transformers and llama.cpp on a GPU.",
         ),
         (
-            "decodes 1.33 times as fast as LRU in transformers (figure 11)",
+            "ProMoE decodes 1.33 times as fast as LRU in transformers (figure 11)",
             (("speed,link-promoe,promoe,none", half(1.33)),),
-            "{speed,link-promoe,promoe,none}; with half of the experts {speed,link-promoe-50,promoe,none}",
+            "ProMoE decodes {speed,link-promoe,promoe,none} times as fast as LRU. With half of the experts in memory,"
+            " ProMoE decodes {speed,link-promoe-50,promoe,none} times as fast as LRU.",
         ),
         (
-            "1.09 times in llama.cpp (figure 12)",
+            "ProMoE decodes 1.09 times as fast as LRU in llama.cpp (figure 12)",
             (("speed,link-promoe,promoe,none", half(1.09)),),
-            "the same figures, at the times of transformers",
+            "With the link and compute times of transformers, ProMoE decodes {speed,link-promoe,promoe,none} times as"
+            " fast as LRU.",
             LOW,
         ),
         (
-            "1.49 to 1.52 times a static cache (figures 11, 12)",
+            "ProMoE decodes 1.49 to 1.52 times as fast as a static cache (figures 11 and 12)",
             (("speed,link-promoe,promoe,static", half(1.49)),),
-            "{speed,link-promoe,promoe,static}",
+            "ProMoE decodes {speed,link-promoe,promoe,static} times as fast as a static cache.",
         ),
         (
-            "2.6 times less loading on the critical path (abstract)",
+            "ProMoE reduces the time of loading experts on the critical path by a factor of 2.6 (abstract)",
             (("stall,link-promoe,promoe,none", half(2.6)),),
-            "{stall,link-promoe,promoe,none}; with half of the experts {stall,link-promoe-50,promoe,none}",
+            "LRU stalls {stall,link-promoe,promoe,none} times as long as ProMoE. With half of the experts in memory,"
+            " LRU stalls {stall,link-promoe-50,promoe,none} times as long as ProMoE.",
         ),
         (
-            "prefetching, chunks and early preemption each gain, with reordering 1.37 times (figure 13)",
+            "In ProMoE, prefetching, chunks and early preemption each raise the speed; together with reordering, they"
+            " reach 1.37 times the base speed (figure 13)",
             (
                 ("speed,ablation,+ prefetching", ANY),
                 ("speed,ablation,+ chunks,+ prefetching", ANY),
                 ("speed,ablation,+ early preemption,+ chunks", ANY),
                 ("speed,ablation,+ reordering", half(1.37)),
             ),
-            "each with those before, of the base: {speed,ablation,+ prefetching}, {speed,ablation,+ chunks},"
-            " {speed,ablation,+ early preemption}, {speed,ablation,+ reordering}; the last one beside the one before:"
-            " prefetching is {speed,ablation,+ chunks,+ prefetching} with chunks,"
-            " {speed,ablation,+ early preemption,+ chunks} with preemption; reordering is not seen while decoding, as a"
-            " layer is computed at once",
+            "ProMoE's prefetching alone reaches {speed,ablation,+ prefetching} times the base speed. Chunks multiply"
+            " the speed by {speed,ablation,+ chunks,+ prefetching}, and early preemption multiplies it by"
+            " {speed,ablation,+ early preemption,+ chunks}. ProMoE's four techniques together reach"
+            " {speed,ablation,+ reordering} times the base speed.",
+            MEDIUM,
+            None,
+            "In the simulator, reordering changes only prompts, because a layer of a decoded token is computed in one"
+            " step.",
         ),
         (
-            "faster at every size of the cache, 1.34 times on average (figures 15 to 17)",
+            "ProMoE is faster than LRU with every cache size, and 1.34 times as fast on average (figures 15 to 17)",
             (*((f"speed,shares-promoe:{share},promoe,none", ANY) for share in SHARES),
              ("mean_speed,shares-promoe,promoe,none", half(1.34))),
-            "by the share of the experts {medians,shares-promoe,promoe,none}; on average"
-            " {mean_speed,shares-promoe,promoe,none}",
+            "With 12.5, 25, 37.5, 50 and 75 % of the experts in memory, ProMoE decodes"
+            " {medians,shares-promoe,promoe,none} times as fast as LRU. On average over the five shares, ProMoE"
+            " decodes {mean_speed,shares-promoe,promoe,none} times as fast as LRU.",
         ),
         (
-            "gains grow with the batch: 1.16 times LRU for one, 1.34 for four (figure 19)",
+            "ProMoE's gain over LRU grows with the batch: 1.16 times the speed with one request, 1.34 times with four"
+            " (figure 19)",
             (("speed,batches-promoe:1,promoe,none", half(1.16)), ("speed,batches-promoe:4,promoe,none", half(1.34)),
              ("speed,batches-promoe:4,promoe,none", "speed,batches-promoe:1,promoe,none")),
-            "by requests at once, half of the experts, {medians,batches-promoe,promoe,none}",
+            "With 1, 2, 4 and 8 requests at once, ProMoE decodes {medians,batches-promoe,promoe,none} times as fast as"
+            " LRU.",
         ),
         (
-            "gains stay with fewer bits: 1.21 times LRU at the same share (figure 23)",
+            "ProMoE's gain remains with fewer bits: 1.21 times the speed of LRU with the same share of the experts"
+            " (figure 23)",
             (("speed,precision-promoe:8 bits; 12.5 %,promoe,none", half(1.21)),
              ("speed,precision-promoe:4 bits; 12.5 %,promoe,none", half(1.21))),
-            "12.5 % of the experts in 16, 8 and 4 bits: {speed,precision-promoe:16 bits; 12.5 %,promoe,none},"
-            " {speed,precision-promoe:8 bits; 12.5 %,promoe,none}, {speed,precision-promoe:4 bits; 12.5 %,promoe,none}",
+            "With 12.5 % of the experts in memory, in 16, 8 and 4 bits, ProMoE decodes"
+            " {speed,precision-promoe:16 bits; 12.5 %,promoe,none},"
+            " {speed,precision-promoe:8 bits; 12.5 %,promoe,none} and"
+            " {speed,precision-promoe:4 bits; 12.5 %,promoe,none} times as fast as LRU.",
         ),
         (
-            "skip's accuracy falls with distance, 90.5 to 54.5 % from 1 to 8 (figure 8)",
+            "The accuracy of `skip` falls with distance, from 90.5 % one layer ahead to 54.5 % eight layers ahead"
+            " (ProMoE, figure 8)",
             (("less,accuracy,skip,8,accuracy,skip,1,accuracy", half(0.905 - 0.545, 0)),),
-            "{share,accuracy,skip,1,accuracy} to {share,accuracy,skip,8,accuracy}; the laboratory model's routers"
-            " were fitted to it",
+            "One layer ahead, the accuracy of the predictor `skip` is {share,accuracy,skip,1,accuracy}. Eight layers"
+            " ahead, the accuracy of the predictor `skip` is {share,accuracy,skip,8,accuracy}.",
             LOW,
+            None,
+            FITTED,
         ),
         (
-            "the learned predictor keeps its accuracy (figures 8, 9)",
+            "ProMoE's learned predictor keeps its accuracy over distance (figures 8 and 9)",
             (("share,accuracy,mlp,4,accuracy", "share,accuracy,skip,4,accuracy"),),
-            "four layers ahead {share,accuracy,mlp,4,accuracy}, skip {share,accuracy,skip,4,accuracy}; networks of"
-            " {number,learned,weights} weights each, {number,learned,epochs} epochs",
+            "Four layers ahead, the accuracy is {share,accuracy,mlp,4,accuracy} with the learned predictor, and"
+            " {share,accuracy,skip,4,accuracy} with the predictor `skip`.",
             LOW,
+            None,
+            FITTED,
         ),
         (
-            "it has the best GOODPRED (4.1, figure 8)",
+            "ProMoE's learned predictor has the best GOODPRED (section 4.1, figure 8)",
             (("share,accuracy,mlp,4,good", "share,accuracy,skip,1,good"),
              ("share,accuracy,mlp,4,good", "share,accuracy,skip,4,good"),
              ("share,accuracy,mlp,4,good", "share,accuracy,token-id,4,good")),
-            "four layers ahead {share,accuracy,mlp,4,good}; skip {share,accuracy,skip,1,good} one layer ahead,"
-            " {share,accuracy,skip,4,good} four; a token's table {share,accuracy,token-id,4,good}, fetched in time"
-            " {share,accuracy,token-id,4,fetch} of what was absent, skip {share,accuracy,skip,1,fetch} and"
-            " {share,accuracy,skip,4,fetch}",
+            "Four layers ahead, GOODPRED is {share,accuracy,mlp,4,good} for the learned predictor,"
+            " {share,accuracy,skip,4,good} for the predictor `skip`, and {share,accuracy,token-id,4,good} for a table"
+            " of each token's experts. One layer ahead, GOODPRED is {share,accuracy,skip,1,good} for the predictor"
+            " `skip`.",
         ),
         (
-            "a token's table is right about 54 % (figure 8)",
+            "A table of each token's experts has an accuracy of about 54 % (ProMoE, figure 8)",
             (("share,accuracy,token-id,1,accuracy", half(0.54, 0.125)),),
-            "{share,accuracy,token-id,1,accuracy}, after 180 requests",
+            "A table of each token's experts, learned from 180 requests, has an accuracy of"
+            " {share,accuracy,token-id,1,accuracy}.",
             LOW,
         ),
         (
-            "prefill 2.12 to 2.32 times LRU (figures 11, 12)",
+            "ProMoE processes prompts 2.12 to 2.32 times as fast as LRU (figures 11 and 12)",
             (("first,ablation,+ reordering", half(2.12)),),
-            "{first,ablation,+ reordering} of LRU that takes a prompt's experts as they come; of LRU that sweeps"
-            " prompts as well {first,link-promoe,promoe,none}",
+            "ProMoE processes prompts {first,ablation,+ reordering} times as fast as LRU without sweeps. ProMoE"
+            " processes prompts {first,link-promoe,promoe,none} times as fast as LRU with sweeps.",
         ),
     ),
     *_claims(
         "expertflow",
         (
-            "hits 15 to 36 points above LRU's, 27.65 on average (5.5)",
+            "ExpertFlow's hit rate is 15 to 36 percentage points higher than LRU's, and 27.65 points higher on average"
+            " (section 5.5)",
             tuple((f"points,batches-expertflow:{n},expertflow,none", half(0.2765, 0)) for n in (8, 16)),
-            "8, 16 and 32 at once, half of the experts: {points,batches-expertflow:8,expertflow,none},"
-            " {points,batches-expertflow:16,expertflow,none}, {points,batches-expertflow:32,expertflow,none};"
-            " {points,batches-expertflow:2,expertflow,none} with two, which use as many experts on the demo as eight"
-            " there",
+            "With 2, 8, 16 and 32 requests at once, the share of ready experts with ExpertFlow minus the share with LRU"
+            " is {points,batches-expertflow:2,expertflow,none}, {points,batches-expertflow:8,expertflow,none},"
+            " {points,batches-expertflow:16,expertflow,none} and {points,batches-expertflow:32,expertflow,none}"
+            " percentage points.",
+            MEDIUM,
+            None,
+            "The verdict uses the figures for 8 and 16 requests at once. Two requests to the demo choose as many"
+            " experts per layer as eight requests to Switch-base.",
         ),
         (
-            "1.96 times an LRU cache, on Mixtral (5.3)",
+            "ExpertFlow is 1.96 times as fast as an LRU cache with Mixtral (section 5.3)",
             (("speed,batches-expertflow:16,expertflow,none", half(1.96)),),
-            "16 at once {speed,batches-expertflow:16,expertflow,none}, 8 {speed,batches-expertflow:8,expertflow,none},"
-            " one {speed,link-expertflow,expertflow,none}; at the times of Switch",
+            "With 1, 8 and 16 requests at once, ExpertFlow decodes {speed,link-expertflow,expertflow,none},"
+            " {speed,batches-expertflow:8,expertflow,none} and {speed,batches-expertflow:16,expertflow,none} times as"
+            " fast as LRU.",
+            MEDIUM,
+            None,
+            "The simulation uses times of Switch-base, not of Mixtral. The verdict uses the figure for 16 requests at"
+            " once.",
         ),
         (
-            "2 to 10 times SE-MoE, which fetches the whole next layer (5.3)",
+            "ExpertFlow is 2 to 10 times as fast as SE-MoE, which fetches the whole next layer (section 5.3)",
             tuple((f"speed,batches-expertflow:{n},expertflow,whole next layer first", half(2)) for n in (8, 16, 32)),
-            "8, 16 and 32 at once {speed,batches-expertflow:8,expertflow,whole next layer first},"
-            " {speed,batches-expertflow:16,expertflow,whole next layer first},"
-            " {speed,batches-expertflow:32,expertflow,whole next layer first}; where misses overtake"
+            "With 8, 16 and 32 requests at once, ExpertFlow decodes"
+            " {speed,batches-expertflow:8,expertflow,whole next layer first},"
+            " {speed,batches-expertflow:16,expertflow,whole next layer first} and"
+            " {speed,batches-expertflow:32,expertflow,whole next layer first} times as fast as"
+            " `whole next layer first`. With 8, 16 and 32 requests at once, ExpertFlow decodes"
             " {speed,batches-expertflow:8,expertflow,whole next layer},"
-            " {speed,batches-expertflow:16,expertflow,whole next layer},"
-            f" {{speed,batches-expertflow:32,expertflow,whole next layer}}; {SAME_SLOTS}",
+            " {speed,batches-expertflow:16,expertflow,whole next layer} and"
+            " {speed,batches-expertflow:32,expertflow,whole next layer} times as fast as `whole next layer`.",
+            MEDIUM,
+            None,
+            SAME_SLOTS,
         ),
         (
-            "the routing-path network predicts better than previous token and affinity (table 1)",
+            "ExpertFlow's routing-path network predicts better than the previous token and affinity (table 1)",
             (("less,accuracy,previous-token,1,batch,routing-path,1,batch", half(0.49, 0)),
              ("less,accuracy,affinity,1,batch,routing-path,1,batch", half(0.58, 0))),
-            "of 8 requests together {share,accuracy,routing-path,1,batch}, {share,accuracy,previous-token,1,batch} and"
-            " {share,accuracy,affinity,1,batch}; of one {share,accuracy,routing-path,1,accuracy},"
-            " {share,accuracy,previous-token,1,accuracy} and {share,accuracy,affinity,1,accuracy}",
+            "For 8 requests together, the accuracy is {share,accuracy,routing-path,1,batch} with the routing-path"
+            " network, {share,accuracy,previous-token,1,batch} with the previous token's experts, and"
+            " {share,accuracy,affinity,1,batch} with affinity. For one request, the accuracy is"
+            " {share,accuracy,routing-path,1,accuracy} with the routing-path network,"
+            " {share,accuracy,previous-token,1,accuracy} with the previous token's experts, and"
+            " {share,accuracy,affinity,1,accuracy} with affinity.",
         ),
         (
-            "fewer experts moved (3.2)",
+            "ExpertFlow moves fewer experts than LRU (section 3.2)",
             tuple((f"moved,batches-expertflow:{n},expertflow,none", ANY) for n in (8, 16, 32)),
-            "LRU moves {moved,batches-expertflow:8,expertflow,none}, {moved,batches-expertflow:16,expertflow,none} and"
-            " {moved,batches-expertflow:32,expertflow,none} as many at 8, 16 and 32 at once, at one"
-            " {moved,link-expertflow,expertflow,none}",
+            "With 8, 16 and 32 requests at once, LRU moves {moved,batches-expertflow:8,expertflow,none},"
+            " {moved,batches-expertflow:16,expertflow,none} and {moved,batches-expertflow:32,expertflow,none} times as"
+            " many experts as ExpertFlow. With one request, LRU moves {moved,link-expertflow,expertflow,none} times as"
+            " many experts as ExpertFlow.",
         ),
         (
-            "hits stay as batches grow: -3 and -6 points from 4 to 8 and 16, LRU -11 and -18 (5.5)",
+            "When batches grow from 4 to 8 or 16 requests, ExpertFlow's hit rate falls by 3 or 6 percentage points, and"
+            " LRU's falls by 11 or 18 (section 5.5)",
             (("steadier,batches-expertflow,expertflow,none,4,8", half(0.1099 - 0.0312, 0)),
              ("steadier,batches-expertflow,expertflow,none,4,16", half(0.1824 - 0.0605, 0))),
-            "ready by requests at once, half of the experts, {readies,batches-expertflow,expertflow}, LRU"
-            " {readies,batches-expertflow,none}",
+            "With 2, 4, 8, 16 and 32 requests at once, the share of ready experts with ExpertFlow is"
+            " {readies,batches-expertflow,expertflow}. With 2, 4, 8, 16 and 32 requests at once, the share of ready"
+            " experts with LRU is {readies,batches-expertflow,none}.",
         ),
         (
-            "the token scheduler saves experts, 1.15 times as fast (3.3, table 3)",
+            "ExpertFlow's token scheduler saves experts and makes decoding 1.15 times as fast (section 3.3, table 3)",
             (("saved,scheduler,16,predicted", half(1.15) - 1),),
-            "fewer experts a pass at 4, 8 and 16: {saved,scheduler,4,predicted}, {saved,scheduler,8,predicted},"
-            " {saved,scheduler,16,predicted}; an oracle {saved,scheduler,16,oracle}: [batches](evidence/batches.md)",
+            "With [batches](evidence/batches.md) of 4, 8 and 16 requests, the scheduler saves"
+            " {saved,scheduler,4,predicted}, {saved,scheduler,8,predicted} and {saved,scheduler,16,predicted} of the"
+            " experts in a pass. With batches of 16 requests, an oracle saves {saved,scheduler,16,oracle} of the"
+            " experts.",
         ),
-        ("75 % of the memory saved, 93.72 at most (table 2)", OPEN, BUDGET),
-        ("gains grow with the number of experts (5.3)", UNTESTED, "needs a model of each number"),
-        ("dual batches hide the predictor and the scheduler (5.5)", UNTESTED, "nothing here computes two batches"),
+        ("ExpertFlow saves 75 % of the memory, and at most 93.72 % (table 2)", OPEN, BUDGET),
+        (
+            "ExpertFlow's gain grows with the number of experts (section 5.3)",
+            UNTESTED,
+            "A test needs models that differ only in their number of experts.",
+        ),
+        (
+            "ExpertFlow's dual batches hide the time of the predictor and the scheduler (section 5.5)",
+            UNTESTED,
+            "moegguf does not compute two batches in parallel.",
+        ),
     ),
     *_claims(
         "duoserve",
         (
-            "end to end 1.42 to 7.54 times loading on demand or by layer (figure 5)",
+            "DuoServe-MoE is 1.42 to 7.54 times as fast, from the prompt to the end of the answer, as loading on"
+            " demand or by layer (figure 5)",
             (("whole,pool-duoserve,duoserve,on demand", half(1.42)),
              ("whole,link-duoserve,duoserve,whole next layer first", half(1.42))),
-            "prompt and answer: with slots for two layers' chosen experts, as in the paper,"
-            " {whole,pool-duoserve,duoserve,on demand} of on demand; with a quarter"
-            " {whole,link-duoserve,duoserve,on demand} of it, which then is an LRU cache,"
-            " {whole,link-duoserve,duoserve,whole next layer first} of the whole next layer and"
-            " {whole,link-duoserve,duoserve,whole next layer} where misses overtake;"
-            f" {SAME_SLOTS}",
+            "With slots for a token's experts in two layers, DuoServe-MoE processes prompt and answer"
+            " {whole,pool-duoserve,duoserve,on demand} times as fast as `on demand`. With a quarter of the experts in"
+            " memory, DuoServe-MoE processes prompt and answer {whole,link-duoserve,duoserve,on demand} times as fast"
+            " as `on demand`. With a quarter of the experts in memory, DuoServe-MoE processes prompt and answer"
+            " {whole,link-duoserve,duoserve,whole next layer first} times as fast as `whole next layer first`, and"
+            " {whole,link-duoserve,duoserve,whole next layer} times as fast as `whole next layer`.",
+            MEDIUM,
+            None,
+            f"{SAME_SLOTS} {POOL}",
         ),
         (
-            "throughput 1.78 to 7.04 times (figure 6)",
+            "DuoServe-MoE has 1.78 to 7.04 times the throughput of loading on demand or by layer (figure 6)",
             (("speed,pool-duoserve,duoserve,on demand", half(1.78)),
              ("speed,link-duoserve,duoserve,whole next layer first", half(1.78))),
-            "decoding {speed,pool-duoserve,duoserve,on demand} of on demand in the paper's slots; in a quarter"
-            " {speed,link-duoserve,duoserve,whole next layer first} of the whole next layer, and of LRU, which the"
-            f" paper does not compare with, {{speed,link-duoserve,duoserve,none}}; {SAME_SLOTS}",
+            "With slots for a token's experts in two layers, DuoServe-MoE decodes"
+            " {speed,pool-duoserve,duoserve,on demand} times as fast as `on demand`. With a quarter of the experts in"
+            " memory, DuoServe-MoE decodes {speed,link-duoserve,duoserve,whole next layer first} times as fast as"
+            " `whole next layer first`. With a quarter of the experts in memory, DuoServe-MoE decodes"
+            " {speed,link-duoserve,duoserve,none} times as fast as LRU.",
+            MEDIUM,
+            None,
+            f"{SAME_SLOTS} {POOL} The paper does not compare its strategy with LRU.",
         ),
         (
-            "first token 1.78 to 3.8 times as soon (6.2)",
+            "DuoServe-MoE computes the first token 1.78 to 3.8 times as fast as loading on demand or by layer (section"
+            " 6.2)",
             (("first,pool-duoserve,duoserve,on demand", half(1.78)),
              ("first,link-duoserve,duoserve,whole next layer first", half(1.78))),
-            "{first,pool-duoserve,duoserve,on demand} of on demand in the paper's slots; in a quarter"
-            " {first,link-duoserve,duoserve,whole next layer first} of the whole next layer, of LRU"
-            f" {{first,link-duoserve,duoserve,none}}; {SAME_SLOTS}",
+            "With slots for a token's experts in two layers, DuoServe-MoE processes prompts"
+            " {first,pool-duoserve,duoserve,on demand} times as fast as `on demand`. With a quarter of the experts in"
+            " memory, DuoServe-MoE processes prompts {first,link-duoserve,duoserve,whole next layer first} times as"
+            " fast as `whole next layer first`. With a quarter of the experts in memory, DuoServe-MoE processes prompts"
+            " {first,link-duoserve,duoserve,none} times as fast as LRU.",
+            MEDIUM,
+            None,
+            f"{SAME_SLOTS} {POOL}",
         ),
         (
-            "ExpertMLP: all right in 54 to 67 %, one right in over 90 % (table 3)",
+            "ExpertMLP predicts all experts of a token in 54 to 67 % of cases, and at least one in over 90 %"
+            " (DuoServe-MoE, table 3)",
             (("share,accuracy,expert-mlp,1,all", half(0.54, 1 / 28)),
              ("share,accuracy,expert-mlp,1,any", half(0.9, 13 / 28))),
-            "all right {share,accuracy,expert-mlp,1,all}, one {share,accuracy,expert-mlp,1,any}; right"
-            " {share,accuracy,expert-mlp,1,accuracy}. By chance 2 of 8 are all right in 3.6 % and one in 46 %; all"
-            " right is the harder the more experts a token uses",
+            "For a token in a layer, ExpertMLP predicts all experts in {share,accuracy,expert-mlp,1,all} of cases, and"
+            " at least one expert in {share,accuracy,expert-mlp,1,any}. {share,accuracy,expert-mlp,1,accuracy} of the"
+            " experts that ExpertMLP predicts are right.",
             LOW,
             "eight",
+            "The claim needs a model whose tokens use 2 of 8 experts. A random prediction of 2 of 8 experts contains"
+            " both experts in 3.6 % of cases, and at least one in 46 %.",
         ),
-        ("the predictor costs 0.6 ms, hidden (6.4); 15 % of the memory (table 2)", OPEN, BUDGET),
+        (
+            "DuoServe-MoE's predictor takes 0.6 ms, which is hidden, and 15 % of the memory (section 6.4, table 2)",
+            OPEN,
+            UNTIMED,
+        ),
     ),
 )  # fmt: skip

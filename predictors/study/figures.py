@@ -25,6 +25,7 @@ from predictors.study.intervals import (
     ratio_of_means,
 )
 
+COMMAND = "python -m predictors.study.regenerate"
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
@@ -36,14 +37,14 @@ class NotCountedError(KeyError):
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
-        return f"not counted yet: `python -m predictors.study.regenerate --model {model} --only {step}`"
+        return f"No result is recorded yet. This command records it: `{COMMAND} --model {model} --only {step}`"
 
 
 class NotThereError(NotCountedError):
     """Raised if a figure is missing because the recorded result of its step does not contain it."""
 
     def __str__(self) -> str:
-        return "this model, or the earlier version that was recorded, has no such figure"
+        return "The recorded result of this model does not contain this figure."
 
 
 def read_result(name: str) -> dict[str, Any] | None:
@@ -94,22 +95,18 @@ def percent(share: float | None) -> str:
 def text_of(text: str, model: str) -> str:
     """Returns the text with every question in braces replaced by its answer for a model.
 
-    A question without an answer becomes "–". Raises NotCountedError if there are questions and none of them has an
-    answer.
+    Leaves out each sentence that contains a question without an answer. Raises NotCountedError if no sentence is left.
     """
+    sentences = list[str]()
     missing = list[NotCountedError]()
-
-    def answered(found: re.Match[str]) -> str:
+    for sentence in re.split(r"(?<=\.) ", text):
         try:
-            return _text(*_parts(found[1], model))
+            sentences.append(FIGURE.sub(lambda found: _text(*_parts(found[1], model)), sentence))
         except NotCountedError as error:
             missing.append(error)
-            return NONE
-
-    answer = FIGURE.sub(answered, text)
-    if missing and len(missing) == len(FIGURE.findall(text)):
+    if not sentences:
         raise missing[0]
-    return answer
+    return " ".join(sentences)
 
 
 def estimate_of(question: str, model: str) -> Estimate:
@@ -154,25 +151,31 @@ def interval(found: Estimate, decimals: int = 2) -> str:
 def _text(kind: str, name: str, *keys: str) -> str:
     if kind == "points":
         points = PAIRED[kind](name, keys).estimate
-        return interval(Estimate(*(100 * one for one in (points.value, points.low, points.high))), 1) + " points"
+        return interval(Estimate(*(100 * one for one in (points.value, points.low, points.high))), 1)
     if kind in PAIRED:
-        return interval(PAIRED[kind](name, keys).estimate) + "x"
+        return interval(PAIRED[kind](name, keys).estimate)
     if kind == "spread":
-        return spread([100 * value for value in _at(name, keys)], 0) + " %"
+        shares = [100 * value for value in _at(name, keys)]
+        return f"{min(shares):.0f} to {max(shares):.0f} % (median {median(shares):.0f} %)"
     if kind == "medians":
-        settings = figures(name)["settings"]
-        found = {one: interval(_speeds(f"{name}:{one}", keys).estimate) for one in settings}
-        return ", ".join(f"{one}: {speed}x" for one, speed in found.items())
+        return _listed([interval(_speeds(f"{name}:{one}", keys).estimate) for one in figures(name)["settings"]])
     if kind == "readies":
-        return ", ".join(f"{one}: {percent(of[keys[0]]['ready'])}" for one, of in figures(name)["settings"].items())
+        return _listed([percent(of[keys[0]]["ready"]) for of in figures(name)["settings"].values()])
     if kind == "recovery":
         found_n = [_recovered(of) for of in figures(name)["kinds"].values()]
         back = [n for n in found_n if n is not None]
-        return f"{min(back)} to {max(back)} (in {len(back)} of {len(found_n)} kinds)" if back else "none"
+        if not back:
+            return "more requests than were counted"
+        return f"{min(back)} to {max(back)} requests for {len(back)} of {len(found_n)} kinds of text"
     value = NUMBERS[kind](name, keys)
     if kind in ("share", "ahead", "saved"):
         return percent(value)
-    return f"{value:.2f}x" if kind in ("tail", "loss") else f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:.2f}" if kind in ("tail", "loss") else f"{value:,.2f}".rstrip("0").rstrip(".")
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Returns the texts as a list in a sentence: "a, b and c"."""
+    return " and ".join(part for part in (", ".join(texts[:-1]), *texts[-1:]) if part)
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:

@@ -287,27 +287,45 @@ def learned_table(model: str) -> str:
     return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
 
 
-def claims_table(paper: str | None = None) -> str:
-    """Returns the table of one paper's claims, or of all claims if `paper` is None, with the verdicts on the models in
-    COLUMNS."""
+def claims_table(paper: str) -> str:
+    """Returns the table of one paper's claims, with the verdicts on the models in COLUMNS and the figures."""
     rows = [
-        [*([] if paper else [NAMES[claim.paper]]), claim.text, *[_judged(claim, model) for model in COLUMNS],
-         NONE if isinstance(claim.judged, str) else claim.confidence]
-        for claim in CLAIMS if paper in (None, claim.paper)
+        [f"{claim.text}. {claim.note}" if claim.note else claim.text, *[_judged(claim, model) for model in COLUMNS],
+         _confidence(claim)]
+        for claim in CLAIMS if claim.paper == paper
     ]  # fmt: skip
-    if paper:
-        rows = list(map(_from_pages, rows))
-    titles = [SUBJECTS[model].title for model in COLUMNS]
-    return markdown([*([] if paper else ["paper"]), "claim", *titles, "confidence"], rows)
+    titles = [f"verdict for the {SUBJECTS[model].title}" for model in COLUMNS]
+    return markdown(["claim", *titles, "confidence"], map(_from_pages, rows))
+
+
+def verdicts_table() -> str:
+    """Returns the table of all claims, with the verdicts on the models in COLUMNS."""
+    rows = [[claim.text, *[_verdict(claim, model) for model in COLUMNS], _confidence(claim)] for claim in CLAIMS]
+    titles = [f"verdict for the {SUBJECTS[model].title}" for model in COLUMNS]
+    return markdown(["claim", *titles, "confidence"], rows)
+
+
+def _confidence(claim: Claim) -> str:
+    return NONE if isinstance(claim.judged, str) else claim.confidence
 
 
 def _judged(claim: Claim, model: str) -> str:
-    """Returns the verdict on a claim for a model, with the claim's figures. Marks the verdict if an earlier version
-    recorded one of the figures. `claim.only_on`, if set, replaces the laboratory model."""
-    model = claim.only_on if claim.only_on and model == LABORATORY else model
-    verdict = claim.verdict(model)
-    earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
-    return f"**{verdict}**{f' ({EARLIER})' if earlier else ''}: {claim.resolved(model)}"
+    """Returns the verdict on a claim for a model, with the claim's figures."""
+    return f"{_verdict(claim, model)}: {claim.resolved(_judged_model(claim, model))}"
+
+
+def _verdict(claim: Claim, model: str) -> str:
+    """Returns the verdict on a claim for a model. Marks the verdict if an earlier version recorded one of the claim's
+    figures."""
+    model = _judged_model(claim, model)
+    results = [f"{model}/{step}" for step in claim.steps]
+    earlier = any(read_result(result) is not None and not is_current(result) for result in results)
+    return f"**{claim.verdict(model)}**{f' ({EARLIER})' if earlier else ''}"
+
+
+def _judged_model(claim: Claim, model: str) -> str:
+    """Returns the model on which a claim is judged: `claim.only_on`, if set, replaces the laboratory model."""
+    return claim.only_on if claim.only_on and model == LABORATORY else model
 
 
 def changes_table() -> str:
@@ -329,7 +347,7 @@ def changes_table() -> str:
 def _counted_now(claim: Claim, model: str) -> str | None:
     """Returns the verdict on a claim for a model. Returns None if the claim is not judged, or if not all of its figures
     were computed with this version of the code."""
-    model = claim.only_on if claim.only_on and model == LABORATORY else model
+    model = _judged_model(claim, model)
     verdict = claim.verdict(model)
     return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None
 
@@ -363,7 +381,7 @@ STEPS_OF = {
     "tuned": tuple(f"tuned-{paper}" for paper in WINDOWS),
 }
 WHOLE: dict[str, Callable[[], str]] = {
-    "claims": claims_table,
+    "claims": verdicts_table,
     "changes": changes_table,
     **{f"claims-{paper}": partial(claims_table, paper) for paper in LINKS},
     **{f"plot-{name}": partial(plot, name) for name in PLOTS},

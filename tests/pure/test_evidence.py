@@ -74,7 +74,7 @@ def test_rows_of_the_routing_table_have_the_right_plural() -> None:
 
 
 def test_rows_with_the_strategys_slots_allow_two_layers_of_the_papers_baselines() -> None:
-    rows = [claim for claim in CLAIMS if SAME_SLOTS in claim.figure]
+    rows = [claim for claim in CLAIMS if SAME_SLOTS in claim.note]
     assert "at most two layers' experts" in SAME_SLOTS  # SE-MoE keeps the experts of two layers
     assert any("SE-MoE" in claim.text for claim in rows)
 
@@ -87,8 +87,8 @@ def test_claim_holds_if_all_conditions_hold_and_recovery_needs_three_requests(mo
     assert Claim("promoe", "", (gain, ("share,step,share", 0.6)), "").verdict("demo") == FAILS
     assert Claim("promoe", "", UNTESTED, "").verdict("demo") == UNTESTED
     assert Claim("promoe", "", (("speed,step,another,none", 1.4),), "").verdict("demo") == UNTESTED
-    text = Claim("promoe", "", (), "{speed,step,own}, {share,step,share}").resolved("demo")
-    assert text == "1.50 [1.50 to 1.50]x, 50.0 %" or text == "1.50 [1.50 to 2.00]x, 50.0 %"
+    text = Claim("promoe", "", (), "{speed,step,own}, {share,step,share}. {share,step,another} is missing.")
+    assert text.resolved("demo") in ("1.50 [1.50 to 1.50], 50.0 %.", "1.50 [1.50 to 2.00], 50.0 %.")
     known = [100.0] * 8
     assert figures._recovered({"shifted_ms": [130.0, 120, 100, 100, 101, 99, 99, 99], "known_ms": known}) == 2
     assert figures._recovered({"shifted_ms": [110.0] * 8, "known_ms": known}) is None
