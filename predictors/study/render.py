@@ -100,7 +100,7 @@ def systems_table(name: str) -> str:
 
     moved = ["experts moved per token", "prefetched experts: in time, late, in vain", "stall per token, ms"]
     head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile, ms", "prompt ms",
-            *[f"speed relative to {base}" for base in bases],
+            *[f"speed relative to {base}{' entries' * base.isdigit()}" for base in bases],
             *(moved if "ahead" in next(iter(systems.values())) else ["prefetching"])]  # fmt: skip
     return markdown(head, [row(*one) for one in systems.items()])
 
@@ -134,7 +134,9 @@ def _setting(name: str) -> str:
     """Returns the column heading of a setting, whose name is a number of requests, a share, or bits and a share."""
     if name.isdigit():
         return f"{name} request{'s' * (name != '1')}"
-    return f"{name.replace(';', ',')} in memory" if "%" in name else _in_memory(name)
+    if "%" in name:
+        return f"{name.replace(';', ' per weight,')} of experts in memory"
+    return _in_memory(name)
 
 
 def scheduler_table(model: str) -> str:
@@ -148,9 +150,9 @@ def scheduler_table(model: str) -> str:
         cells = [percent(of[kind]) if kind.startswith("hits") else f"{of[kind]:.1f}" for kind in kinds]
         return [n, order, f"{of['experts']:.1f}", percent(saved), *cells, str(of["us"] or NONE)]
 
-    shares = "25 % of experts in memory", "50 % of experts in memory"
+    shares = "with 25 % of experts in memory", "with 50 % of experts in memory"
     head = ["requests per pass", "order", "distinct experts per pass", "experts saved compared with fifo",
-            *[f"{kind}, {share}" for share in shares for kind in ("hit rate", "experts read per token")],
+            *[f"{kind} {share}" for share in shares for kind in ("hit rate", "experts read per token")],
             "scheduler's time per pass, µs"]  # fmt: skip
     return markdown(head, [row(n, *one) for n, orders in found.items() for one in orders.items()])
 
@@ -164,7 +166,8 @@ def bound_table(model: str) -> str:
         for routing, by_n in figures(f"{model}/bound")["routing"].items() for n, of in by_n.items()
     ]  # fmt: skip
     head = ["routing", "requests decoded together", "distinct experts per layer and pass", "highest possible hit rate",
-            "fewest MB per token", "MB per token with `next-use`", "`next-use` relative to one request"]  # fmt: skip
+            "fewest MB read per token with any policy", "MB read per token with `next-use`",
+            "MB with `next-use` relative to one request"]  # fmt: skip
     return markdown(head, rows)
 
 
@@ -174,8 +177,8 @@ def shift_table(model: str) -> str:
     for kind, of in figures(f"{model}/shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
         rows.append([kind, *[f"{ratio:.2f}" for ratio in (slower[0], *[max(slower[i : i + 4]) for i in (1, 5, 8)])]])
-    slowest = [f"slowest of {requests}" for requests in ("requests 2 to 5", "requests 6 to 9", "the last 4 requests")]
-    head = ["new kind of text", "1st request", *slowest]
+    groups = "requests 2 to 5", "requests 6 to 9", "the last 4 requests"
+    head = ["new kind of text", "slowdown of request 1", *[f"largest slowdown in {requests}" for requests in groups]]
     return markdown(head, rows)
 
 
@@ -187,7 +190,7 @@ def accuracy_table(model: str) -> str:
         for k, of in by_k.items()
     ]
     head = ["predictor", "layers ahead", "accuracy", "accuracy on shuffled routing", "all experts right",
-            "at least one right", "overlap for 8 requests", "GOODPRED"]  # fmt: skip
+            "at least one expert right", "overlap for 8 requests", "GOODPRED"]  # fmt: skip
     return markdown(head, rows)
 
 
@@ -196,11 +199,11 @@ def hits_table(model: str) -> str:
     found = figures(f"{model}/hits")
     shares = list(found["lru"])
     rows = [[policy, *[percent(by_share.get(share)) for share in shares]] for policy, by_share in found.items()]
-    return markdown(["policy", *[f"hit rate, {_in_memory(share)}" for share in shares]], rows)
+    return markdown(["policy", *[f"hit rate with {_in_memory(share)}" for share in shares]], rows)
 
 
 def _in_memory(share: str) -> str:
-    return f"{100 * float(share):g} % in memory"
+    return f"{100 * float(share):g} % of experts in memory"
 
 
 def model_table(model: str) -> str:
@@ -234,7 +237,7 @@ def routing_table(model: str) -> str:
          "45 % Qwen3-30B-A3B, 23 % GLM-5.3-Flash"],
         ["experts of a token that one of the 8 preceding tokens also used", percent(windows["8"]),
          "80 % Qwen3-30B-A3B"],
-        *[[f"LRU hit rate, {_in_memory(share)}", percent(hits[share]), published]
+        *[[f"LRU hit rate with {_in_memory(share)}", percent(hits[share]), published]
           for share, published in (
               ("0.19", f"{known.hit_rates[0.19]:.0%} Qwen3-30B-A3B, 58 % GLM-5.3-Flash (20 % in memory)"),
               ("0.25", f"{known.hit_rates[0.24]:.0%} Qwen3-30B-A3B, 51 % OLMoE"),
@@ -244,9 +247,9 @@ def routing_table(model: str) -> str:
            {"1": "90.5 % DeepSeek-V2-Lite", "8": "54.5 % DeepSeek-V2-Lite"}.get(k, NONE)]
           for k, of in accuracy.items()],
         ["evenness of expert use over all requests (entropy; 1 is uniform)", f"{reuse['merged']['entropy']:.2f}",
-         "near 1 (MoE-Infinity, figure 2)"],
+         "entropy near 1 (MoE-Infinity, figure 2)"],
         ["evenness of expert use within a request (entropy; 1 is uniform)", f"{reuse['within']['entropy']:.2f}",
-         "skewed (MoE-Infinity, figure 2)"],
+         "use is skewed (MoE-Infinity, figure 2)"],
     ]  # fmt: skip
     head = ["statistic", SUBJECTS[model].title, "published for other models"]
     return re.sub(r"(\d)%", r"\1 %", markdown(head, rows))
@@ -293,13 +296,13 @@ def tuned_table(model: str) -> str:
 
     def far(window: str | int) -> str:
         n = int(window)
-        return "all layers" if n >= EVERY_LAYER else f"{n} layer{'s' * (n != 1)}"
+        return f"{'all' if n >= EVERY_LAYER else n} layer{'s' * (n != 1)} ahead"
 
-    rows = [
-        [NAMES[paper], far(of["chosen"]), ", ".join(f"{far(window)}: {ms:.1f} ms" for window, ms in of["ms"].items())]
-        for paper, of in found.items()
-    ]
-    return markdown(["paper", "chosen distance", "time per token by distance"], rows)
+    def times(of: Mapping[str, float]) -> str:
+        return "; ".join(f"fetching {far(window)}: {ms:.1f} ms per token" for window, ms in of.items())
+
+    rows = [[NAMES[paper], far(of["chosen"]), times(of["ms"])] for paper, of in found.items()]
+    return markdown(["paper", "fastest distance", "time per token at each distance"], rows)
 
 
 def learned_table(model: str) -> str:
