@@ -42,9 +42,9 @@ TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EARLIER = "recorded with an earlier version"
 COLUMNS = (DEMO, DEEP, LABORATORY)  # models that have a column in the tables of claims
 # {the kind of model from which a model was made: title of the made model's column of losses}
-ORIGINS = {"dense": "of its experts", "demo": "of the deep model"}
+ORIGINS = {"dense": "loss of the laboratory model", "demo": "loss of the deep model"}
 PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
-    "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
+    "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model: LRU hit rates and accuracy of skip"
 }  # fmt: skip
 
 
@@ -98,9 +98,9 @@ def systems_table(name: str) -> str:
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
-    moved = ["experts moved a token", "of those fetched ahead: in time, late, in vain", "stall ms"]
-    head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile", "prompt ms",
-            *[f"against {base}" for base in bases],
+    moved = ["experts moved per token", "prefetched experts: in time, late, in vain", "stall per token, ms"]
+    head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile, ms", "prompt ms",
+            *[f"speed relative to {base}{' entries' * base.isdigit()}" for base in bases],
             *(moved if "ahead" in next(iter(systems.values())) else ["prefetching"])]  # fmt: skip
     return markdown(head, [row(*one) for one in systems.items()])
 
@@ -125,9 +125,18 @@ def settings_table(name: str) -> str:
 
     names = list(next(iter(settings.values())))
     return markdown(
-        ["system", *(setting.replace(";", ",") for setting in settings)],
+        ["system", *map(_setting, settings)],
         [[system, *[cell(setting, system) for setting in settings]] for system in names],
     )
+
+
+def _setting(name: str) -> str:
+    """Returns the column heading of a setting, whose name is a number of requests, a share, or bits and a share."""
+    if name.isdigit():
+        return f"{name} request{'s' * (name != '1')}"
+    if "%" in name:
+        return f"{name.replace(';', ' per weight,')} of experts in memory"
+    return _in_memory(name)
 
 
 def scheduler_table(model: str) -> str:
@@ -141,8 +150,10 @@ def scheduler_table(model: str) -> str:
         cells = [percent(of[kind]) if kind.startswith("hits") else f"{of[kind]:.1f}" for kind in kinds]
         return [n, order, f"{of['experts']:.1f}", percent(saved), *cells, str(of["us"] or NONE)]
 
-    head = ["at once", "order", "experts of a pass", "fewer than fifo", "hits, 25 % in memory",
-            "experts moved a token", "hits, 50 %", "moved", "µs of a step"]  # fmt: skip
+    shares = "with 25 % of experts in memory", "with 50 % of experts in memory"
+    head = ["requests per pass", "order", "distinct experts per pass", "experts saved compared with fifo",
+            *[f"{kind} {share}" for share in shares for kind in ("hit rate", "experts read per token")],
+            "scheduler's time per pass, µs"]  # fmt: skip
     return markdown(head, [row(n, *one) for n, orders in found.items() for one in orders.items()])
 
 
@@ -154,8 +165,9 @@ def bound_table(model: str) -> str:
          f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
         for routing, by_n in figures(f"{model}/bound")["routing"].items() for n, of in by_n.items()
     ]  # fmt: skip
-    head = ["routing", "at once", "experts of a layer", "hits at most", "MB a token at least", "the store's",
-            "against one"]  # fmt: skip
+    head = ["routing", "requests decoded together", "distinct experts per layer and pass", "highest possible hit rate",
+            "fewest MB read per token with any policy", "MB read per token with `next-use`",
+            "MB with `next-use` relative to one request"]  # fmt: skip
     return markdown(head, rows)
 
 
@@ -165,7 +177,8 @@ def shift_table(model: str) -> str:
     for kind, of in figures(f"{model}/shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
         rows.append([kind, *[f"{ratio:.2f}" for ratio in (slower[0], *[max(slower[i : i + 4]) for i in (1, 5, 8)])]])
-    head = ["changed to", "1st request", "slowest of the 2nd to 5th", "of the 6th to 9th", "of the last 4"]
+    groups = "requests 2 to 5", "requests 6 to 9", "the last 4 requests"
+    head = ["new kind of text", "slowdown of request 1", *[f"largest slowdown in {requests}" for requests in groups]]
     return markdown(head, rows)
 
 
@@ -176,7 +189,8 @@ def accuracy_table(model: str) -> str:
         for name, by_k in figures(f"{model}/accuracy").items()
         for k, of in by_k.items()
     ]
-    head = ["predictor", "layers ahead", "right", "shuffled", "all right", "one right", "batch of 8", "GOODPRED"]
+    head = ["predictor", "layers ahead", "accuracy", "accuracy on shuffled routing", "all experts right",
+            "at least one expert right", "overlap for 8 requests", "GOODPRED"]  # fmt: skip
     return markdown(head, rows)
 
 
@@ -185,7 +199,11 @@ def hits_table(model: str) -> str:
     found = figures(f"{model}/hits")
     shares = list(found["lru"])
     rows = [[policy, *[percent(by_share.get(share)) for share in shares]] for policy, by_share in found.items()]
-    return markdown(["policy", *[f"{float(share):.3g}".replace("0.", ".") for share in shares]], rows)
+    return markdown(["policy", *[f"hit rate with {_in_memory(share)}" for share in shares]], rows)
+
+
+def _in_memory(share: str) -> str:
+    return f"{100 * float(share):g} % of experts in memory"
 
 
 def model_table(model: str) -> str:
@@ -199,11 +217,12 @@ def model_table(model: str) -> str:
         [kind, f"{card['heldout_tokens'][kind]:,}", f"{before:.2f}", f"{card['loss'][kind]:.2f}"]
         for kind, before in card[f"loss_{origin}"].items()
     ]
-    head = ["text held out", "tokens", f"loss of the {origin} model, nats per token", ORIGINS[origin]]
+    loss = f"loss of the {origin} model", ORIGINS[origin]
+    head = ["held-out text", "tokens", *[f"{of}, nats per token" for of in loss]]
     if "answers" not in card:
         return markdown(head, losses)
     answers = [f"> {question}\n>\n> {' '.join(answer.split())}" for question, answer in card["answers"].items()]
-    return "\n\n".join([markdown(head, losses), "Some answers of it:", *answers])
+    return "\n\n".join([markdown(head, losses), "The laboratory model gave these answers:", *answers])
 
 
 def routing_table(model: str) -> str:
@@ -214,22 +233,26 @@ def routing_table(model: str) -> str:
     known = LOCALITIES["qwen3-30b"]
     windows = reuse["windows"]
     rows = [
-        ["a token's experts that the next one uses too", percent(reuse["next_token"]),
+        ["experts of a token that the next token also uses", percent(reuse["next_token"]),
          "45 % Qwen3-30B-A3B, 23 % GLM-5.3-Flash"],
-        ["used within the 8 tokens before", percent(windows["8"]), "80 % Qwen3-30B-A3B"],
-        *[[f"LRU hits with {float(share):.0%} in memory".replace("%", " %"), percent(hits[share]), published]
+        ["experts of a token that one of the 8 preceding tokens also used", percent(windows["8"]),
+         "80 % Qwen3-30B-A3B"],
+        *[[f"LRU hit rate with {_in_memory(share)}", percent(hits[share]), published]
           for share, published in (
-              ("0.19", f"{known.hit_rates[0.19]:.0%} Qwen3-30B-A3B, 58 % (of 20 %) GLM-5.3-Flash"),
+              ("0.19", f"{known.hit_rates[0.19]:.0%} Qwen3-30B-A3B, 58 % GLM-5.3-Flash (20 % in memory)"),
               ("0.25", f"{known.hit_rates[0.24]:.0%} Qwen3-30B-A3B, 51 % OLMoE"),
               ("0.4", f"{known.hit_rates[0.40]:.0%} Qwen3-30B-A3B"),
               ("0.64", f"{known.hit_rates[0.64]:.0%} Qwen3-30B-A3B"))],
-        *[[f"skip right, {k} layer{'s' * (k != '1')} ahead", percent(of["accuracy"]), {"1": "90.5 % DeepSeek-V2-Lite",
-           "8": "54.5 % DeepSeek-V2-Lite"}.get(k, NONE)] for k, of in accuracy.items()],
-        ["evenness of use over all requests (entropy, 1 is even)", f"{reuse['merged']['entropy']:.2f}",
-         "near 1 (MoE-Infinity, figure 2)"],
-        ["the same within a request", f"{reuse['within']['entropy']:.2f}", "skewed (MoE-Infinity, figure 2)"],
+        *[[f"accuracy of `skip`, {k} layer{'s' * (k != '1')} ahead", percent(of["accuracy"]),
+           {"1": "90.5 % DeepSeek-V2-Lite", "8": "54.5 % DeepSeek-V2-Lite"}.get(k, NONE)]
+          for k, of in accuracy.items()],
+        ["evenness of expert use over all requests (entropy; 1 is uniform)", f"{reuse['merged']['entropy']:.2f}",
+         "entropy near 1 (MoE-Infinity, figure 2)"],
+        ["evenness of expert use within a request (entropy; 1 is uniform)", f"{reuse['within']['entropy']:.2f}",
+         "use is skewed (MoE-Infinity, figure 2)"],
     ]  # fmt: skip
-    return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
+    head = ["statistic", SUBJECTS[model].title, "published for other models"]
+    return re.sub(r"(\d)%", r"\1 %", markdown(head, rows))
 
 
 def costs_table(model: str) -> str:
@@ -243,8 +266,9 @@ def costs_table(model: str) -> str:
         [name, *[cell for by_name in found.values() for cell in cells(by_name[name])]]
         for name in next(iter(found.values()))
     ]
-    parts = ("before a pass", "at a layer (99th percentile)")
-    return markdown(["predictor", *[f"{shape}: {part}" for shape in found for part in parts]], rows)
+    parts = ("µs before a pass", "µs at a layer (99th percentile)")
+    shapes = [shape.replace(" x ", " layers of ") + " experts" for shape in found]
+    return markdown(["predictor", *[f"{shape}: {part}" for shape in shapes for part in parts]], rows)
 
 
 def plot(name: str) -> str:
@@ -260,7 +284,8 @@ def own_table(model: str) -> str:
         pairs = ((paper, "lru"), ("moegguf", "lru"), ("moegguf", paper))
         return [NAMES[paper], *[_speed(f"{model}/link-{paper}", own, base) + "x" for own, base in pairs]]
 
-    head = ["at the times of", "its strategy against `lru`", "`moegguf` against `lru`", "`moegguf` against it"]
+    pairs = "the paper's strategy relative to `lru`", "`moegguf` relative to `lru`", "`moegguf` relative to the paper's"
+    head = ["paper", *[f"speed of {pair}" for pair in pairs]]
     return markdown(head, [row(paper) for paper in LINKS])
 
 
@@ -270,13 +295,14 @@ def tuned_table(model: str) -> str:
     found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
 
     def far(window: str | int) -> str:
-        return "all" if int(window) >= EVERY_LAYER else str(window)
+        n = int(window)
+        return f"{'all' if n >= EVERY_LAYER else n} layer{'s' * (n != 1)} ahead"
 
-    rows = [
-        [NAMES[paper], far(of["chosen"]), ", ".join(f"{far(window)}: {ms:.1f}" for window, ms in of["ms"].items())]
-        for paper, of in found.items()
-    ]
-    return markdown(["paper", "layers ahead, as chosen", "ms a token on the requests for choosing"], rows)
+    def times(of: Mapping[str, float]) -> str:
+        return "; ".join(f"fetching {far(window)}: {ms:.1f} ms per token" for window, ms in of.items())
+
+    rows = [[NAMES[paper], far(of["chosen"]), times(of["ms"])] for paper, of in found.items()]
+    return markdown(["paper", "fastest distance", "time per token at each distance"], rows)
 
 
 def learned_table(model: str) -> str:
@@ -284,7 +310,8 @@ def learned_table(model: str) -> str:
     network."""
     found = figures(f"{model}/learned")
     row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
-    return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
+    epochs = range(1, len(found["curve"]) + 1)
+    return markdown(["weights per network", *[f"validation accuracy after epoch {n}" for n in epochs]], [row])
 
 
 def claims_table(paper: str) -> str:
@@ -338,10 +365,10 @@ def changes_table() -> str:
         claim = verdicts[one["paper"], one["claim"]]
         now = {model: _counted_now(claim, model) for model in COLUMNS}
         if any(verdict not in (None, one["verdict"]) for verdict in now.values()):
-            found = [verdict or "not counted again" for verdict in now.values()]
+            found = [verdict or "not recomputed" for verdict in now.values()]
             rows.append([NAMES[claim.paper], claim.text, one["verdict"], *found, one["why"]])
-    titles = [f"now, {SUBJECTS[model].title}" for model in COLUMNS]
-    return markdown(["paper", "claim", "before, laboratory model", *titles, "why"], rows)
+    titles = [f"current verdict, {SUBJECTS[model].title}" for model in COLUMNS]
+    return markdown(["paper", "claim", "earlier verdict, laboratory model", *titles, "reason for the change"], rows)
 
 
 def _counted_now(claim: Claim, model: str) -> str | None:

@@ -70,7 +70,7 @@ def test_evidence_pages_equal_the_recorded_results_and_claims_have_verdicts() ->
 
 def test_rows_of_the_routing_table_have_the_right_plural() -> None:
     table = render.routing_table("laboratory")
-    assert "| skip right, 1 layer ahead |" in table and "| skip right, 2 layers ahead |" in table
+    assert "| accuracy of `skip`, 1 layer ahead |" in table and "| accuracy of `skip`, 2 layers ahead |" in table
 
 
 def test_rows_with_the_strategys_slots_allow_two_layers_of_the_papers_baselines() -> None:
