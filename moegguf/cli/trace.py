@@ -243,7 +243,7 @@ def import_(files: Files, *, given: Given, **chosen: Any) -> None:
     try:
         expert_bytes = parse_size(size) if size else None
     except ValueError as error:
-        raise OptionError(f"--expert-size: {error}") from None
+        raise OptionError(f"--expert-size: {error}.") from None
     options = ImportOptions(
         find_model(chosen["model"]) if chosen["model"] else None,
         chosen["experts"],
