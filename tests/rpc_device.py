@@ -92,20 +92,30 @@ def _listens(port: int) -> bool:
 
 
 @contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a free port of the loopback interface, and keeps other programs from using the port.
+
+    A server that sets SO_REUSEADDR, such as the RPC server, can listen on this port: the socket here does not listen.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
+
+
+@contextmanager
 def server() -> Iterator[tuple[Path, int]]:
     """Runs an RPC server on a free port of the loopback interface. Yields the arguments of `register`."""
     rpc = rpc_library()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    process = started_process(_serve, rpc, port)
-    try:
-        until(lambda: _listens(port) or not process.is_alive(), START_S)
-        assert process.is_alive(), "the RPC server died"
-        yield rpc, port
-    finally:
-        process.terminate()
-        process.join()
+    with reserved_port() as port:
+        process = started_process(_serve, rpc, port)
+        try:
+            until(lambda: _listens(port) or not process.is_alive(), START_S)
+            assert process.is_alive(), "the RPC server died"
+            yield rpc, port
+        finally:
+            process.terminate()
+            process.join()
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:

@@ -2,9 +2,9 @@
 computation allow.
 
 There are three kinds of work: reading experts from the file, copying experts to a device, and computation. The bound
-assumes that they overlap completely, so the slowest kind determines the bound. `least_misses` computes the smallest
-possible number of reads from the routing of the measured tokens and the contents of the slots at the beginning. To
-record this routing, the same tokens are evaluated again, without timing.
+assumes that they overlap completely, so the slowest kind determines the bound. `fewest_bytes` computes the bytes that
+every policy must read from the routing of the measured tokens and the contents of the slots at the beginning. To record
+this routing, the same tokens are evaluated again, without timing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moegguf.engine.machine import memory_read_speed
 from moegguf.engine.stats import CPU, Stats
 from moegguf.native.store import Tier
 from moegguf.quantities import parse_link
-from moegguf.trace.belady import Ints, Lookups, least_misses
+from moegguf.trace.belady import Ints, Lookups, fewest_bytes
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -53,11 +53,10 @@ class Held:
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """The bytes that must be moved to evaluate the tokens of a repetition, with the fewest possible reads and copies of
-    experts. They are lower bounds if the experts of all layers have the same size."""
+    """The bytes that every policy must move at least to evaluate the tokens of a repetition."""
 
-    read: int  # bytes of the fewest experts that must be read from the file
-    copied: int = 0  # bytes of the fewest experts that must be copied to a device; 0: none, or unknown copy speed
+    read: int  # bytes of experts that must be read from the file
+    copied: int = 0  # bytes of experts that must be copied to a device; 0: none, or unknown copy speed
     # Bytes of weights that computation reads from memory. Each pass reads its experts and all other weights once,
     # except tables in which it only looks up rows.
     weights: int = 0
@@ -147,23 +146,19 @@ class Bounds:
             return read(path)
 
     def least_bytes(self, routing: Trace, held: Held) -> LeastBytes:
-        """Returns the bytes of the fewest reads and copies that this routing needs if only the experts in `held` are in
-        slots at the beginning."""
+        """Returns the bytes that this routing needs at least if only the experts in `held` are in slots at the
+        beginning."""
         store = self._session.store
         lookups = Lookups.of(routing)
-        sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers])
+        sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers], np.int64)
+        key_bytes = np.repeat(sizes, routing.shape.n_expert)
         slots = {tier: store.tier(tier)["n_slots_usable"] for tier in store.tiers}
-
-        def size_of(keys: Ints) -> int:
-            return int(sizes[keys // routing.shape.n_expert].sum())
-
-        copied = 0
-        if self._copies:
-            copied = size_of(least_misses(lookups, slots[Tier.COMPUTE], held.computing.tolist()))
+        copied = fewest_bytes(lookups, slots[Tier.COMPUTE], held.computing, key_bytes) if self._copies else 0
+        used_bytes = int(key_bytes[lookups.keys].sum())
         return LeastBytes(
-            read=size_of(least_misses(lookups, sum(slots.values()), held.everywhere.tolist())),
+            read=fewest_bytes(lookups, sum(slots.values()), held.everywhere, key_bytes),
             copied=copied,
-            weights=size_of(lookups.keys) + routing.n_pass * ModelBytes.of(self._llama.layout).dense_bytes,
+            weights=used_bytes + routing.n_pass * ModelBytes.of(self._llama.layout).dense_bytes,
         )
 
     def figures(

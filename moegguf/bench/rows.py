@@ -414,7 +414,7 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
     ]
     lines = [
         "bound: the most tokens/s that this file, budget and link allow",
-        f"read: ms a token for the fewest bytes that any eviction reads, at {_gb_per_s(bounded, 'link')}",
+        f"read: ms a token for the bytes that any eviction must read, at {_gb_per_s(bounded, 'link')}",
         "compute: ms a token without waiting for experts",
     ]
     if any(row["bound_copy_ms_per_token"] for row in bounded):

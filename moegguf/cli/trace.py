@@ -243,7 +243,7 @@ def import_(files: Files, *, given: Given, **chosen: Any) -> None:
     try:
         expert_bytes = parse_size(size) if size else None
     except ValueError as error:
-        raise OptionError(f"--expert-size: {error}") from None
+        raise OptionError(f"--expert-size: {error}.") from None
     options = ImportOptions(
         find_model(chosen["model"]) if chosen["model"] else None,
         chosen["experts"],
@@ -272,7 +272,7 @@ def show(file: File, as_json: AsJson = False) -> None:
 @flags(own=SIMULATE_FLAGS)
 def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Replay TRACE with other policies and budgets. The store and the controller are the real ones; there is no model
-    and no disk.
+    and no disk. Every expert has the average size of the model's experts.
 
     With --vram-cache, a simulated GPU has a cache of experts above the cache in RAM. With --tensor-split, several GPUs
     share the layers.

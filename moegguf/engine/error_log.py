@@ -41,8 +41,9 @@ class ErrorLog:
         self._errors.clear()
 
     def reason(self) -> str:
-        """Returns the last errors, joined with "; ". If there are none, returns a text that says so."""
-        return "; ".join(self._errors) or f"{self._library} gives no reason"
+        """Returns the last errors, joined with "; ", without a full stop at the end. If there are none, returns a text
+        that says so."""
+        return "; ".join(self._errors).rstrip(".") or f"{self._library} gives no reason"
 
 
 @functools.cache

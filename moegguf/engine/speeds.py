@@ -125,7 +125,7 @@ class KnownSpeeds:
 
     def _supposed(self, error: Exception) -> Speeds:
         cpu_bytes_per_s = memory_read_speed(min(max(1, self._n_threads), MOST_READ_THREADS))
-        source = f"assumed, not measured ({error})"
+        source = f"assumed, not measured ({str(error).rstrip('.')})"
         return Speeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, cpu_bytes_per_s, source)
 
 

@@ -242,7 +242,7 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
 
 def describe(error: BaseException) -> dict[str, str]:
     """Returns the answer of a trial process in which `error` was raised."""
-    text = f"{type(error).__name__}: {error}"[:300]
+    text = f"{type(error).__name__}: {error}"[:300].rstrip(".")
     if isinstance(error, MemoryError):
         return {"kind": "memory", "reason": text}
     # known errors are not the file's fault, or the load itself raises them again

@@ -94,7 +94,6 @@ def read_hparams(file: GgufFile) -> Hparams:
     Raises ModelFormatError for a number that is missing, of the wrong kind or out of its range.
     """
     arch = file.metadata.get("general.architecture")
-    metadata = file.metadata
     if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
         raise ModelFormatError(
             f"{file.name}: key 'general.architecture' must be a name of 1 to 64 printable characters, but"
@@ -105,7 +104,7 @@ def read_hparams(file: GgufFile) -> Hparams:
     n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer - 1)
     n_embd = keys.number("embedding_length", None, 1)
     n_head = n_head_kv = keys.per_layer("attention.head_count", n_layer)
-    if f"{arch}.attention.head_count_kv" in metadata:
+    if f"{arch}.attention.head_count_kv" in {*file.metadata, *file.arrays}:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer)
     n_expert, n_expert_used = _read_expert_counts(keys, n_layer)
     head = n_embd // n_head[0] if n_head[0] else 0

@@ -124,7 +124,8 @@ def build(kind: type[Kind], data: Any) -> Kind:
     try:
         return typing.cast(Kind, reader(data))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise WorkerError(f"a worker's message is not a valid {kind.__name__} ({error}).") from None
+        reason = str(error).rstrip(".")
+        raise WorkerError(f"a worker's message is not a valid {kind.__name__} ({reason}).") from None
 
 
 @cache

@@ -297,7 +297,7 @@ class WorkerProcess:
         said = self._stderr_tail.decode(errors="replace")
         names = {each.value: each.name for each in signal.Signals}
         how = f"killed by {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
-        why = ": ".join(filter(None, (how, self._kill_reason or failure_line(said))))
+        why = ": ".join(filter(None, (how, self._kill_reason or failure_line(said)))).rstrip(".")
         error = WorkerError(f"the model's worker process has ended ({why}); the next request loads it again.")
         if lost := device_failure(said):
             error = DeviceLostError(_LOST.format(lost))

@@ -27,7 +27,7 @@ from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_p
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import STRATEGIES, find_strategy
-from moegguf.errors import OptionError
+from moegguf.errors import OptionError, StorageError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
 from moegguf.native.store import DeviceSlots
@@ -414,7 +414,7 @@ class TraceAnalysis:
 
     def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
         """Saves decode hit rates in the file that `policy="auto"` reads. Returns the path. Raises OptionError if the
-        model's fingerprint is not known.
+        trace was not recorded from this model, and StorageError if the file cannot be written.
 
         rows: replays of the requests from which `auto` chooses its policy. If a policy was replayed with several
         predictors, the predictor with the highest mean hit rate is saved.
@@ -446,6 +446,11 @@ class TraceAnalysis:
             bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
         self.trace.header.check_model(self.artifacts.fingerprint)
-        path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
-        write_measured(path, measured)
+        try:
+            path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
+            write_measured(path, measured)
+        except OSError as error:
+            raise StorageError(
+                f"the hit rates cannot be saved ({error}); make room on the disk, or make the folder writable."
+            ) from error
         return path

@@ -118,19 +118,19 @@ def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool,
     n_pass, n_tokens = _sizes(blocks)
     facts = {"shape": asdict(shape), **asdict(header), "weights": weights, "inputs": inputs}
     data = json.dumps(facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks})
-    return decode(data.encode()).model_dump_json().encode()
+    return decode(data.encode(), "a trace file cannot hold this value, so correct it").model_dump_json().encode()
 
 
-def decode(data: bytes) -> FileHeader:
-    """Parses a header. Raises TraceError for the first field that is missing or breaks a rule."""
+def decode(data: bytes, step: str = "record the trace again") -> FileHeader:
+    """Parses a header. Raises TraceError for the first field that is missing or breaks a rule. `step` ends the error's
+    text."""
     try:
         return FileHeader.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
-        raise TraceError(
-            f"trace header: {where}: {first['msg']}, but is {first['input']!r:.40}; record the trace again."
-        ) from error
+        rule = first["msg"].removeprefix("Value error, ")
+        raise TraceError(f"trace header: {where}: {rule}, but is {first['input']!r:.40}; {step}.") from error
 
 
 MAX_HEADER_BYTES = 32 << 20
@@ -145,8 +145,9 @@ DAMAGE = (
 )  # fmt: skip
 
 
-def check(trace: Trace) -> None:
-    """Raises TraceError for the first rule that the values of a trace break. Types and shapes must already be right."""
+def check(trace: Trace, step: str = "record it again") -> None:
+    """Raises TraceError for the first rule that the values of a trace break. `step` ends the error's text. Types and
+    shapes must already be right."""
     starts = trace.pass_start
     tokens = trace.tokens
     ids = trace.expert_ids
@@ -165,14 +166,15 @@ def check(trace: Trace) -> None:
         (uniform, "expert_ids", "must hold the same number of experts for each token of a layer, followed by -1"),
     ]
     for holds, name, rule in rules:
-        _require(holds, name, rule)
-    _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}")
-    _require(_computes_last_tokens(trace), "expert_ids", "must be those of a pass's last tokens if some are missing")
+        _require(holds, name, rule, step)
+    _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}", step)
+    of_last_tokens = "must be those of a pass's last tokens if some are missing"
+    _require(_computes_last_tokens(trace), "expert_ids", of_last_tokens, step)
 
 
-def _require(holds: Any, name: str, rule: str) -> None:
+def _require(holds: Any, name: str, rule: str, step: str) -> None:
     if not holds:
-        raise TraceError(f"{name} {rule}; this trace breaks the rule, so record it again.")
+        raise TraceError(f"{name} {rule}; this trace breaks the rule, so {step}.")
 
 
 def _computes_last_tokens(trace: Trace) -> bool:

@@ -75,7 +75,7 @@ def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Tr
     for name, request in requests:
         _check_ids(name, request, shape)
     trace = _trace(shape, header, requests, options.n_prompt)
-    check(trace)
+    check(trace, "correct the imported files, or the options that describe the model")
     write(out, trace)
     return trace
 

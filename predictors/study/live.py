@@ -3,8 +3,8 @@
     python -m predictors.study.live --paper promoe
 
 Layers are computed on one CPU. The link, the readers, the predictors and the controller use the other CPUs. A layer's
-compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
-transfer time to a layer's compute time matches the named paper.
+compute time is measured here with every expert resident. The link's speed is then set to match a ratio of the named
+paper. The ratio is the transfer time of all experts that a token uses in a layer, divided by the layer's compute time.
 
 The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
 reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its

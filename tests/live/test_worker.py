@@ -86,6 +86,17 @@ async def test_a_failed_device_is_named_and_all_devices_of_the_model_are_left_ou
     )
 
 
+async def test_an_invalid_message_is_named_in_brackets_without_its_full_stop() -> None:
+    program = "import os, sys, time; os.write(int(sys.argv[1]), b'{}\\n'); time.sleep(60)"
+    process = await WorkerProcess.start(command=(sys.executable, "-c", program))
+    error = await process.exited
+    await process.close()
+    assert str(error) == (
+        "the model's worker process has ended (killed by SIGKILL: it sent an invalid message: a message without a kind"
+        " on a worker's socket); the next request loads it again."
+    )
+
+
 async def test_cancel_ends_an_answer_of_the_worker(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", request=ENDLESS, stream=True)

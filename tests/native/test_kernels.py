@@ -5,6 +5,7 @@ The second operand of such an operation has one value for each row, or one for e
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from product import N_THREADS, Product
 from moegguf.gguf.experts import ExpertMatrix
 from tools.width_check import Ggml
 
+NATIVE = Path(__file__).resolve().parents[2] / "moegguf/native"
 TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
 PLAIN = {
     "q8_0": Q8_0, "q5_0": Q5_0, "q5_1": Q5_1, "q4_1": Q4_1, "q2_K": Q2_K, "q3_K": Q3_K, "iq4_xs": IQ4_XS,
@@ -139,3 +141,12 @@ def test_elementwise_operations_equal_numpys_bits(operation: str, n: int, is_bro
     with np.errstate(divide="ignore"):
         expected = OPERATIONS[operation](x, y)
     assert computed(operation, x, y).tobytes() == expected.tobytes()
+
+
+def test_kernels_are_chosen_only_with_every_instruction_set_that_they_are_compiled_for() -> None:
+    sets = re.findall(r"^set\(avx(?:2|512) (.*)\)", (NATIVE / "CMakeLists.txt").read_text(), re.MULTILINE)
+    flags = re.findall(r"-m(\w+)", " ".join(sets))
+    source = (NATIVE / "kernels/multiply.cpp").read_text()
+    function = source.partition("const Kernels * detect() {")[2].partition("\n}")[0]
+    checked = re.findall(r'__builtin_cpu_supports\("(\w+)"\)|has_(f16c)\(\)', function)
+    assert sorted(flags) == sorted("".join(name) for name in checked) and "avx512vnni" in flags

@@ -3,6 +3,7 @@
 Some cases also have slots in RAM and staging tensors.
 """
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Types, check_counters, make_model
 from own_process import in_own_process
-from rpc_device import in_child
+from rpc_device import in_child, reserved_port
 from test_staging import N_TOKENS, check_staged, routed
 from test_tiers import check_tiers
 
@@ -114,3 +115,15 @@ def test_ram_slots_pinned_for_the_first_device_are_pageable_for_others(mixed: Fa
     assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
     assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")
     assert alone["note"].startswith(f"LINK1 {why}")
+
+
+def test_a_reserved_port_is_kept_from_other_programs_until_the_server_listens() -> None:
+    """The RPC server sets SO_REUSEADDR, so the server can listen on the port. A program without it cannot."""
+    with reserved_port() as port, socket.socket() as other, socket.socket() as served:
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))
+        served.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        served.bind(("127.0.0.1", port))
+        served.listen()
+        with socket.create_connection(("127.0.0.1", port)), reserved_port() as another:
+            assert another != port

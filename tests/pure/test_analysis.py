@@ -10,7 +10,7 @@ from traces import random_trace, same
 
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.hit_rates import ControllerChoice
-from moegguf.errors import OptionError
+from moegguf.errors import OptionError, StorageError
 from moegguf.native.events import Announcement, Phase
 from moegguf.trace.analysis import Row, hit_ranges, sample_sequences
 from moegguf.trace.belady import BELADY
@@ -130,6 +130,12 @@ def test_save_stores_hit_rates_and_measured_chooses_the_best_pair(
     measured = Artifacts(None, TRACE.header.fingerprint).measured()
     assert measured is not None and measured.choose(0.5) == ControllerChoice("lfu", "eamc")
     assert measured.bound == {0.5: 0.9}
+
+
+def test_save_without_a_folder_to_write_to_raises_storage_error(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"the hit rates cannot be saved \(.*taken.*\); make room"):
+        Study.open(file, folder=tmp_path / "taken").save([row("lru", 0.5, 0.5)], [])
 
 
 def test_halves_split_requests_without_overlap_and_with_equal_kinds(analysis: Study) -> None:

@@ -17,10 +17,11 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from moegguf.engine.machine import count_cpus
+from moegguf.models.catalog import Catalog
 from moegguf.server.common import limits
 from moegguf.server.common.body import Bodies, Body, parse_body, parse_object, read_bytes
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading
+from moegguf.server.common.options import Loading, find
 from moegguf.server.ollama.chat import ChatRequest
 
 
@@ -198,3 +199,8 @@ async def test_bodies_limit_total_bytes_until_their_requests_end() -> None:
     await asyncio.gather(*waiting)
     assert bodies.n_bytes == 0
     await request(3 << 20)
+
+
+def test_find_puts_the_hint_of_an_unknown_name_into_brackets_without_its_full_stop() -> None:
+    with pytest.raises(HttpError, match=r"^model 'nobody' not found, try pulling it first \(models of .* from\)$"):
+        find(Catalog(), "nobody")

@@ -5,12 +5,13 @@ that bytes, links and waits allow.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from moegguf.bench.series import Outcome, Spec, Test
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
-from moegguf.trace.belady import Lookups, belady, least_misses
+from moegguf.trace.belady import Lookups, belady, fewest_bytes, least_misses
 
 Test.__test__ = False  # type: ignore[attr-defined]
 
@@ -57,8 +58,17 @@ def test_least_misses_accepts_passes_with_more_experts_than_slots() -> None:
         belady(lookups, 2)
 
 
-def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
-    """Returns the minimum number of reads, found by trying all possible contents of the slots after each event."""
+def test_fewest_bytes_keeps_a_large_expert_and_reads_small_ones() -> None:
+    """Three reads are necessary. If expert 0 stays in its slot, all three are reads of small experts."""
+    lookups = lookups_of([[0], [1], [2], [1], [0]])
+    key_bytes = np.array([100, 1, 1, 1])
+    assert key_bytes[least_misses(lookups, 1, [0])].sum() == 102
+    assert fewest([{0}, {1}, {2}, {1}, {0}], 1, {0}, key_bytes.tolist()) == 3
+    assert fewest_bytes(lookups, 1, np.array([0]), key_bytes) == 3
+
+
+def fewest(events: list[set[int]], n_slots: int, resident: set[int], costs: Sequence[int] = (1, 1, 1, 1, 1)) -> int:
+    """Returns the minimum cost of reads, found by trying all possible contents of the slots after each event."""
     best = {frozenset(resident): 0}
     for event in events:
         after: dict[frozenset[int], int] = {}
@@ -66,7 +76,8 @@ def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
             known = sorted(held | event)
             for n in range(min(n_slots, len(known)) + 1):
                 for kept in map(frozenset, combinations(known, n)):
-                    after[kept] = min(after.get(kept, 1 << 30), reads + len(event - held))
+                    cost = reads + sum(costs[expert] for expert in event - held)
+                    after[kept] = min(after.get(kept, 1 << 30), cost)
         best = after
     return min(best.values())
 
@@ -76,11 +87,19 @@ def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
     st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=7),
     st.integers(0, 4),
     st.sets(st.integers(0, 4)),
+    st.lists(st.integers(1, 4), min_size=5, max_size=5),
 )
-def test_least_misses_equals_a_search_over_all_victims(events: list[set[int]], n_slots: int, held: set[int]) -> None:
+def test_least_misses_and_fewest_bytes_agree_with_a_search_over_all_victims(
+    events: list[set[int]], n_slots: int, held: set[int], sizes: list[int]
+) -> None:
     resident = set(sorted(held)[:n_slots])
     lookups = lookups_of([sorted(event) for event in events], 5)
-    assert len(least_misses(lookups, n_slots, resident)) == fewest(events, n_slots, resident)
+    n_reads = fewest(events, n_slots, resident)
+    assert len(least_misses(lookups, n_slots, resident)) == n_reads
+    at_start = np.array(sorted(resident), np.int64)
+    assert fewest_bytes(lookups, n_slots, at_start, np.full(5, 7)) == 7 * n_reads
+    n_bytes = fewest_bytes(lookups, n_slots, at_start, np.array(sizes))
+    assert min(sizes) * n_reads <= n_bytes <= fewest(events, n_slots, resident, sizes)
 
 
 def test_bound_figures_take_the_longest_of_reading_copying_and_computing() -> None:

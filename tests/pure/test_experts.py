@@ -99,7 +99,7 @@ def test_expert_used_count_may_differ_per_layer(tmp_path: Path) -> None:
     refuse(write(g, tmp_path), "expert_used_count.*a number for each of 2 layers, but has 3")
     g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", STR, ["1", "3"])
     refuse(write(g, tmp_path), "'qwen2moe.expert_used_count': must have .* numbers, but is an array of 2 strings")
-    for name in ("feed_forward_length", "nextn_predict_layers"):
+    for name in ("feed_forward_length", "nextn_predict_layers", "attention.head_count_kv"):
         g = moe(skip_kv=(name,)).add_array(f"qwen2moe.{name}", STR, ["1", "3"])
         refuse(write(g, tmp_path), f"'qwen2moe.{name}': must have .* numbers, but is an array of 2 strings")
     g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [2, 0])

@@ -247,6 +247,15 @@ def test_import_trace_rejects_a_file_that_is_a_trace(tmp_path: Path) -> None:
         import_trace([tmp_path / "trace.npz"], tmp_path / "out", SIZE)
 
 
+def test_import_trace_asks_to_correct_values_that_a_trace_cannot_have(tmp_path: Path) -> None:
+    file = npz(tmp_path / "a.npz", expert_ids=chosen())
+    with pytest.raises(TraceError, match=r"n_expert: .* 32767, but is 40000; a trace file cannot .* correct it\.$"):
+        import_trace([file], tmp_path / "out", ImportOptions(n_expert=40000, expert_bytes=1))
+    file = npz(tmp_path / "b.npz", expert_ids=chosen(), tokens=np.full(N_TOKENS, 7), n_vocab=7)
+    with pytest.raises(TraceError, match=r"tokens must be from -1 to below 7; .* correct the imported files, or the"):
+        import_trace([file], tmp_path / "out", SIZE)
+
+
 def test_import_trace_rejects_contradicting_and_missing_facts(tmp_path: Path) -> None:
     file = npz(tmp_path / "a.npz", router_logits=logits())
     other = npz(tmp_path / "b.npz", expert_ids=chosen(), n_expert=16)

@@ -122,6 +122,12 @@ def test_build_rejects_an_invalid_delta(data: Any) -> None:
         build(Delta, data)
 
 
+def test_build_puts_the_text_of_another_error_into_brackets_without_its_full_stop() -> None:
+    data = json.loads(encode({"speeds": SPEEDS}))["speeds"] | {"disk_bytes_per_s": -1}
+    with pytest.raises(WorkerError, match=r"not a valid Speeds \(speeds must be .*; give other numbers\)\.$"):
+        build(Speeds, data)
+
+
 def test_encode_rejects_long_messages_and_values_outside_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*fewer than 1000"):

@@ -142,8 +142,8 @@ struct Kernels {
     const AttentionKernels * attention;
 };
 
-extern const Kernels avx2;   // needs FMA and F16C
-extern const Kernels avx512; // needs AVX-512 (BW, DQ, VL) and VNNI as well
+extern const Kernels avx2;   // needs AVX2, FMA and F16C
+extern const Kernels avx512; // also needs AVX-512 (F, BW, DQ, VL) and VNNI
 
 // Returns the kernels for this processor; nullptr: upstream's kernels are used. For comparisons, the environment
 // variable MOEGGUF_KERNELS can select "avx2" or "upstream".

@@ -9,18 +9,31 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace moegguf::kernels {
 namespace {
 
+#if defined(__x86_64__)
+// Returns whether the processor has F16C. Older compilers do not accept __builtin_cpu_supports("f16c").
+bool has_f16c() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+// Checks each instruction set with which CMakeLists.txt compiles avx2.cpp and avx512.cpp.
 const Kernels * detect() {
 #if defined(__x86_64__)
     const char * forced = getenv("MOEGGUF_KERNELS");
     const auto is = [forced](const char * name) { return forced && strcmp(forced, name) == 0; };
     __builtin_cpu_init();
-    if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
+        const bool has_512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512vnni");
         return has_512 && !is("avx2") ? &avx512 : &avx2;
     }
 #endif

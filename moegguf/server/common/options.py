@@ -45,7 +45,7 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
     try:
         return catalog.find(name, even_missing=even_missing)
     except ModelNotFoundError as error:
-        hint = f" ({error.hint})" if error.hint else ""
+        hint = f" ({error.hint.rstrip('.')})" if error.hint else ""
         message = f"model {name!r:.200} not found, try pulling it first{hint}"
         raise HttpError(404, message, "model_not_found") from None
 

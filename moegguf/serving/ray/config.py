@@ -121,8 +121,11 @@ def _naming(*keys: str) -> Iterator[None]:
         raise ModelNameError(f"{'.'.join(keys)}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        key, message = ".".join((*keys, *map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
-        raise OptionError(f"{key}: {message}, but is {first['input']!r:.60}") from None
+        key = ".".join((*keys, *map(str, first["loc"])))
+        message = first["msg"].removeprefix("Value error, ").rstrip(".")
+        value = f"is {first['input']!r:.60}"
+        told = message if value in message else f"{message}, but {value}"
+        raise OptionError(f"{key}: {told}; correct it.") from None
 
 
 class ConfiguredCatalog(Catalog):
