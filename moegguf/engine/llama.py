@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model. The experts of a Mixture-of-Experts model use no more memory than a given budget.
+    """A loaded GGUF model. The experts of a Mixture-of-Experts model use no more memory than a given budget.
 
     Example:
         >>> import moegguf
@@ -98,78 +98,91 @@ class Llama(UpstreamLlama):
         """Loads a model.
 
         Args:
-            model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
-            expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
-                or a number of bytes. None: MOEGGUF_EXPERT_CACHE, else "auto". Ignored for a model without experts.
-            vram_cache: GPU memory for experts, in the same forms. expert_cache is then the RAM from which missed
-                experts are copied. Several GPUs share the memory according to tensor_split, split_mode and main_gpu;
-                "8GiB,4GiB" is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
-                MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that run
-                on the GPU.
-            placement: which experts are in GPU memory: "layers" (all experts of some layers; the experts of the other
-                layers run on the CPU), "slots" (experts as they are used; everything runs on the GPU), "slots-mapped"
-                (an experiment that no GPU's backend supports yet; docs/gpu.md, "Mapped slots"), "cpu" (no GPU), or
-                "auto": the fastest of "layers", "slots" and "cpu" according to predictions (engine/cost.py); with
-                several GPUs, slots. None: MOEGGUF_PLACEMENT.
-            strategy: the method that manages experts: "moegguf" (the parts that were measured to be best), "lru",
-                "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
+            model_path: the path of the GGUF file (for a split model, of its first file), or a name such as "demo" or
+                "hf.co/user/repo:Q4_K_M".
+            expert_cache: memory for experts: "auto" (what is free after everything else), a size such as "4GiB", a
+                share of all experts such as "50%", or a number of bytes. If `expert_cache` is None,
+                MOEGGUF_EXPERT_CACHE is used, or "auto" without this variable. Ignored for a model without experts.
+            vram_cache: GPU memory for experts, in the same forms as `expert_cache`. `expert_cache` is then the RAM from
+                which missed experts are copied to the GPU. Several GPUs share the memory according to tensor_split,
+                split_mode and main_gpu, or each GPU has a separate budget ("8GiB,4GiB"). Layers that n_gpu_layers
+                leaves to the CPU have slots in RAM. If `vram_cache` is None, MOEGGUF_VRAM_CACHE is used. Without this
+                variable, the value is "auto" if there is a GPU, unless n_gpu_layers chooses the layers that run on the
+                GPU.
+            placement: which experts are in GPU memory. "layers": all experts of some layers; the experts of the other
+                layers run on the CPU. "slots": the experts that are used; everything runs on the GPU. "slots-mapped":
+                an experiment that no GPU's backend supports yet (docs/gpu.md, "Mapped slots"). "cpu": no experts, and
+                the GPU is not used. "auto": the fastest of "layers", "slots" and "cpu" according to predictions
+                (engine/cost.py), or "slots" with several GPUs. If `placement` is None, MOEGGUF_PLACEMENT is used.
+            strategy: the method that manages experts: "moegguf" (the parts that were best in measurements), "lru",
+                "none", or the method of a paper: "moe-infinity", "promoe", "expertflow", "duoserve"
                 (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
-                strategy. None: MOEGGUF_STRATEGY, else "moegguf".
-            store: options for moving experts, which replace the strategy's options.
-            policy: decides which experts stay in memory: a name (`moegguf.controller.policies.policy_names()`), an
-                object with a method `scores(history, forecast)`, a class of such objects given as "FILE.py:CLASS", or
-                "auto": the policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy
-                for a GPU's slots and one for slots in RAM; LRU decides where none is named.
-            predictor: predicts which experts are used next: a name (`moegguf.controller.predictors.PREDICTORS`), an
-                object, or "FILE.py:CLASS".
-            lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
-                This makes passes slower.
-            prefetch: True fetches predicted experts in advance as long as this saves time; a `PrefetchOptions` sets
-                limits. None: the strategy decides.
-            warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
-                this run's expert uses. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
-            context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk space, at most 16
-                GiB) or 0. If a prompt begins with the same tokens as an earlier one, the context of this beginning is
-                read from disk, even in another process (engine/prefix_cache.py). This class uses it for batch-invariant
-                models, and never with `trace`, `lockstep`, `logits_all` or `embedding`. None: MOEGGUF_CONTEXT_STORE,
-                else "auto".
-            trace: the path of a file in which to record routing, or a `TraceOptions`.
-            n_seq_max: number of sequences, of `n_ctx` tokens each, that the context holds, for `moegguf.Engine`; this
-                class itself uses one. The property `n_seq_max` is 1 for models that can only have one.
-            kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least
-                n_ctx. None: n_seq_max * n_ctx, or less if experts need the memory
+                strategy. If `strategy` is None, MOEGGUF_STRATEGY is used, or "moegguf" without this variable.
+            store: a `StoreOptions` that replaces the strategy's options for moving experts.
+            policy: the policy that decides which experts stay in memory: a name
+                (`moegguf.controller.policies.policy_names()`), an object with a method `scores(history, forecast)`, a
+                class of such objects as "FILE.py:CLASS", or "auto" (the policy in MOEGGUF_POLICY, or the strategy's
+                policy without this variable). "vram=NAME,ram=NAME" sets one policy for a GPU's slots and one policy for
+                slots in RAM. If a memory has no policy in this form, it uses LRU.
+            predictor: the predictor of the experts that are used next: a name
+                (`moegguf.controller.predictors.PREDICTORS`), an object, or a class as "FILE.py:CLASS".
+            lockstep: if True, decisions take effect at a fixed point of each pass, so that a simulation can repeat
+                them. `lockstep` makes passes slower.
+            prefetch: if True, moegguf prefetches predicted experts as long as this saves time. A `PrefetchOptions` sets
+                limits. If `prefetch` is None, the strategy decides.
+            warm_start: if True, moegguf prefetches the experts that earlier runs used most as soon as the model is
+                loaded, and saves how often this run uses each expert. If `warm_start` is None, MOEGGUF_WARM_START is
+                used, or False without this variable. Has no effect with `lockstep`.
+            context_store: disk space for computed contexts: a size such as "8GiB", "auto" (a tenth of the free disk
+                space, at most 16 GiB), or 0. If a prompt begins with the same tokens as an earlier prompt, moegguf
+                reads the context of these tokens from disk, even in another process (engine/prefix_cache.py). `Llama`
+                uses stored contexts for batch-invariant models, and never with `trace`, `lockstep`, `logits_all` or
+                `embedding`. If `context_store` is None, MOEGGUF_CONTEXT_STORE is used, or "auto" without this variable.
+            trace: the path of the file to which moegguf writes the recorded routing, or a `TraceOptions`.
+            n_seq_max: number of sequences, of `n_ctx` tokens each, for which `moegguf.Engine` needs space in the
+                context. `Llama` itself uses one sequence. The property `n_seq_max` is 1 for models that allow only one
+                sequence.
+            kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least n_ctx. If
+                `kv_tokens` is None, the number is n_seq_max * n_ctx, or less if experts need the memory
                 (`moegguf.engine.memory.choose_context`).
-            n_ctx: context length in tokens; 512 by default, as in llama-cpp-python. None (used by commands): the length
-                that leaves the most memory to experts; 0: the model's own length.
-            flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
-                used if the compute devices support it, as in `moegguf.Engine`, `run` and `serve`.
-            mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
-            draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass, while that
-                saves time. "ngram": tokens that followed the same tokens earlier in the text. "mtp": if nothing
-                repeats, tokens of the extra heads in the model's file. "auto": "mtp" if the file has these heads, else
-                "ngram", but only if the model is `batch_invariant`, so that every answer is the same as without drafts.
-                "off": no drafts. Any other value: a second, smaller model with the same vocabulary. None:
-                MOEGGUF_DRAFT, else "auto"; "off" with `trace` or `lockstep`. This class's own methods draft nothing.
-            mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
-                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (for a
-                split model, of its first file), or the folder of copies with the model's own file names. A copy that
-                differs raises OptionError. A copy that cannot be read, or fails later, is left out with a warning. A
-                model without experts has no use for mirrors.
-            plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
-            progress: called with 0.0 to 1.0 while the weights are read. The load fails with GenerationCancelled if it
-                returns False, and with CallbackError if it raises.
+            n_ctx: context length in tokens; 512 by default, as in llama-cpp-python. If `n_ctx` is None, as in commands,
+                moegguf chooses the length that leaves the most memory to experts. If `n_ctx` is 0, the model's own
+                length is used.
+            flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None.
+                With None, as in `moegguf.Engine`, `run` and `serve`, fused attention is used if the compute devices
+                support it.
+            mmproj: the model's projector, for images in messages (moegguf.generate). moegguf loads the projector with
+                the first image.
+            draft: the source of drafts: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next
+                pass, as long as this saves time. "ngram": tokens that followed the same tokens earlier in the text.
+                "mtp": tokens of the extra heads in the model's file, if no earlier text repeats. "auto": "mtp" if the
+                file has these heads, else "ngram", but only if the model is `batch_invariant`, so that every answer is
+                the same as without drafts. "off": no drafts. Any other value is the name or path of a second, smaller
+                model with the same vocabulary. If `draft` is None, MOEGGUF_DRAFT is used, or "auto" without this
+                variable; with `trace` or `lockstep`, None means "off". The methods of `Llama` itself use no drafts.
+            mirror: a copy of the model's file on another drive, or a list of copies. moegguf reads each expert from the
+                copy that it expects to deliver the expert first. A mirror is the path of a copy (for a split model, of
+                its first file), or a folder of copies with the model's own file names. A copy that differs from the
+                model's file raises OptionError. If moegguf cannot read a copy, it prints a warning and no longer uses
+                this copy. For a model without experts, mirrors have no effect.
+            plan: a plan that a server has made for this load (engine/solver.py). If `plan` is None, `Llama` makes the
+                plan.
+            progress: a function that is called with values from 0.0 to 1.0 while the weights are read. The load fails
+                with GenerationCancelled if the function returns False, and with CallbackError if the function raises an
+                exception.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
-                `n_threads_batch`, there is one compute thread for each processor that this process may use, and fewer
-                of them run while other processes are using processors. `use_mmap` has no effect on a model with
-                experts. With `vocab_only`, text is tokenized and nothing is computed; the file may then contain only a
-                vocabulary.
+                `n_threads_batch`, moegguf uses one compute thread for each processor that the process may use, and
+                fewer threads while other processes use these processors. `use_mmap` has no effect on a model with
+                experts. With `vocab_only`, a model can tokenize text but computes nothing, and its file may contain
+                only a vocabulary.
 
         Raises:
-            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the trial load
-                of the file failed (engine/trial.py).
-            CapabilityError: a kind of model that moegguf does not run.
-            BudgetError: the budget cannot be read or is too small; the message states the minimum.
-            OptionError: an unknown keyword (the message names the nearest known one), or an invalid value.
+            ModelNotFoundError, ModelFormatError: the check before llama.cpp opens the file failed, or the trial load of
+                the file failed (engine/trial.py).
+            CapabilityError: moegguf does not run this kind of model.
+            BudgetError: the budget is not in one of the accepted forms, or is too small; the message states the
+                minimum.
+            OptionError: a keyword is unknown (the message suggests the nearest known keyword), or a value is invalid.
             AllocationError, ExpertIOError, LibraryError.
         """
         given: dict[str, Any] = dict(options)
@@ -238,9 +251,9 @@ class Llama(UpstreamLlama):
         placement: str | None = None,
         **options: Any,
     ) -> Plan:
-        """Returns the plan for loading the model with these keywords, without loading it.
+        """Returns the plan for loading the model with these keywords, but does not load the model.
 
-        Raises the same errors as planning a load, such as BudgetError and OptionError.
+        Raises the errors that planning a load raises, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -261,7 +274,8 @@ class Llama(UpstreamLlama):
 
     @property
     def n_seq_max(self) -> int:
-        """The number of sequences that the context holds: as requested, or 1 if the model can have only one.
+        """The number of sequences for which the context has space: the requested number, or 1 if the model allows only
+        one.
 
         Example:
             >>> llm.n_seq_max
@@ -290,10 +304,11 @@ class Llama(UpstreamLlama):
         return int(self._loader.load_plan.options["n_ctx"] if self.n_seq_max > 1 else super().n_ctx())
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens, `n_batch` at a time.
+        """Evaluates tokens in batches of at most `n_batch`.
 
-        A failure restores the context to its earlier tokens, so that the call can be repeated, but empties a context
-        with a recurrent state. Raises MoeggufError, such as ExpertIOError, GenerationCancelled, ForkError and
+        If the evaluation fails, the context again contains only its earlier tokens, so that you can repeat the call. A
+        context with a recurrent state is empty after a failure. Raises MoeggufError, such as ExpertIOError,
+        GenerationCancelled, ForkError and
         ClosedError.
 
         Example:
@@ -305,9 +320,9 @@ class Llama(UpstreamLlama):
         self.context.eval(tokens)
 
     def reset(self) -> None:
-        """Empties the context of this class, which is sequence 0.
+        """Empties the context of sequence 0, the only sequence that `Llama` itself uses.
 
-        Also clears `input_ids`, so that images which a chat handler evaluates afterwards never match the beginning of a
+        Also clears `input_ids`, so that images that a chat handler evaluates afterwards never match the beginning of a
         later prompt.
 
         Example:
@@ -322,7 +337,7 @@ class Llama(UpstreamLlama):
         self.input_ids.fill(PLACEHOLDER)
 
     def load_state(self, state: Any) -> None:
-        """Restores a state that `save_state` has returned, as in llama-cpp-python.
+        """Restores a state that `save_state` returned, as in llama-cpp-python.
 
         Example:
             >>> llm.reset()
@@ -374,8 +389,8 @@ class Llama(UpstreamLlama):
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """Yields tokens as in llama-cpp-python.
 
-        Only one request runs at a time: other threads wait until this one has finished. Raises OptionError if there is
-        no token to begin with, and CapabilityError for a model that cannot generate.
+        Only one request runs at a time, and other threads wait until the request has finished. Raises OptionError if
+        the prompt has no tokens, and CapabilityError for a model that cannot generate text.
 
         Example:
             >>> import itertools
@@ -413,7 +428,8 @@ class Llama(UpstreamLlama):
                 cache.store(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
-        """Returns the counters since the model was loaded. Subtract earlier counters to get a request's counters.
+        """Returns the counters since the model was loaded. To get the counters of one request, subtract the counters
+        from before the request.
 
         Example:
             >>> before = llm.stats()
@@ -424,8 +440,8 @@ class Llama(UpstreamLlama):
         return self.context.stats()
 
     def decisions(self) -> dict[str, Any]:
-        """Returns the policy, the predictor, the state of prefetching, and the time that decisions took; {} for a model
-        without an expert store.
+        """Returns the policy, the predictor, the state of prefetching, and the time that decisions took. Returns {} for
+        a model without an expert store.
 
         Example:
             >>> llm.decisions()["policy"]
@@ -446,17 +462,17 @@ class Llama(UpstreamLlama):
         """Changes the budget for experts in RAM, on the GPU, or both. A tier never gets more slots than it had at load
         time.
 
-        None leaves a budget unchanged. Freed memory is returned to the system and to the device. Generated tokens do
-        not change. The change happens immediately if the model is idle. If another thread is evaluating tokens, the
-        change happens after that evaluation.
+        The value None leaves a budget unchanged. If a budget becomes smaller, the freed memory is returned to the
+        system and to the device. A new budget does not change generated tokens. If the model is idle, the change
+        happens immediately. If another thread is evaluating tokens, the change happens after that evaluation.
 
-        vram_cache also holds the buffers in which prompts are staged. These buffers stay. If the GPU holds whole
-        layers, only expert_cache can be changed. If a device had a slot for every expert, prompts may be processed in
-        shorter passes from then on, with a warning.
+        vram_cache also includes the buffers in which prompts are staged, and their size does not change. If the GPU
+        contains whole layers, you can change only expert_cache. If a device had a slot for every expert, prompts may be
+        processed in shorter passes after the change; moegguf then prints a warning.
 
-        A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
-        the model does not have; neither changes anything. Raises AllocationError if a device has no memory for more
-        slots; the tier then keeps its slots.
+        Raises BudgetError for a budget below the minimum, for a tier that the model does not have, and for a model
+        without experts. Such an error changes nothing. Raises AllocationError if a device has no memory for more slots;
+        the tier then keeps its slots.
 
         Example:
             >>> llm.set_budget(expert_cache="25%")
@@ -466,9 +482,8 @@ class Llama(UpstreamLlama):
         set_budget(self, self.context, self.session, {"RAM": expert_cache, "VRAM": vram_cache})
 
     def cancel(self) -> None:
-        """Cancels the evaluation that another thread is running, which soon raises GenerationCancelled. Later
-        evaluations raise GenerationCancelled, too, until `resume` is called. Does nothing for a model without an expert
-        store.
+        """Cancels the evaluation that another thread is running. The cancelled evaluation, and all evaluations until
+        `resume` is called, raise GenerationCancelled. Does nothing for a model without an expert store.
 
         Example:
             >>> llm.cancel()
@@ -481,7 +496,7 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(True)
 
     def resume(self) -> None:
-        """Re-enables evaluation after `cancel`.
+        """Allows evaluations again after `cancel`.
 
         Example:
             >>> llm.resume()
@@ -491,7 +506,7 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees the context, the model, the slots and the threads; in a forked child process, frees nothing. A second
+        """Frees the context, the model, the slots and the threads. Frees nothing in a forked child process. A second
         call does nothing.
 
         Example:

@@ -84,11 +84,11 @@ def make_plan(
     speeds: Speeds | None = None,
     hits: HitCurve | None = None,
 ) -> Plan:
-    """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some and the plan with
-    them is chosen.
+    """Returns the plan for running `layout` on `machine`. The plan may use the machine's devices.
 
-    speeds: speeds of the only device, used to compare placements; None: chooses the first kind in KINDS_OF that is
-    allowed and fits. hits: expected hit rates; None: published ones.
+    `speeds` contains the speeds of the only device, and is used to compare placements. If `speeds` is None, the plan
+    has the first placement in KINDS_OF that is allowed and fits. `hits` contains the expected hit rates. If `hits` is
+    None, published hit rates are used.
 
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
     """

@@ -103,38 +103,40 @@ class DriveStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Lookups):
-    """Figures of one model since its load, in seconds and bytes.
+    """Figures of one model since the model was loaded. Times are in seconds, and sizes are in bytes.
 
-    Lookups and slots are the figures of the tier that layers read experts from.
+    The figures of look-ups and slots describe the tier from which layers read experts.
 
     Attributes:
-        tokens: evaluated tokens.
-        passes: evaluated passes.
-        reads: reads of the file.
-        read_retries: reads that failed and were repeated.
-        read_errors: reads that failed permanently.
-        prefetch_requested: experts that were requested ahead of their use.
-        prefetch_started: prefetches whose first read began.
-        prefetch_useful: prefetched experts that were complete when they were first looked up.
-        prefetch_late: prefetched experts that were incomplete when they were first looked up.
-        prefetch_wasted: prefetched experts that were evicted without a use.
-        prefetch_dropped: requested prefetches that never got a slot, for example because they came too late.
-        events_dropped: routing events that were dropped because the listener was too slow, or memory ran out.
+        tokens: number of evaluated tokens.
+        passes: number of evaluated passes.
+        reads: number of reads from the model's files.
+        read_retries: number of reads that failed and were repeated.
+        read_errors: number of reads that failed permanently.
+        prefetch_requested: number of requested prefetches of experts.
+        prefetch_started: number of prefetches whose first read began.
+        prefetch_useful: number of prefetched experts that were complete at their first look-up.
+        prefetch_late: number of prefetched experts that were incomplete at their first look-up.
+        prefetch_wasted: number of prefetched experts that were evicted without a use.
+        prefetch_dropped: number of requested prefetches that never got a slot, for example because the requests came
+            too late.
+        events_dropped: number of routing events that were dropped because the listener was too slow, or memory ran out.
         hook_s: time that the store spent on routing events, without stalls.
-        read_s: time of reads, summed over the threads that read.
+        read_s: time of all reads, summed over the reader threads.
         upload_s: time of writing experts into slots, summed over threads.
         eval_s: time of all passes.
-        n_experts: experts of the model, over all layers.
-        n_threads: number of threads last chosen for passes.
-        staging_bytes: memory of the tensors in which prompts are staged on devices.
-        bytes_staged: bytes that were copied into these tensors.
-        staging_copy_s: time of these copies.
-        staging_stall_s: time that layers waited for these copies and the reads before them.
-        draft_passes: evaluations of a sequence with a draft.
-        drafted_tokens: tokens of these drafts.
-        accepted_tokens: drafted tokens that were then also sampled.
-        tiers: figures of each tier, beginning with the tier that layers read experts from.
-        drives: figures of each copy of the file, if the model has mirrors.
+        n_experts: number of experts in all layers of the model.
+        n_threads: number of compute threads that was last chosen for passes.
+        staging_bytes: size of the staging tensors, through which devices process prompts.
+        bytes_staged: number of bytes that were copied into staging tensors.
+        staging_copy_s: time of copies into staging tensors.
+        staging_stall_s: time for which layers waited for copies into staging tensors, and for the reads before these
+            copies.
+        draft_passes: number of evaluations of a sequence with a draft.
+        drafted_tokens: number of tokens in drafts.
+        accepted_tokens: number of drafted tokens that the model then also sampled.
+        tiers: figures of each tier, beginning with the tier from which layers read experts.
+        drives: figures of each copy of the model's files, if the model has mirrors.
     """
 
     tokens: int = 0
@@ -184,73 +186,75 @@ class Stats(Lookups):
 
     @property
     def below(self) -> TierStats | None:
-        """The tier in RAM below a device's tier; None if there is none."""
+        """Figures of the tier in RAM from which a device's tier is filled; None if there is no such tier."""
         return next((tier for tier in self.tiers[1:] if tier.name == RAM), None)
 
     @property
     def on_cpu(self) -> TierStats | None:
-        """The slots of layers that a device leaves to the CPU; None if there are none."""
+        """Figures of the slots for layers that a device leaves to the CPU; None if there are no such slots."""
         return next((tier for tier in self.tiers[1:] if tier.name == CPU), None)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from the file, on demand and by prefetch."""
+        """Number of bytes read from the model's files, on demand and by prefetching."""
         return self.bytes_missed + self.bytes_prefetched
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes read per evaluated token."""
+        """Number of bytes read from the model's files per evaluated token."""
         return _ratio(self.bytes_read, self.tokens)
 
     @property
     def bytes_per_accepted_token(self) -> float:
-        """Bytes read per evaluated token, without drafted tokens that were rejected."""
+        """Number of bytes read from the model's files per evaluated token. Rejected tokens of drafts are not
+        counted."""
         return _ratio(self.bytes_read, self.tokens - self.drafted_tokens + self.accepted_tokens)
 
     @property
     def draft_acceptance(self) -> float:
-        """Share of drafted tokens that were then also sampled."""
+        """Share of drafted tokens that the model then also sampled."""
         return _ratio(self.accepted_tokens, self.drafted_tokens)
 
     @property
     def tokens_per_draft_pass(self) -> float:
-        """Average number of tokens that a pass with a draft adds to an answer: the accepted tokens and one more."""
+        """Average number of tokens that a pass with a draft adds to an answer: the accepted tokens and one more
+        token."""
         return 1 + _ratio(self.accepted_tokens, self.draft_passes)
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds per token that computation spent waiting for experts, on the CPU or on a device."""
+        """Seconds per evaluated token for which computation waited for experts, on the CPU or on a device."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds per token that the store spent on routing events, without stalls."""
+        """Seconds per evaluated token that the store spent on routing events, without stalls."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of evaluation, including the tokens of prompts."""
+        """Evaluated tokens per second of evaluation time, including the tokens of prompts."""
         return _ratio(self.tokens, self.eval_s)
 
     @property
     def staging_overlap(self) -> float:
-        """Share of the staging copies' time during which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
-        below 0. Includes waiting for the reads before the copies. 0.0 if there were no copies."""
+        """Share of the time of copies into staging tensors during which no layer waited: 1 - staging_stall_s /
+        staging_copy_s, but at least 0. The value is 0.0 if there were no copies."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computation, followed by copying the missed bytes at this link speed, would take, as a
-        share of the measured time.
+        """Returns the time that computation and a copy of the missed bytes at this link speed would take one after the
+        other, as a share of the measured evaluation time.
 
-        1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
-        running. The compute time is the evaluation time without stalls; the share is (compute + bytes missed /
-        link_bytes_per_s) / evaluation time.
+        If the share is 1, only the processor and the link limit the speed. If the share is more than 1, some bytes were
+        copied while layers were running. The share is (compute time + missed bytes / link_bytes_per_s) / evaluation
+        time, and the compute time is the evaluation time without stalls.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
         return _ratio(least_s, self.eval_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the counters and derived figures, for JSON."""
+        """Returns the counters and derived figures as a dictionary that can be encoded as JSON."""
         return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
 

@@ -29,8 +29,8 @@ Prompt = str | abc.Sequence[int]
 
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
-    """A whole answer: the content of all deltas, and a summary. `error`: the exception that ended the answer early, or
-    None. After an error, the other fields have the content that was generated before it."""
+    """A whole answer: the content of all deltas, and a summary. `error` is the exception that ended the answer early,
+    or None. After an error, the other fields contain what the model generated before the error."""
 
     summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
@@ -67,15 +67,17 @@ class Engine:
     """Answers up to `parallel` requests to one model at once.
 
     Args:
-        model: as for `moegguf.Llama`; or a loaded `Llama`, which keeps its options and stays loaded.
-        parallel: maximum number of sequences that are processed together. Each may have `n_ctx` tokens of context. Some
-            models, such as embedding models, allow only one. A loaded `Llama` keeps its own number.
-        kv_tokens: number of tokens that fit into the KV cache, for all sequences together. If the KV cache is full, the
-            newest request goes back to the queue and is processed again later. None: parallel * n_ctx, or less if the
-            experts need the memory.
+        model: the same values as for `moegguf.Llama`, or a loaded `Llama`. A loaded `Llama` keeps its options, and
+            `close` does not unload it.
+        parallel: maximum number of sequences that the engine processes together. Each sequence may have `n_ctx` tokens
+            of context. Some models, such as embedding models, allow only one sequence. With a loaded `Llama`, the
+            `Llama`'s `n_seq_max` is used instead.
+        kv_tokens: number of tokens that fit in the KV cache, for all sequences together. If the KV cache is full, the
+            newest request returns to the queue and is processed again later. If `kv_tokens` is None, the number is
+            parallel * n_ctx, or less if the experts need the memory.
         schedule: a function that receives the loaded model and returns the object that chooses the sequences of a step
-            (`moegguf.generate.kv_sequences`). None: all sequences take part in each step.
-        options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
+            (`moegguf.generate.kv_sequences`). If `schedule` is None, all sequences take part in each step.
+        options: other keywords of `moegguf.Llama`. By default, `flash_attn` is None and `verbose` is False.
 
     If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is generated alone
     or together with others, unless its context shifts. For other models, and for contexts that shift,
@@ -114,7 +116,8 @@ class Engine:
 
     @property
     def llm(self) -> Llama:
-        """The model with its plan, vocabulary and statistics. Only the engine may evaluate tokens with it.
+        """The loaded model with its plan, vocabulary and statistics. Only the engine may evaluate tokens with this
+        model.
 
         Example:
             >>> engine.llm.plan.n_experts
@@ -132,12 +135,13 @@ class Engine:
 
         Args:
             prompts: a string, a list of token ids, or a list of strings and lists of token ids.
-            sampling: options for all prompts, or one `Sampling` for each. None: the options in the model's file, and
-                the defaults of `Sampling` for the others.
+            sampling: options for all prompts, or a list with one `Sampling` for each prompt. If `sampling` is None, the
+                options come from the model's file, and otherwise from the defaults of `Sampling`.
             fields: further fields of `Sampling` and `Request`, such as `max_tokens=8, temperature=0`.
 
-        An error of one prompt is the `error` of its answer: for example a ContextError for a prompt that is longer than
-        the context, unless `truncate=True` cuts its middle. Raises OptionError, ClosedError.
+        If one prompt fails, its answer contains the exception in `error`. For example, a prompt that is longer than the
+        context causes a ContextError, unless `truncate=True` removes the middle of the prompt. Raises OptionError and
+        ClosedError.
 
         Example:
             >>> answers = engine.generate(["Once upon a time", "The capital of France is"], max_tokens=4)
@@ -153,8 +157,8 @@ class Engine:
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
-        """Returns the answers to conversations. A conversation is a list of messages; a single conversation may also be
-        given. If a conversation is too long, the oldest messages are left out, unless `truncate=False`. The other
+        """Returns the answers to one conversation or to a list of conversations. A conversation is a list of messages.
+        If a conversation is too long, the engine leaves out the oldest messages, unless `truncate=False`. The other
         arguments and the errors are the same as for `generate`.
 
         Example:
@@ -168,10 +172,10 @@ class Engine:
     async def stream(
         self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
-        """Yields the parts of an answer to a string, token ids or messages, as the parts are generated.
+        """Yields the parts of an answer to a string, token ids or messages, as the model generates them.
 
-        The answer is cancelled when the generator is closed before its end. `fields`: as in `generate`. Raises
-        OptionError and ClosedError, and the error that ended the answer, such as a ContextError.
+        If you close the generator before its end, the engine cancels the answer. `fields` has the same meaning as in
+        `generate`. Raises OptionError and ClosedError, and the error that ended the answer, such as a ContextError.
 
         Example:
             >>> import asyncio
@@ -206,8 +210,8 @@ class Engine:
         return self._llm.stats()
 
     def close(self) -> None:
-        """Cancels all answers and frees the model. A loaded `Llama` that was given to the engine stays loaded. A second
-        call does nothing.
+        """Cancels all answers and frees the model. A loaded `Llama` that you passed to the engine stays loaded. A
+        second call does nothing.
 
         Example:
             >>> engine = moegguf.Engine("demo")

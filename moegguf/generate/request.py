@@ -17,37 +17,38 @@ a list of texts and images (images.py). Optional keys: `thinking`, `tool_calls` 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, with Ollama's names and defaults; only `max_tokens` is called `num_predict` in Ollama. Options
-    that Ollama does not have are named as in llama-server, except `exact` and `text_bias`.
+    """Sampling options with Ollama's names and defaults, except that Ollama's `num_predict` is called `max_tokens`.
+    Options that Ollama does not have are named as in llama-server, except `exact` and `text_bias`.
 
     Attributes:
-        temperature: 0 or less chooses the likeliest token (if XTC applies, the likeliest that XTC leaves).
-        top_n_sigma: keeps only the tokens whose logit is within this number of standard deviations of the highest one;
-            0 or less keeps all.
-        xtc_probability: the chance that XTC applies: all tokens with a probability of at least `xtc_threshold` are
-            dropped, except the least likely of them.
-        dry_multiplier: a token that would continue a repetition of `length` tokens has its logit lowered by
-            `dry_multiplier * dry_base ** (length - dry_allowed_length)`, if `length` is at least
-            `dry_allowed_length`; 0: no penalty.
-        dry_penalty_last_n: number of most recent tokens that are searched for repetitions; -1: the whole context; 0: no
-            penalty.
+        temperature: 0 or less chooses the most likely token (if XTC applies, the most likely token that XTC keeps).
+        top_n_sigma: only tokens whose logit is within this number of standard deviations of the highest logit can be
+            sampled. 0 or less allows all tokens.
+        xtc_probability: the probability that XTC applies. XTC removes all tokens with a probability of at least
+            `xtc_threshold`, except the least likely of these tokens.
+        dry_multiplier: lowers the logit of a token that would continue a repetition of `length` tokens by
+            `dry_multiplier * dry_base ** (length - dry_allowed_length)`, if `length` is at least `dry_allowed_length`.
+            0: no penalty.
+        dry_penalty_last_n: number of most recent tokens in which DRY searches for repetitions. -1: the whole context.
+            0: no penalty.
         dry_sequence_breakers: strings that end a repetition.
         mirostat: 1 or 2 uses this version of Mirostat instead of the truncation samplers, unless `temperature` is 0 or
-            less. Its target entropy is `mirostat_tau`, and its learning rate is `mirostat_eta`. 0: no Mirostat.
-        max_tokens: maximum number of tokens of the answer. None or below 1: until the model ends the answer or the
-            context is full; if the context shifts, at most ten times the length of the context.
-        num_keep: number of leading tokens, not counting BOS, that are kept when the context shifts; -1: the whole
-            prompt.
-        seed: None: a random seed.
+            less. The target entropy is `mirostat_tau`, and the learning rate is `mirostat_eta`. 0: no Mirostat.
+        max_tokens: maximum number of tokens of the answer. With None or a value below 1, the answer continues until the
+            model ends it or the context is full. If the context shifts, the answer has at most ten times as many tokens
+            as the context.
+        num_keep: number of leading tokens, not counting BOS, that remain when the context shifts. -1: the whole prompt.
+        seed: the seed of the random numbers. None: each answer gets a random seed.
         exact: if True, the answer is bit-identical whatever other requests are processed. For a batch-invariant model
-            (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is processed
-            alone. A model that is not batch-invariant evaluates requests with `exact` or a seed from an empty context.
-        reasoning_budget_tokens: number of thinking tokens after which `reasoning_budget_message` and the end of the
-            thinking are forced; 0: no thinking; None: no limit.
-        text_bias: (string, bias) pairs; each token of a string gets the bias, in addition to `logit_bias`.
-        ignore_eos: if True, end tokens are never sampled, so only stop strings and limits end the answer. This has no
-            effect if the answer has a required format, such as a schema, a grammar or a call.
-        num_ctx: number of tokens of the model's context that the request may use; None: all.
+            (`Llama.batch_invariant`), every answer is bit-identical unless the context shifts. With another model, or
+            if the context may shift, a request with `exact` is processed alone. A model that is not batch-invariant
+            evaluates requests with `exact` or a seed from an empty context.
+        reasoning_budget_tokens: maximum number of thinking tokens. At this number, `reasoning_budget_message` and the
+            end of the thinking are forced. 0: no thinking. None: no limit.
+        text_bias: pairs of a string and a bias. Each token of a string gets the bias, in addition to `logit_bias`.
+        ignore_eos: if True, end tokens are never sampled, so only stop strings and limits end the answer. This option
+            has no effect if the answer has a required format, such as a schema, a grammar or a call.
+        num_ctx: number of tokens of the model's context that the request may use. None: all tokens.
     """
 
     temperature: float = 0.8

@@ -238,12 +238,12 @@ class ExpertLayout:
 
 
 def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> ExpertLayout:
-    """Returns the layout of the model at `path`, the only file or the first shard. With `vocab_only` the layout has no
-    tensors, and the file may have none.
+    """Returns the layout of the model at `path`, which is the model's only file or its first shard. With `vocab_only`,
+    the layout has no tensors, and the file need not have tensors.
 
-    Raises ModelNotFoundError when a file is missing, and ExpertIOError when the disk fails. Raises ModelFormatError
-    when a file breaks a rule; the message names the file and, if one is at fault, the key or tensor. The 64 layouts
-    used last are cached: their files are read again only when a shard has changed.
+    Raises ModelNotFoundError if a file is missing, and ExpertIOError if the disk fails. Raises ModelFormatError if a
+    file breaks a rule; the message names the file and, if possible, the key or tensor. The 64 layouts that were used
+    last are cached, and their files are read again only after a shard has changed.
     """
     return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 

@@ -103,7 +103,7 @@ class StoreOptions:
 
     @property
     def can_stream(self) -> bool:
-        """True if these options allow streaming. The kernels must support streaming, too (`SlotSizes.streams`)."""
+        """True if these options allow streaming. Streaming also needs kernels that support it (`SlotSizes.streams`)."""
         return self.overlap and self.device is None
 
 

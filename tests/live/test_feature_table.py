@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 BEGIN = "<!-- table: features -->\n"
 END = "<!-- end -->"
 HEAD = (
-    "| models | `--parallel` | drafts | tokens that can be taken back | batch-invariant | kept contexts"
+    "| models | `--parallel` | drafts | latest tokens that can be removed | batch-invariant | kept contexts"
     " | LoRA | context shift |\n|---|---|---|---|---|---|---|---|\n"
 )
 N_TOKENS = 400
@@ -36,8 +36,8 @@ class Kind:
 
 KINDS = [
     Kind("attention", ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral")),
-    Kind("attention, with heads for more tokens", ("tiny-glm4moe",)),
-    Kind("attention with positions of images", ("tiny-qwen3vlmoe",)),
+    Kind("attention, with heads for multi-token prediction", ("tiny-glm4moe",)),
+    Kind("attention with image positions", ("tiny-qwen3vlmoe",)),
     Kind("latent attention", ("tiny-deepseek2",)),
     Kind("sliding windows", ("tiny-gpt-oss",)),
     Kind("gated delta net", ("tiny-qwen35moe",), "ssm_out.weight"),
@@ -65,7 +65,7 @@ def taken_back(llm: Llama) -> str:
         llm.context.clear()
         llm.eval(random_prompt(llm, N_TOKENS))
         if llm.context.truncate(N_TOKENS - n):
-            return "all" if n == STEPS_BACK[0] else f"{n} at least"
+            return "all" if n == STEPS_BACK[0] else f"at least {n}"
     return "none"
 
 
