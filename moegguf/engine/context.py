@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.error_log import llama_log
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.recurrent import shares_cells
@@ -147,6 +148,7 @@ class Context:
             loader.load_plan.plan.n_rs_seq,
             min(llm.context_params.n_ubatch, llm.n_batch),
             own_cells=not shares_cells(loader.load_plan.layout),
+            checkpoints=Checkpoints.of(self._llm, loader.n_seq_max) if loader.load_plan.plan.n_checkpoints else None,
         )
         self._evaluated: tuple[int, ...] = (0,)  # sequences of the last pass
         if llm._is_stateful:
@@ -298,6 +300,7 @@ class Context:
                 " time, or load the model with logits_all=True."
             )
         self._announce(chunks)
+        self._rollback.before_pass(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
         self._rollback.note_pass(chunks)
         if self.after_pass is not None:
@@ -473,6 +476,23 @@ class Context:
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence) if self._n_swa else 0
         return bool(first <= max(0, position - self._n_swa + 1))
 
+    @property
+    def returns_to_checkpoints(self) -> bool:
+        """True if a sequence returns to a checkpoint when drafted tokens are rejected, because llama.cpp cannot roll
+        its state back."""
+        return self._rollback.checkpoints is not None
+
+    def return_to_checkpoint(self, n_tokens: int, sequence: int) -> int:
+        """Restores the checkpoint that the last pass saved, if a sequence cannot be cut to its first `n_tokens` and the
+        checkpoint has no more tokens. Returns the number of tokens to which the caller should cut the sequence: the
+        checkpoint's number, or `n_tokens` if nothing was restored."""
+        checkpoints = self._rollback.checkpoints
+        if checkpoints is None or self.keeps(n_tokens, sequence):
+            return n_tokens
+        with self.lock:
+            end = checkpoints.restore(sequence, n_tokens)
+        return n_tokens if end is None else end
+
     def most_lost(self, sequences: Sequence[int]) -> int:
         """Returns the maximum number of tokens by which each of these sequences can be rolled back after a pass
         (`Rollback.most_lost`). Call this only for a model with a recurrent state; other models have no such limit."""
@@ -527,8 +547,8 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Discards a sequence's snapshots after a saved state has been written into the sequence, because the snapshots
-        belong to other tokens."""
+        """Discards a sequence's snapshots and checkpoint after a saved state has been written into the sequence, because
+        they belong to other tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:

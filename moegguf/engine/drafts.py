@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from moegguf.engine.memory import HEADS_UBATCH_TOKENS
+from moegguf.engine.memory import DRAFT_TOKENS, HEADS_UBATCH_TOKENS
 from moegguf.engine.model_path import readable
 from moegguf.errors import AllocationError, ModelFormatError, ModelNotFoundError, MoeggufError, OptionError
 from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
@@ -189,12 +189,14 @@ class ModelDrafts:
         vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
-        n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX
+        n_max = N_MAX
+        if llm._is_stateful:
+            n_max = DRAFT_TOKENS[0] if llm.context.returns_to_checkpoints else min(N_MAX, llm.plan.n_rs_seq)
         if not n_max:
             if self._chosen != "auto":
                 warnings.warn(
                     "draft: nothing is drafted, because this model's state cannot go back to an earlier token, or"
-                    " there is no memory for the snapshots that this needs.",
+                    " there is no memory for the saved states that this needs.",
                     stacklevel=3,
                 )
             return

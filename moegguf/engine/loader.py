@@ -136,14 +136,16 @@ class Loader:
 
     def attach_context(self, params: c.Structure) -> None:
         """Sets the expert hook, sequences, pass sizes and flash attention in struct llama_context_params."""
-        params.n_rs_seq = self.load_plan.plan.n_rs_seq
+        plan = self.load_plan.plan
+        params.n_rs_seq = plan.n_rs_seq
+        params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)  # each checkpoint is a sequence for llama.cpp
         if self.n_seq_max > 1:
-            n_kv = self.load_plan.plan.kv_tokens
-            params.n_seq_max, params.n_ctx = self.n_seq_max, n_kv
+            params.n_ctx = plan.kv_tokens
+        if params.n_seq_max > 1:
             params.kv_unified = shares_cells(self.load_plan.layout)
         options = self.load_plan.options
         if not options["embedding"]:
-            params.n_batch = min(options["n_ctx"], self.load_plan.plan.n_batch)
+            params.n_batch = min(options["n_ctx"], plan.n_batch)
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
                 params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)

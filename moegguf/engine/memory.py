@@ -21,6 +21,7 @@ from moegguf.engine.recurrent import (
     ROLLBACK_ARCHS,
     attention_layers,
     compressed_kv_bytes,
+    is_stateful,
     number,
     padded,
     row_bytes,
@@ -60,7 +61,9 @@ HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-toke
 SMALL_CTX_TOKENS = 4096
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
-DRAFT_TOKENS = (8, 4)  # numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state
+# numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state; with checkpoints, always
+# the first one
+DRAFT_TOKENS = (8, 4)
 SNAPSHOT_SHARE = 16  # all snapshots together occupy at most 1/16 of the free memory
 NEVER_FUSED = ("grok",)  # architectures for which llama.cpp does not use flash attention
 
@@ -194,6 +197,7 @@ class Sizes:
     n_seq_max: int = 1
     # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
+    n_checkpoints: int = 0  # 1: drafts need a checkpoint of each sequence's state, because there are no snapshots
     kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
     type_k: int = F16  # KV cache types, as ggml's numbers
     type_v: int = F16
@@ -211,12 +215,14 @@ class Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
         context length, and the same errors as `read_adapter`."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
+        drafts = not pools and may_draft(spec)
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
             n_ubatch=spec.n_ubatch,
             n_batch=spec.n_batch,
             n_seq_max=1 if pools else spec.n_seq_max,
-            n_rs_seq=0 if pools else wanted_snapshots(layout, spec),
+            n_rs_seq=DRAFT_TOKENS[0] if drafts and layout.arch in ROLLBACK_ARCHS else 0,
+            n_checkpoints=int(drafts and is_stateful(layout) and layout.arch not in ROLLBACK_ARCHS),
             kv_tokens=spec.kv_tokens or None,
             type_k=spec.type_k,
             type_v=spec.type_v,
@@ -227,6 +233,11 @@ class Sizes:
             pools=pools,
             logits_all=spec.logits_all,
         )
+
+    @property
+    def n_saved(self) -> int:
+        """Number of snapshots and checkpoints of each sequence's recurrent state."""
+        return self.n_rs_seq + self.n_checkpoints
 
     @property
     def one_pass_tokens(self) -> int:
@@ -283,7 +294,7 @@ class Sizes:
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
         return MemoryNeeds(
             layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
-            kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
+            kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_saved),
             buffers if self.on_device else buffers + fixed_bytes(layout) + self.reader_bytes,
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
             self.projector.total_bytes if self.projector else 0,
@@ -330,7 +341,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
         """Returns True if a KV cache with `n_tokens` is within the limits. If sequences do not share cells, each
         sequence has `n_tokens`."""
         n_cells = n_tokens if shares_cells(layout) else n_tokens * sizes.n_seq_max
-        cached_bytes = kv_bytes(layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_rs_seq)
+        cached_bytes = kv_bytes(layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_saved)
         grown = buffers(n_tokens, sizes.usual_ubatch) - buffers(KV_PAD_TOKENS, sizes.usual_ubatch)
         is_small = n_tokens <= SMALL_CTX_TOKENS or cached_bytes + grown <= modest_bytes
         return is_small and cached_bytes <= (rest - pool_bytes if pool_bytes else rest // 2)
@@ -365,26 +376,31 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     return replace(sizes, kv_tokens=n_kv, reasons=tuple(reasons))
 
 
-def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
-    """Returns the largest number of snapshots of a recurrent state that drafts can use. Returns 0 if nothing is
-    drafted, or if llama.cpp cannot roll back the architecture's states.
+def may_draft(spec: LoadSpec) -> bool:
+    """Returns True if the options allow drafts.
 
     "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and that flash
     attention is not switched off.
     """
-    may_draft = spec.draft != "off"
     if spec.draft == "auto":
-        may_draft = spec.flash_attn is not False and has_kernels(read_processor(), read_environment().kernels)
-    return DRAFT_TOKENS[0] if may_draft and layout.arch in ROLLBACK_ARCHS else 0
+        return spec.flash_attn is not False and has_kernels(read_processor(), read_environment().kernels)
+    return spec.draft != "off"
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with the number of snapshots limited, so that all snapshots together occupy at most
-    1/SNAPSHOT_SHARE of `free_bytes`. The result's `reasons` explains only this number, and is empty if no snapshots are
-    wanted."""
+    """Returns the sizes with the number of snapshots and checkpoints limited, so that together they occupy at most
+    1/SNAPSHOT_SHARE of `free_bytes`. The result's `reasons` explains only these numbers, and is empty if no snapshots
+    and no checkpoints are wanted."""
+    all_bytes = sizes.n_seq_max * state_bytes(layout)
+    if sizes.n_checkpoints:
+        fits = all_bytes <= free_bytes // SNAPSHOT_SHARE and 2 * sizes.n_seq_max <= MAX_PARALLEL
+        if fits:
+            reason = f"a draft that is rejected returns to a saved state, which takes {format_bytes(all_bytes)}"
+            return replace(sizes, reasons=(reason,))
+        reason = f"nothing is drafted: the states to which a rejected draft returns would take {format_bytes(all_bytes)}"
+        return replace(sizes, n_checkpoints=0, reasons=(reason,))
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
-    all_bytes = sizes.n_seq_max * state_bytes(layout)
     fitting = (n for n in DRAFT_TOKENS if n * all_bytes <= free_bytes // SNAPSHOT_SHARE)
     n_rs_seq = min(next(fitting, 0), sizes.n_rs_seq)
     reason = f"a draft has at most {n_rs_seq} tokens: what restores the state before each of them takes"

@@ -60,6 +60,7 @@ class Plan:
     needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
     n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be rolled back
+    n_checkpoints: int = 0  # 1: each sequence returns to a checkpoint of its recurrent state after a rejected draft
     n_batch: int = 512
     kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots

@@ -4,6 +4,8 @@ llama.cpp keeps a snapshot of the state before each of the last tokens of a sequ
 that a snapshot belongs to the token that the caller names. Snapshots from before a short ubatch may remain, but are
 stale. Snapshots of sequences whose state was moved for another ubatch are stale, too. This module keeps track of the
 valid snapshots.
+
+For other architectures, llama.cpp keeps no snapshots. `checkpoints` then saves the states before each pass with drafts.
 """
 
 from __future__ import annotations
@@ -11,14 +13,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.sequences import SequenceTokens
 
 
 class Rollback:
     """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of each sequence. `n_ubatch`: maximum
-    number of tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers."""
+    number of tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers.
+    `checkpoints`: the context's checkpoints; None: it has none."""
 
-    def __init__(self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False) -> None:
+    def __init__(
+        self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False, checkpoints: Checkpoints | None = None
+    ) -> None:
+        self.checkpoints = checkpoints
         self._n_rs_seq = n_rs_seq
         self._n_ubatch = n_ubatch
         self._own_cells = own_cells
@@ -35,6 +42,16 @@ class Rollback:
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0
         return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
+
+    def before_pass(self, chunks: Sequence[SequenceTokens]) -> None:
+        """Saves a checkpoint of each sequence that has a draft in the next pass, and removes all other checkpoints. Does
+        nothing for a context without checkpoints."""
+        if self.checkpoints is None:
+            return
+        self.checkpoints.clear()
+        for chunk in chunks:
+            if chunk.draft:
+                self.checkpoints.save(chunk.sequence)
 
     def note_pass(self, chunks: Sequence[SequenceTokens]) -> None:
         """Records that a pass has evaluated these tokens.
@@ -77,8 +94,12 @@ class Rollback:
         """Records that a sequence is empty, or that another state was written into it."""
         self._n_back.pop(sequence, None)
         self._restored.discard(sequence)
+        if self.checkpoints is not None:
+            self.checkpoints.discard(sequence)
 
     def clear(self) -> None:
         """Records that every sequence is empty."""
         self._n_back.clear()
         self._restored.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()

@@ -166,9 +166,9 @@ class Task:
     @property
     def device_sizes(self) -> Sizes:
         """The sizes for planning on devices. With the draft option "auto", nothing is drafted on devices, so no
-        snapshots are planned."""
-        n_rs_seq = 0 if self.spec.draft == "auto" else self.sizes.n_rs_seq
-        return replace(self.sizes, on_device=True, n_rs_seq=n_rs_seq)
+        snapshots and no checkpoints are planned."""
+        sizes = replace(self.sizes, on_device=True)
+        return replace(sizes, n_rs_seq=0, n_checkpoints=0) if self.spec.draft == "auto" else sizes
 
     @property
     def n_gpu_layers(self) -> int:
@@ -486,6 +486,7 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
         n_ubatch=n_ubatch,
         n_seq_max=sizes.n_seq_max,
         n_rs_seq=sizes.n_rs_seq if min(n_ubatch, sizes.n_batch or n_ubatch) > sizes.n_rs_seq + 1 else 0,
+        n_checkpoints=sizes.n_checkpoints,
         n_batch=sizes.n_batch or max(DEFAULT_UBATCH_TOKENS, n_ubatch),
         kv_tokens=sizes.kv_tokens or 0,
         **others,

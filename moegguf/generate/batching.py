@@ -300,12 +300,15 @@ class BatchLoop:
         else:
             drafter = None
         n_drafted = sum(len(each.draft) for each in step)
+        repeats = any(each.repeats for each in step) and all(each.repeats or each.decodes for each in step)
         computed = self._compute(step)
         if not computed:
             return
         seconds = time.perf_counter() - start_s
         if drafter is not None:
             drafter.note_pass(len(computed), seconds)
+        elif self._drafter is not None and repeats:
+            self._drafter.gate.note_repeated(len(computed), seconds)
         if self._schedule is not None:
             n_tokens = n_drafted + sum(each.n_next for each in computed)
             self._schedule.ran(Step(tuple(computed), n_tokens, seconds))
@@ -459,7 +462,7 @@ def _next_tokens(sequence: Sequence) -> SequenceTokens:
     """Returns the tokens of a sequence that the next pass evaluates, as an item for `Context.eval_sequences`."""
     n_past = sequence.n_evaluated
     end = n_past + sequence.n_next
-    decodes = sequence.decodes
+    decodes = sequence.decodes or sequence.repeats
     return SequenceTokens(
         sequence.place.seq_id,
         sequence.context[n_past:end],

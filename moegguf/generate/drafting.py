@@ -12,6 +12,10 @@ token is reached and accepted is worth more than the token's cost. If drafts are
 short draft of one answer is tried now and then. Such trials use an allowance, which is a fraction of the total pass
 time. When drafts have lost the allowance and all earlier savings, they pause until some new allowance has accumulated.
 
+A recurrent state that llama.cpp cannot roll back returns to the state before the pass if a token is rejected. The next
+pass then evaluates the accepted tokens again, without a draft. The time that this pass takes longer than a pass without
+drafts is part of the drafts' cost.
+
 The search for drafts also takes time. Unless a draft model or prediction heads make drafts, a sequence is searched only
 if its last tokens have occurred in the sequence before. After some passes without an accepted token, the next passes
 skip the search.
@@ -81,6 +85,8 @@ class PassTimes:
         self._n_drafted = 0  # passes with drafts since the last pass without drafts
         # Decaying sums over passes: the drafted tokens, and their cost as a multiple of a pass without drafts.
         self._tokens, self._cost = 1.0, SUPPOSED_COST
+        # Decaying sums over rejected drafts whose accepted tokens were evaluated again: the number, and the cost.
+        self._n_repeated, self._repeat_cost = 0.0, 0.0
 
     @property
     def base_s(self) -> float | None:
@@ -95,6 +101,12 @@ class PassTimes:
         least LEAST_COST."""
         return max(self._cost / self._tokens, LEAST_COST)
 
+    @property
+    def repeat_cost(self) -> float:
+        """The time that the repeated evaluation of accepted tokens adds to a pass, as a fraction of the time of a pass
+        without drafts. 0 if a rejected draft causes no repeated evaluation, or before the first one."""
+        return self._repeat_cost / max(1.0, self._n_repeated)
+
     def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
         """Records the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens added to the
         pass, at most `base_s` for each token."""
@@ -108,6 +120,24 @@ class PassTimes:
             self._cost = MEMORY * self._cost + added_s / base_s
         self._n_drafted, self.widest = self._n_drafted + 1, max(self.widest, n_tokens)
         return added_s
+
+    def note_repeated(self, seconds: float, base_s: float) -> float:
+        """Records the time of a pass that evaluated accepted tokens again. Returns the seconds beyond a pass without
+        drafts, at most `base_s`."""
+        added_s = min(max(0.0, seconds - base_s), base_s)  # a longer delay has other causes
+        self._n_repeated = MEMORY * self._n_repeated + 1
+        self._repeat_cost = MEMORY * self._repeat_cost + added_s / base_s
+        return added_s
+
+
+def paying_tokens(chance: float, worth: float, cost: float, repeat_cost: float) -> int:
+    """Returns the number of leading draft tokens whose chance of being reached and accepted is worth their cost.
+
+    chance: chance that a token is accepted if the tokens before it were. worth: value of an accepted token. cost: cost
+    of a drafted token. repeat_cost: cost of a rejected draft. The unit of the last three is a pass without drafts.
+    """
+    worth -= repeat_cost * (1 - chance) / chance  # each further token is another chance that the draft is rejected
+    return int(math.log(cost / worth) / math.log(chance)) if 0 < cost < worth * chance else 0
 
 
 class DraftGate:
@@ -142,7 +172,7 @@ class DraftGate:
     def widths(self, answers: list[list[Acceptance]]) -> list[list[int]]:
         """Returns the maximum number of tokens to draft in the next pass, as [answer][source of drafts]."""
         times = self._times[len(answers)]
-        base_s, cost = times.base_s, times.cost
+        base_s, cost, repeat_cost = times.base_s, times.cost, times.repeat_cost
         nothing = [[0] * len(of_answer) for of_answer in answers]
         if base_s is None or self._balance_s < 0:
             return nothing
@@ -154,10 +184,14 @@ class DraftGate:
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
             chances = [source.chance for source in of_answer]
-            # Number of leading draft tokens whose chance of being reached and accepted is worth their cost, per source.
-            paying = [int(math.log(cost / worth) / math.log(p)) if cost / worth < p else 0 for p in chances]
-            widths.append([min(most, n) for n in paying])
-            gain += max(worth * p * (1 - p**n) / (1 - p) - n * cost for p, n in zip(chances, widths[-1], strict=True))
+            # A source whose drafts this answer has not accepted yet may add the time of one pass without drafts.
+            trusted = [int(1 / cost + 2 * source.accepted) for source in of_answer]
+            paying = [paying_tokens(p, worth, cost, repeat_cost) for p in chances]
+            widths.append([min(most, *each) for each in zip(trusted, paying, strict=True)])
+            gain += max(
+                worth * p * (1 - p**n) / (1 - p) - n * cost - repeat_cost * (1 - p**n)
+                for p, n in zip(chances, widths[-1], strict=True)
+            )
         self._tries = gain <= MARGIN * worth
         if not self._tries:
             return widths
@@ -190,6 +224,14 @@ class DraftGate:
         if pays != self._pays:
             self._pays = pays
             log_decision("drafts_switched", on=pays, n_vain=self._n_vain, balance_s=round(self._balance_s, 4))
+
+
+    def note_repeated(self, n_sequences: int, seconds: float) -> None:
+        """Records the time of a pass with `n_sequences` sequences that evaluated accepted tokens again, because the
+        states of these sequences had returned to the beginning of the draft."""
+        times = self._times[n_sequences]
+        if (base_s := times.base_s) is not None:
+            self._balance_s -= times.note_repeated(seconds, base_s)
 
 
 @dataclass
@@ -273,13 +315,13 @@ class Drafter:
         """Returns the number of tokens to use from each draft, so that all fit into the pass. 0 means that a draft is
         not used.
 
-        A recurrent state can be rolled back only by a limited number of tokens. For a model with such a state, all used
-        drafts get one length, chosen to use as many tokens as possible in total. Shorter drafts are not used.
+        If llama.cpp rolls back the recurrent states of the model, it does so only by a limited number of tokens. All
+        used drafts then get one length, chosen to use as many tokens as possible in total. Shorter drafts are not used.
         """
         wanted = [len(draft.tokens) for draft in drafts]
         n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)
         best = [0] * len(drafts)
-        if not self._llm._is_stateful:
+        if not self._llm._is_stateful or self._llm.context.returns_to_checkpoints:
             for row, n in enumerate(wanted):
                 best[row] = min(n, n_left)
                 n_left -= best[row]

@@ -112,6 +112,7 @@ class KvSequences:
         """Keeps the first `n_tokens` tokens of a place and drops the others. If the model's state cannot be cut there,
         fewer tokens are kept: up to the nearest saved state, or none."""
         cache = self._llm.prefix_cache
+        n_tokens = self._llm.context.return_to_checkpoint(n_tokens, kv.seq_id)
         if cache is not None:
             n_tokens = cache.truncate(kv.seq_id, kv.tokens, n_tokens, kv.owner)
         elif not self._llm.context.truncate(n_tokens, kv.seq_id):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from moegguf.engine.drafts import N_MAX
 from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
 from moegguf.generate.parsing import new_transcript
@@ -209,6 +210,12 @@ class Sequence:
     def decodes(self) -> bool:
         """True if only the last sampled token still has to be evaluated."""
         return self.n_pending == 1 and bool(self.generated)
+
+    @property
+    def repeats(self) -> bool:
+        """True if tokens of a draft are evaluated again, because the state has returned to the beginning of the draft.
+        Also True if few enough of an answer's tokens have to be evaluated again for another reason."""
+        return 1 < self.n_pending <= N_MAX + 1 and bool(self.generated)
 
     @property
     def image(self) -> ImageSpan | None:

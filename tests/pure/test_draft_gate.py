@@ -51,6 +51,35 @@ class Simulation:
         return next((i for i in range(n) if self._random.random() >= chance), n)
 
 
+def measured(gate: DraftGate, cost: float) -> DraftGate:
+    """Returns the gate after passes without drafts, and passes with drafts that were all accepted."""
+    for n_drafted in [0] * 9 + [3, 6] * 4:
+        gate.note_pass(1, n_drafted, n_drafted, 1 + cost * n_drafted)
+        for each in gate.acceptance:
+            each.note(n_drafted, n_drafted)
+    return gate
+
+
+def test_the_first_drafts_of_an_answer_add_at_most_the_time_of_one_pass() -> None:
+    gate = measured(DraftGate(), 0.25)
+    answer = gate.of_answer()
+    assert gate.widths([answer])[0][SOURCE] == 4
+    answer[SOURCE].note(4, 4)
+    assert gate.widths([answer])[0][SOURCE] == 12
+
+
+def test_repeated_tokens_shorten_drafts_until_none_pay() -> None:
+    widths = []
+    for seconds in (None, 1.3, 1.9):
+        gate = measured(DraftGate(), 0.05)
+        if seconds is not None:
+            gate.note_repeated(1, seconds)
+        answer = gate.of_answer()
+        answer[SOURCE].note(3, 1)
+        widths.append(gate.widths([answer])[0][SOURCE])
+    assert widths[0] > widths[1] > widths[2]
+
+
 @pytest.mark.parametrize("n_sequences", [1, 4])
 def test_gate_drafts_widely_if_drafts_are_likely(n_sequences: int) -> None:
     simulation = Simulation(DraftGate(), 0.06 / n_sequences, n_sequences)

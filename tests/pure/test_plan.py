@@ -237,6 +237,23 @@ def test_choose_context_plans_snapshots_for_drafts_if_memory_allows(
     assert any(expected in reason for reason in sizes.reasons) == (draft != "off")
 
 
+@pytest.mark.parametrize(
+    ("free", "n_seq_max", "draft", "n_checkpoints"),
+    [("1GiB", 1, "ngram", 1), ("1GiB", 1, "off", 0), ("1MiB", 1, "ngram", 1), ("1MiB", 8, "ngram", 0),
+     ("1TiB", 129, "ngram", 0)],
+)  # fmt: skip
+def test_choose_context_plans_a_checkpoint_where_states_have_no_snapshots(
+    tmp_path: Path, free: str, n_seq_max: int, draft: str, n_checkpoints: int
+) -> None:
+    g = moe("qwen3next", n_layer=4).add("qwen3next.ssm.inner_size", U32, 64).add("qwen3next.ssm.state_size", U32, 16)
+    layout = read_layout(g.write(tmp_path / "m.gguf"))
+    spec = LoadSpec(n_ctx=256, n_seq_max=n_seq_max, draft=draft)
+    sizes = choose_context(layout, Sizes.of(layout, spec), parse_size(free))
+    assert (sizes.n_rs_seq, sizes.n_checkpoints) == (0, n_checkpoints)
+    expected = "returns to a saved state" if n_checkpoints else "nothing is drafted"
+    assert any(expected in reason for reason in sizes.reasons) == (draft != "off")
+
+
 def test_pass_bytes_grow_with_batch_and_context_and_cost_falls_with_slots(layout: ExpertLayout) -> None:
     assert pass_bytes(layout, 4096, 512) > pass_bytes(layout, 4096, 64) > pass_bytes(layout, 512, 64)
     assert pass_bytes(layout, 1 << 16, 512, flash_attn=True) < pass_bytes(layout, 1 << 16, 512)

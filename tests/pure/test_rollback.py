@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.rollback import Rollback
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.native.events import Phase
@@ -64,6 +65,34 @@ def test_snapshots_become_stale_after_a_restore_or_a_pass_of_others() -> None:
     assert rollback.n_back(0) == 0 and rollback.n_back(1) == 2
     rollback.note_shared(1, 2)
     assert rollback.n_back(1) == 0 and rollback.can_copy(1)
+
+
+class FakeCheckpoints(Checkpoints):
+    """Records the sequences that have a checkpoint, without a context."""
+
+    def __init__(self) -> None:
+        self.saved = set[int]()
+
+    def save(self, sequence: int) -> None:
+        self.saved.add(sequence)
+
+    def discard(self, sequence: int) -> None:
+        self.saved.discard(sequence)
+
+    def clear(self) -> None:
+        self.saved.clear()
+
+
+def test_a_checkpoint_of_a_drafted_sequence_lasts_until_the_next_pass() -> None:
+    rollback = Rollback(0, 512, checkpoints=(checkpoints := FakeCheckpoints()))
+    rollback.before_pass([chunk(0, 1, 3), chunk(1, 1), chunk(2, 1, 1)])
+    assert checkpoints.saved == {0, 2}
+    rollback.forget(2)
+    assert checkpoints.saved == {0}
+    rollback.before_pass([chunk(1, 1, 2)])
+    assert checkpoints.saved == {1}
+    rollback.clear()
+    assert not checkpoints.saved
 
 
 def test_forget_and_clear_remove_snapshots() -> None:
