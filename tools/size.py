@@ -32,7 +32,7 @@ TOKEN_LIMITS = {
     "moegguf/chat": 9_700,
     "moegguf/cli": 19_900,
     "moegguf/controller": 13_700,
-    "moegguf/engine": 59_300,
+    "moegguf/engine": 59_800,
     "moegguf/generate": 56_600,
     "moegguf/gguf": 9_200,
     "moegguf/learning": 11_000,

@@ -1,4 +1,6 @@
-"""Keeps recurrent states from before passes with drafts, for models whose states llama.cpp cannot roll back.
+"""Keeps recurrent states from before passes with drafts.
+
+Models need these states if llama.cpp cannot roll their states back.
 
 If a token of a draft is rejected, the sequence returns to its checkpoint, the state from before the pass. The accepted
 tokens of the draft are then evaluated again.

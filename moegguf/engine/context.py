@@ -547,8 +547,8 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Discards a sequence's snapshots and checkpoint after a saved state has been written into the sequence, because
-        they belong to other tokens."""
+        """Discards a sequence's snapshots and checkpoint after a saved state has been written into the sequence. They
+        belong to other tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:

@@ -61,8 +61,8 @@ HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-toke
 SMALL_CTX_TOKENS = 4096
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
-# numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state; with checkpoints, always
-# the first one
+# numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state; with checkpoints, a
+# draft has at most the first number of tokens
 DRAFT_TOKENS = (8, 4)
 SNAPSHOT_SHARE = 16  # all snapshots together occupy at most 1/16 of the free memory
 NEVER_FUSED = ("grok",)  # architectures for which llama.cpp does not use flash attention
@@ -397,7 +397,7 @@ def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Siz
         if fits:
             reason = f"a draft that is rejected returns to a saved state, which takes {format_bytes(all_bytes)}"
             return replace(sizes, reasons=(reason,))
-        reason = f"nothing is drafted: the states to which a rejected draft returns would take {format_bytes(all_bytes)}"
+        reason = f"nothing is drafted: saved states for rejected drafts would take {format_bytes(all_bytes)}"
         return replace(sizes, n_checkpoints=0, reasons=(reason,))
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())

@@ -44,8 +44,8 @@ class Rollback:
         return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
 
     def before_pass(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Saves a checkpoint of each sequence that has a draft in the next pass, and removes all other checkpoints. Does
-        nothing for a context without checkpoints."""
+        """Saves a checkpoint of each sequence that has a draft in the next pass, and removes all other checkpoints.
+        Does nothing for a context without checkpoints."""
         if self.checkpoints is None:
             return
         self.checkpoints.clear()

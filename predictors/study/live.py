@@ -1,4 +1,4 @@
-"""Measures strategies in real time over a simulated link. The strategies take turns, each in its own process.
+"""Measures strategies in wall-clock time over a simulated link. The strategies take turns, each in its own process.
 
     python -m predictors.study.live --paper promoe
 

@@ -104,7 +104,7 @@ class Bench:
 
     @cached_property
     def workload(self) -> Workload:
-        """All requests for reporting, after N_WARM requests that only warm the cache."""
+        """All test requests, after N_WARM requests that only warm the cache."""
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
@@ -119,7 +119,7 @@ class Bench:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Writes MoE-Infinity's collection with `n_entries` entries from the last requests for learning. If `n_entries`
+        """Writes MoE-Infinity's collection with `n_entries` entries from the last training requests. If `n_entries`
         is 0, only removes the collection's file."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 

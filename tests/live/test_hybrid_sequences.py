@@ -245,8 +245,8 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
 def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that were evaluated beyond the stop string are rolled back, so the next request reuses the context. A model
-    with checkpoints goes back to the beginning of the draft."""
+    """Tokens that were evaluated beyond the stop string are rolled back, so the next request reuses the context. With
+    checkpoints, the model goes back to the beginning of the draft."""
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
