@@ -6,7 +6,7 @@ If a token of a draft is rejected, the sequence returns to its checkpoint, the s
 tokens of the draft are then evaluated again.
 
 A second sequence of the context has the checkpoint. Saving a checkpoint copies no bytes, because both sequences use one
-state, and llama.cpp writes the next state of a sequence to another place if a second sequence uses the old one. The
+state. If a second sequence uses a state, llama.cpp writes the next state of the first sequence to another place. The
 context therefore needs memory for twice as many states.
 """
 
