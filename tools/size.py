@@ -47,7 +47,7 @@ TOKEN_LIMITS = {
     "tests": 432_000,
     "tools": 61_500,
 }
-NATIVE_LIMITS = {"moegguf/native": 12_400, "moegguf/server": 1_920, "moegguf/testing": 1_180, "tools": 510}
+NATIVE_LIMITS = {"moegguf/native": 12_450, "moegguf/server": 1_920, "moegguf/testing": 1_190, "tools": 510}
 
 _LAYOUT = frozenset(
     {

@@ -75,10 +75,16 @@ const uint8_t * Drives::read_row(int shard, uint64_t offset, size_t n, const Rea
     throw Error(MOEGGUF_IO, why);
 }
 
-void Drives::read_row_ahead(int shard, uint64_t offset, size_t n) const {
+const Shard & Drives::first_shard(int shard) const {
     const auto drive = std::find_if(drives_.begin(), drives_.end(), [this](const Drive & d) { return is_read(d); });
-    drive->shards[shard]->read_ahead(offset, n); // one drive is always read
+    return *drive->shards[shard]; // one drive is always read
 }
+
+bool Drives::read_row_cached(int shard, uint64_t offset, size_t n, uint8_t * to) const {
+    return first_shard(shard).read_cached(offset, n, to);
+}
+
+void Drives::read_row_ahead(int shard, uint64_t offset, size_t n) const { first_shard(shard).read_ahead(offset, n); }
 
 Drives::Turn Drives::begin(size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);

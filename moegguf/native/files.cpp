@@ -133,10 +133,11 @@ Error Shard::cannot_read(uint64_t offset, size_t n, int error) const {
                                  path_ + "': " + strerror(error));
 }
 
+bool Shard::may_be_same(const struct stat & now) const {
+    return now.st_size == opened_.st_size && ns(now.st_mtim) == ns(opened_.st_mtim);
+}
+
 void Shard::check_unchanged() const {
-    const auto may_be_same = [this](const struct stat & now) {
-        return now.st_size == opened_.st_size && ns(now.st_mtim) == ns(opened_.st_mtim);
-    };
     struct stat now = status();
     if (may_be_same(now) && ns(now.st_ctim) == changed_ns_) { return; }
     const std::lock_guard<std::mutex> lock(checking_);
@@ -180,6 +181,12 @@ void Shard::read_ahead(uint64_t offset, size_t n) const {
 #ifdef POSIX_FADV_WILLNEED
     posix_fadvise(buffered_.fd, (off_t)offset, (off_t)n, POSIX_FADV_WILLNEED);
 #endif
+}
+
+bool Shard::read_cached(uint64_t offset, size_t n, uint8_t * to) const {
+    struct stat now;
+    return os().pread_cached(buffered_.fd, to, n, offset) == (ssize_t)n && os().fstat(buffered_.fd, &now) == 0 &&
+           may_be_same(now) && ns(now.st_ctim) == changed_ns_;
 }
 
 const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries,

@@ -2,18 +2,32 @@
 #include "os.h"
 
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace moegguf {
 namespace {
 
+ssize_t pread_cached(int fd, void * buffer, size_t n, off_t offset) {
+#ifdef RWF_NOWAIT
+    const iovec to = {buffer, n};
+    return ::preadv2(fd, &to, 1, offset, RWF_NOWAIT);
+#else
+    (void)fd, (void)buffer, (void)n, (void)offset;
+    errno = ENOTSUP;
+    return -1;
+#endif
+}
+
 constexpr OperatingSystem real = {
     [](const char * path, int flags) { return ::open(path, flags); },
     [](int fd, struct stat * status) { return ::fstat(fd, status); },
     ::pread,
+    pread_cached,
     ::aligned_alloc,
     ggml_backend_buft_alloc_buffer,
     [](std::function<void()> body) { return std::thread(std::move(body)); },

@@ -18,6 +18,7 @@ struct OperatingSystem {
     int (*open)(const char * path, int flags); // like open(2): -1 and errno on failure
     int (*fstat)(int fd, struct stat * status);
     ssize_t (*pread)(int fd, void * buffer, size_t n, off_t offset);
+    ssize_t (*pread_cached)(int fd, void * buffer, size_t n, off_t offset); // fails if it would wait for a drive
     void * (*aligned_alloc)(size_t alignment, size_t n);
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t n); // returns nullptr if refused
     std::thread (*start_thread)(std::function<void()> body); // throws std::system_error if refused

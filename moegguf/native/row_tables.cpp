@@ -120,7 +120,7 @@ void RowTables::get(const Table & table, ggml_tensor & op) {
             rows_->offsets.clear();
             for (int64_t i = begin; i < end; i++) { rows_->offsets.push_back(first_byte + Row(op, i).offset); }
             rows_->bytes.resize((end - begin) * row_bytes);
-            if (!await(rows_)) { return; }
+            if (!read_cached(*rows_) && !await(rows_)) { return; }
             for (int64_t i = begin; i < end; i++) {
                 to_floats(from.type, rows_->bytes.data() + (i - begin) * row_bytes, Row(op, i).out, from.ne[0]);
             }
@@ -136,6 +136,16 @@ void RowTables::get(const Table & table, ggml_tensor & op) {
 void RowTables::renew_rows() {
     Lock lock(shared_.mutex);
     if (rows_.use_count() > 1) { rows_ = std::make_shared<Rows>(); }
+}
+
+// Copies the rows from the page cache. Returns false if one of them is not there.
+bool RowTables::read_cached(Rows & rows) const {
+    uint8_t * to = rows.bytes.data();
+    for (uint64_t offset : rows.offsets) {
+        if (!transfers_.drives()->read_row_cached(rows.shard, offset, rows.row_bytes, to)) { return false; }
+        to += rows.row_bytes;
+    }
+    return true;
 }
 
 // Waits until the thread has read the rows. Returns false if they cannot be read, or if the store is cancelled.

@@ -1,7 +1,8 @@
 // row_tables.h: tensors whose rows are read from the model's files when a pass needs them, such as token embeddings.
-// ggml's CPU backend calls moegguf_rows::get (kernels/multiply.h) to compute GET_ROWS from such a tensor. A thread
-// reads the rows, so that a compute thread can stop waiting for a slow drive when the store is cancelled. Rows that
-// were read stay in the system's page cache, which the system frees when memory is needed.
+// ggml's CPU backend calls moegguf_rows::get (kernels/multiply.h) to compute GET_ROWS from such a tensor. The compute
+// thread copies rows that are in the system's page cache. A second thread reads other rows, so that the compute thread
+// can stop waiting for a slow drive when the store is cancelled. Rows that were read stay in the page cache, which the
+// system frees when memory is needed.
 #pragma once
 
 #include "transfers.h"
@@ -46,6 +47,7 @@ class RowTables {
     ggml_status attach(ggml_tensor * t) const;
     void get(const Table & table, ggml_tensor & op);
     void renew_rows();
+    bool read_cached(Rows & rows) const;
     bool await(const std::shared_ptr<Rows> & rows);
     void lose(moegguf_status status, const std::string & why);
     void run();

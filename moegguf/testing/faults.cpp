@@ -64,6 +64,10 @@ const OperatingSystem failing = {
         if (n > 4096 && fault(MOEGGUF_FAULT_SHORT_READ, fd)) { n = 4096; }
         return real().pread(fd, buffer, n, offset);
     },
+    [](int, void *, size_t, off_t) -> ssize_t {
+        errno = EAGAIN; // every byte is read with pread, so that its faults occur
+        return -1;
+    },
     [](size_t alignment, size_t n) -> void * {
         return fault(MOEGGUF_FAULT_ALLOC) ? nullptr : real().aligned_alloc(alignment, n);
     },
