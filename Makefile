@@ -52,9 +52,10 @@ $(READY): $(VENV)/.tools $(SOURCES)
 run: $(READY)
 	@$(VENV)/bin/moegguf run demo "What does moegguf do?" --expert-cache 50% --verbose
 
-# Files run in the order of testpaths, the slowest first, so that no slow file is left for the end.
+# Files run in the order of testpaths, the slowest first, so that no slow file is left for the end. Python keeps bytecode
+# even if the shell forbids it: otherwise each of the processes compiles its modules, and pytest rewrites all test files.
 test: $(READY)
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The page's tests are skipped on a machine without these, so a failed installation is not an error.
 browser: $(READY)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
+import gc
 import inspect
 import os
 import signal
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def pytest_collection_finish() -> None:
+    """Excludes the imported modules and the collected tests from later garbage collections.
+
+    A full collection would otherwise visit more than 600,000 objects. Some tests make a full collection before they
+    count open files. Objects that tests create are collected as usual.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
     """Prints the stack of every thread and ends the test run if a test takes longer than LONGEST_TEST_S seconds."""
@@ -56,6 +69,15 @@ def ctrl_c_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """Makes all HTTP clients in this process share one TLS context. No test uses TLS, and reading the root certificates
+    for each client takes 16 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

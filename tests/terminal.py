@@ -144,8 +144,19 @@ class Terminal:
         while self._read(TIMEOUT_S):
             pass
         self.child.wait() if self.child.isalive() else None
-        self.child.close()
+        self._close()
         return -self.child.signalstatus if self.child.signalstatus else int(self.child.exitstatus)
+
+    def _close(self) -> None:
+        """Closes the terminal, which sends SIGHUP to the command. Stops a command that is still running 0.1 seconds
+        later."""
+        process = self.child.ptyproc
+        process.fileobj.close()
+        end = time.monotonic() + process.delayafterclose
+        while self.child.isalive() and time.monotonic() < end:
+            time.sleep(0.002)
+        process.delayafterclose = 0  # `close` would sleep even if the command has ended
+        self.child.close(force=True)
 
     def __enter__(self) -> Terminal:
         return self
@@ -154,7 +165,7 @@ class Terminal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.child.close(force=True)
+            self._close()
         except pexpect.ExceptionPexpect:  # raised 0.1 seconds after SIGKILL, but a busy machine may need longer
             os.waitpid(self.child.pid, 0)
 

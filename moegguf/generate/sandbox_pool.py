@@ -1,8 +1,9 @@
 """Child processes that render chat templates and compile grammars (sandbox.py), with limits on time and memory.
 Templates and grammars are untrusted, so a process may be killed.
 
-The first request starts a process, which is kept for the next request. Simultaneous requests start further processes,
-up to MAX_PROCESSES; any more requests wait. The child processes exit with this process.
+The first request starts a process, which is kept for the next request. A simultaneous request waits up to WAIT_S for a
+process, because most requests take less time than the start of a process. Then it starts a further process, up to
+MAX_PROCESSES; any more requests wait. The child processes exit with this process.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Condition
 from typing import Any
 
 from moegguf.child import child_command, child_environment
 
 MAX_S = 2.0  # seconds of CPU time for one request
 MAX_PROCESSES = 3
+WAIT_S = 0.2  # seconds for which a request waits for a busy process before it starts another one
 COMMAND = child_command(f"{__package__}.sandbox")
 Child = subprocess.Popen[bytes]
 
@@ -84,18 +86,37 @@ def _process() -> Iterator[Child]:
     """Provides a child process for one request. An exception in the `with` block kills the process, because otherwise
     the next request could read the reply to this request. Raises LimitedError if no process can be started."""
     with _running:
-        process = None
+        process = _take()
         try:
-            with suppress(IndexError):
-                process = _idle.pop()
             if process is None or process.poll() is not None:
                 process = _started()
             yield process
         except BaseException:  # also an interrupt
             if process is not None:
                 _kill(process)
+            _put(None)
             raise
-        _idle.append(process)
+        _put(process)
+
+
+def _take() -> Child | None:
+    """Returns an idle process. Waits up to WAIT_S if there is none, but another request uses a process. Returns None if
+    the caller must start a process. The caller must call `_put` afterwards."""
+    global _n_busy
+    with _free:
+        _free.wait_for(lambda: _idle or not _n_busy, WAIT_S)
+        _n_busy += 1
+        return _idle.pop() if _idle else None
+
+
+def _put(process: Child | None) -> None:
+    """Makes the process of a finished request idle. None: the process was killed."""
+    global _n_busy
+    with _free:
+        _n_busy -= 1
+        if process is not None:
+            _idle.append(process)
+        _free.notify()
 
 
 def _started() -> Child:
@@ -125,12 +146,16 @@ def close() -> None:
 
 
 _idle: list[Child] = []  # processes without a request; the most recently used one is last
+_n_busy = 0  # number of requests that use a process
+_free = Condition()  # guards `_idle` and `_n_busy`; notified when a request has finished
 _running = BoundedSemaphore(MAX_PROCESSES)
 
 
 def _forget_parents() -> None:
-    global _running
+    global _running, _free, _n_busy
     _idle.clear()
+    _n_busy = 0
+    _free = Condition()
     _running = BoundedSemaphore(MAX_PROCESSES)
 
 

@@ -3,6 +3,7 @@
 The clients do not check this themselves. Types that pydantic can convert are accepted.
 """
 
+import functools
 import typing
 from typing import Any
 
@@ -21,6 +22,9 @@ def kinds_of(union: Any) -> dict[str, type[BaseModel]]:
     return {typing.get_args(kind.model_fields["type"].annotation)[0]: kind for kind in typing.get_args(union)}
 
 
+adapter_of = functools.cache(TypeAdapter)
+
+
 def check(kind: Any, value: Any) -> None:
     """Fails unless `value` has all required fields of `kind`, with types that pydantic can convert."""
-    TypeAdapter(kind).validate_python(value, strict=False)
+    adapter_of(kind).validate_python(value, strict=False)

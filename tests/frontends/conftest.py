@@ -3,6 +3,7 @@
 A test with the fixture `look` fails if the browser's console shows an error or a warning that the test does not expect.
 """
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from unittest.mock import patch
 import httpx
 import psutil
 import pytest
+import typer.main
 from browsing import Look, looking
 from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, server_of
 from servers import Command, Server, completed, environment, serving
@@ -75,10 +77,11 @@ def moegguf() -> Command:
 
 
 @pytest.fixture(scope="session")
-def here() -> Command:
-    """Returns a function like the fixture `moegguf` that runs the command in this process, to save time.
+def here() -> Iterator[Command]:
+    """Yields a function like the fixture `moegguf` that runs the command in this process, to save time.
 
-    Tests of a process, or of how it ends, use the fixture `moegguf`.
+    Tests of a process, or of how it ends, use the fixture `moegguf`. typer builds the parsers of all commands once, and
+    not for each call.
     """
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +103,8 @@ def here() -> Command:
         texts = (stream.buffer.getvalue().decode() for stream in (out, said))  # type: ignore[attr-defined]
         return subprocess.CompletedProcess(arguments, code, *texts)
 
-    return call
+    with patch("typer.main.get_command", functools.cache(typer.main.get_command)):
+        yield call
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import uvicorn
+import uvicorn.server
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
@@ -262,6 +263,23 @@ def objects(text: str) -> list[dict[str, Any]]:
     """Returns the JSON objects of a stream in the form of JSON Lines or server-sent events."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
     return [json.loads(line) for line in lines]
+
+
+class ShortSleeps:
+    """The module `asyncio` with a `sleep` of at most 5 ms.
+
+    uvicorn notices the end of a server, and of the server's connections, after sleeping for 0.1 seconds. In the tests
+    here, these sleeps would take longer than the requests.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.005))
+
+
+uvicorn.server.asyncio = ShortSleeps()  # type: ignore[attr-defined]
 
 
 @contextmanager

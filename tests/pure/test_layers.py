@@ -6,6 +6,7 @@ Everything public has a docstring.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,22 +82,30 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path) for path in MODULES}
 
 
-def imports_of(path: Path, *, types: bool = False) -> Iterator[str]:
-    """Yields the names of imported modules, including imports in functions. With `types`, includes imports for type
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports_of(path: Path, *, types: bool = False) -> list[str]:
+    """Returns the names of imported modules, including imports in functions. With `types`, includes imports for type
     checkers."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
+    found: list[str] = []
     for node in ast.walk(tree if types else without_type_checking(tree)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:  # `from package import module` names the module, not the package
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in NAMES else node.module
+                found.append(inner if inner in NAMES else node.module)
+    return found
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
-    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
-    return tree
+    kept = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    return ast.Module(kept, [])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -170,7 +179,7 @@ def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.Funct
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
 def test_modules_and_their_public_names_have_docstrings(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     assert ast.get_docstring(tree)
     assert [f"{node.name}, line {node.lineno}" for node in public(tree) if not ast.get_docstring(node)] == []
     said = (ast.get_docstring(node) or "" for node in public(tree))

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer.main
 from gguf_builder import U32, moe
 from live.running import write_adapter
 
@@ -46,6 +47,7 @@ from moegguf.serving.worker import open_model
 from moegguf.serving.worker_process import WorkerProcess
 from tools.models import write_projector
 
+PARSER = typer.main.get_command(app)  # `app` would build the parsers of all commands for each call
 TIGHT = 700 << 20  # free memory in bytes, too little for the whole "large" model
 TRAINED = 32768  # tokens of context
 CONTEXT = 2048
@@ -301,7 +303,7 @@ def call(command: str, *arguments: str, **flags: Any) -> Any:
     words = [command, *arguments]
     for name, value in flags.items():
         words += [OPTIONS[name].flags[0], str(value)]
-    return app(words, standalone_mode=False)
+    return PARSER(words, standalone_mode=False)
 
 
 def of_serve(
