@@ -202,8 +202,8 @@ _TABLE = (
     Option("seed", "request", SAMPLING, "Seed for sampling random tokens.", ("--seed", "-s"), "N", kind="whole",
            default="random"),
     Option("strategy", "load", RESEARCH,
-           "Strategy that decides which experts stay in memory and which experts are prefetched: moegguf (the fastest"
-           " in measurements), none, lru, or the strategy of a paper (moe-infinity, promoe, expertflow or duoserve).",
+           "Strategy that decides which experts stay in memory and which experts are prefetched: moegguf, none,"
+           " lru, or the strategy of a paper (moe-infinity, promoe, expertflow or duoserve).",
            ("--strategy",), "NAME", "STRATEGY",
            default="moegguf"),
     Option("policy", "load", RESEARCH,
