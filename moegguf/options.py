@@ -80,7 +80,9 @@ _TABLE = (
            often=True),
     Option("n_threads", "load", MODEL, 'Number of CPU threads. "auto" uses the CPUs that other processes leave free.',
            ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS),
-    Option("n_gpu_layers", "load", MODEL, "Number of layers on a GPU. -1 means all layers.",
+    Option("n_gpu_layers", "load", MODEL,
+           "Number of layers that a GPU computes (-1: all layers). With -1, the CPU may still compute the experts of"
+           " some layers (see placement).",
            ("--n-gpu-layers", "-ngl", "--gpu-layers"), "N", kind="whole", least=-1, most=1 << 24),
     Option("n_batch", "load", MODEL,
            "Maximum number of tokens in a pass. The default depends on the free memory and the speed of the drive.",
@@ -109,18 +111,21 @@ _TABLE = (
            " stage prompts (see `moegguf estimate`).",
            ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto"),
     Option("placement", "load", MEMORY,
-           "Parts of the model that are in VRAM. layers: whole layers; the CPU computes the other layers. slots: slots"
-           " for experts, and all other weights; the GPU computes all layers. slots-mapped (experimental): like slots,"
+           "Parts of the model that are in VRAM. layers: the experts of as many layers as fit, and all other"
+           " weights; the CPU computes the other experts. slots: slots for experts, and all other weights; the GPU"
+           " computes all layers, unless --n-gpu-layers leaves some to the CPU. slots-mapped (experimental): like"
+           " slots,"
            " but the GPU reads missing experts directly from RAM, which no GPU backend supports yet. cpu: nothing."
-           " auto: the fastest of layers, slots and cpu according to measured speeds; with several GPUs, slots.",
+           " auto: the fastest of layers, slots and cpu according to measured speeds; with several GPUs, or if"
+           " --n-gpu-layers leaves some layers to the CPU, slots.",
            ("--placement",), "WHERE", "PLACEMENT", "choice", "auto", PLACEMENTS),
     Option("warm_start", "load", MEMORY,
            "When a model is loaded, read the experts that earlier runs with this option used most. Record which"
            " experts this run uses.", ("--warm-start/--no-warm-start",), "", "WARM_START", "switch", "off"),
     Option("context_store", "load", MEMORY,
-           'Disk space for computed contexts: a size ("8GiB"), "auto" (a tenth of the free disk space, at most 16'
-           " GiB), or 0 to store no contexts. A prompt that begins like an earlier prompt reuses the stored context,"
-           " even after the model was unloaded.",
+           'Disk space for computed contexts: a size ("8GiB"), "auto" (a tenth of the disk space that is free'
+           " or used for contexts, at most 16 GiB), or 0 to store no contexts. A prompt that begins with at least 64"
+           " tokens of an earlier prompt reuses the stored context, even after the model was unloaded.",
            ("--context-store",), "SIZE", "CONTEXT_STORE", "store size", "auto"),
     Option("mirror", "load", MEMORY,
            "A copy of the model's file on another drive, or a folder with copies that have the original file names."
@@ -132,7 +137,8 @@ _TABLE = (
            kind="choice", default="f16", choices=KV_CACHE_TYPES),
     Option("kv_cache_type", "load", MEMORY, f"Data type of the K and V caches: {', '.join(KV_CACHE_TYPES)}.",
            variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES),
-    Option("num_predict", "request", SAMPLING, "Maximum new tokens. -1: no limit.",
+    Option("num_predict", "request", SAMPLING,
+           "Maximum number of new tokens. -1: until the context is full, or 10 contexts if a full context is shifted.",
            ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-2, most=MAX_ANSWER_TOKENS, often=True),
     Option("temperature", "request", SAMPLING, "Randomness. 0 selects the likeliest token.",
            ("--temperature", "--temp"), "T", kind="number", default="the model's, or 0.8", least=0, most=1000,
@@ -159,8 +165,8 @@ _TABLE = (
            "Sample only from tokens that are about as likely as expected (locally typical sampling). 1 means all"
            " tokens.", kind="number", default="1", least=0, most=1),
     Option("top_n_sigma", "request", SAMPLING,
-           "Sample only from tokens whose logits are within N standard deviations of the highest logit. A negative"
-           " number means all tokens.", kind="number",
+           "Sample only from tokens whose logits are within N standard deviations of the highest logit. 0 or"
+           " a negative number means all tokens.", kind="number",
            default="-1", least=-1, most=1000),
     Option("xtc_probability", "request", SAMPLING,
            "Probability that XTC removes the tokens that reach xtc_threshold, except the least likely of these tokens.",
@@ -181,14 +187,15 @@ _TABLE = (
            "Number of recent tokens that DRY searches for repetitions. -1 means the whole context.", kind="whole",
            default="-1", least=-1, most=MAX_ANSWER_TOKENS),
     Option("mirostat", "request", SAMPLING,
-           "Version of Mirostat (1 or 2), which replaces top_k, top_p and the other filters. 0 turns Mirostat off.",
+           "Version of Mirostat (1 or 2), which replaces top_k, top_p and the other filters at temperatures above 0. 0"
+           " turns Mirostat off.",
            kind="whole", default="0", least=0, most=2),
     Option("mirostat_tau", "request", SAMPLING, "Target entropy of Mirostat.", kind="number", default="5", least=0,
            most=1000),
     Option("mirostat_eta", "request", SAMPLING, "Learning rate of Mirostat.", kind="number", default="0.1", least=0,
            most=1),
     Option("num_keep", "request", SAMPLING,
-           "Number of tokens at the start of the context that moegguf keeps when the context is full. -1 means the"
+           "Number of tokens at the start of the context that moegguf keeps when it shifts a full context. -1 means the"
            " whole prompt.", kind="whole",
            default="4", least=-1, most=MAX_ANSWER_TOKENS),
     Option("reasoning_budget_tokens", "request", SAMPLING,
@@ -202,8 +209,9 @@ _TABLE = (
     Option("seed", "request", SAMPLING, "Seed for sampling random tokens.", ("--seed", "-s"), "N", kind="whole",
            default="random"),
     Option("strategy", "load", RESEARCH,
-           "Strategy that decides which experts stay in memory and which experts are prefetched: moegguf, none,"
-           " lru, or the strategy of a paper (moe-infinity, promoe, expertflow or duoserve).",
+           "Strategy that decides which experts stay in memory and which experts are prefetched: moegguf (the best"
+           " policy in measurements of the model), none, lru, or the strategy of a paper (moe-infinity, promoe,"
+           " expertflow or duoserve).",
            ("--strategy",), "NAME", "STRATEGY",
            default="moegguf"),
     Option("policy", "load", RESEARCH,
@@ -213,7 +221,9 @@ _TABLE = (
     Option("predictor", "load", RESEARCH,
            "Predictor of experts: a name such as skip or eamc, or FILE.py:CLASS for a class that you wrote.",
            ("--predictor",), "NAME", default="the strategy's"),
-    Option("prefetch", "load", RESEARCH, "Read predicted experts before they are used, as long as this saves time.",
+    Option("prefetch", "load", RESEARCH,
+           "Read predicted experts before they are used. Except with the strategies of papers, moegguf does this only"
+           " as long as it saves time.",
            ("--prefetch/--no-prefetch",), kind="switch", default="the strategy's"),
     Option("log", "load", OUTPUT, "debug prints the reasons for moegguf's decisions on stderr (see decisions.md).",
            variable="LOG", kind="choice", default="off", choices=("off", "debug")),
@@ -239,29 +249,31 @@ _TABLE = (
            ("--trust-network",), "NETWORKS", "TRUST_NETWORK", "networks"),
     Option("origins", "server", SERVER, "Web origins that may use the server, in addition to origins on this machine.",
            variable="ORIGINS", kind="list"),
-    Option("memory_bytes", "server", MEMORY, "Memory for all loaded models together.", ("--memory",), "SIZE", "MEMORY",
+    Option("memory_bytes", "server", MEMORY, "RAM for all loaded models together.", ("--memory",), "SIZE", "MEMORY",
            "size", "the free memory", often=True),
-    Option("n_parallel", "server", MODEL, "Number of requests that a model answers at once.", ("--parallel",), "N",
-           "NUM_PARALLEL", "whole", "1", least=0, most=MAX_PARALLEL, zero_is_default=True, often=True),
+    Option("n_parallel", "server", MODEL, "Maximum number of requests that a model answers at once.",
+           ("--parallel",), "N", "NUM_PARALLEL", "whole", "1", least=0, most=MAX_PARALLEL,
+           zero_is_default=True, often=True),
     Option("kv_tokens", "server", MEMORY,
            "Total context length in tokens of all requests that a model answers at once, at least one full context. If"
            " the total is used up, the newest request waits.", ("--kv-tokens",), "N", "KV_TOKENS", "whole",
            "a full context per request, or less if experts need the memory", least=0, most=MAX_KV_TOKENS,
            zero_is_default=True),
     Option("keep_alive_s", "server", SERVER,
-           "Time for which an idle model stays loaded. A negative time means forever.",
+           "Time for which an idle model stays loaded, unless another model needs its memory. A negative time means"
+           " forever. Models that the command line of `serve` names stay loaded.",
            variable="KEEP_ALIVE", kind="duration", default="5m"),
     Option("max_models", "server", SERVER, "Maximum number of models that are loaded at once.",
            variable="MAX_LOADED_MODELS", kind="whole", default="as many as fit", least=0, most=1024,
            zero_is_default=True),
     Option("max_queue", "server", SERVER,
            "Maximum number of waiting requests. If the queue is full, a new request replaces the newest request of the"
-           " client with the most requests, unless the client of the new request has as many requests.",
+           " client with the most requests, unless the client of the new request would then have as many requests.",
            ("--max-queue",), "N", "MAX_QUEUE", "whole", "512", least=0, most=1_000_000),
     Option("load_timeout_s", "server", SERVER,
            "Time without progress after which loading a model fails. 0 means no limit.",
            variable="LOAD_TIMEOUT", kind="timeout", default="5m"),
-    Option("batch_parallel", "server", SERVER, "Number of requests of a batch that the server answers at once.",
+    Option("batch_parallel", "server", SERVER, "Maximum number of requests of a batch that are processed at once.",
            variable="BATCH_PARALLEL", kind="whole", default="16", least=1, most=MAX_BATCH_PARALLEL),
     Option("batch_window_s", "server", SERVER,
            "Time after which an unfinished batch expires. A negative time means never.",
@@ -272,8 +284,9 @@ _TABLE = (
            variable="RESPONSES_AGE", kind="duration", default="24h"),
     Option("upload_bytes", "server", SERVER, "Maximum size of an uploaded file.", variable="UPLOAD_LIMIT", kind="size",
            default="200MiB"),
-    Option("storage_bytes", "server", SERVER, "Maximum total size of uploaded files and answers of batches.",
-           variable="STORAGE_LIMIT", kind="size", default="10GiB"),
+    Option("storage_bytes", "server", SERVER,
+           "Maximum total size of uploaded files and of the answers of unfinished batches, and, separately, of the"
+           " contexts that /slots saves.", variable="STORAGE_LIMIT", kind="size", default="10GiB"),
     Option("debug", "server", OUTPUT, "1 has the effect of --log-level debug, and prints tracebacks.", variable="DEBUG",
            kind="level", default="0"),
     Option("log_level", "server", OUTPUT,
@@ -343,7 +356,9 @@ def page() -> Iterator[str]:
     yield (
         "Options of scope `load` affect how a model is loaded, and most of their names are keywords of `Llama`. Options"
         " of scope `request` are parameters of Modelfiles and requests. Options of scope `server` configure the server."
-        " A flag or a keyword overrides the environment variable. `--help` prints the flags of a command."
+        " A flag or a keyword overrides the environment variable. `--help` prints the flags of a command. The column"
+        " default contains the defaults of commands. In Python, `Llama` has two other defaults, as in llama-cpp-python:"
+        " a context of 512 tokens, and no flash attention."
     )
     yield ""
     yield (

@@ -36,7 +36,7 @@ from moegguf.engine.memory import pad_context
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
-from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError, OptionError
+from moegguf.errors import LibraryError, MoeggufError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
@@ -133,7 +133,9 @@ class Feed:
             try:
                 text = decode_text(Path(spec.text).read_bytes()).encode()
             except OSError as error:
-                raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
+                raise OptionError(
+                    f"the text {spec.text!r} cannot be read ({error.strerror}); check the path given to --text."
+                ) from error
             self._text = llama.tokenize(text, add_bos=False, special=False)
             if not self._text:
                 raise OptionError(

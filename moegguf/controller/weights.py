@@ -104,23 +104,37 @@ def load(
 def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weights:
     n_bytes = path.stat().st_size
     if n_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"it must have at most {MAX_FILE_BYTES} bytes, but has {n_bytes}; make it again")
+        raise ValueError(
+            f"it must have at most {MAX_FILE_BYTES} bytes, but has {n_bytes}; make it again with `moegguf learn`"
+        )
     with safe_open(path, "numpy") as file:
         head = json.loads((file.metadata() or {}).get("moegguf", "null"))
         if not isinstance(head, dict):
-            raise ValueError("it was written by an old version of moegguf or by another program; make it again")
+            raise ValueError(
+                "it was written by an old version of moegguf or by another program; make it again with `moegguf learn`"
+            )
         expected = {"version": FORMAT_VERSION, "predictor": predictor, "fingerprint": fingerprint}
         for key, value in expected.items():
             if head.get(key) != value:
-                raise ValueError(f"its {key} must be {value!r}, but is {head.get(key)!r:.80}")
+                raise ValueError(
+                    f"its {key} must be {value!r}, but is {head.get(key)!r:.80}; make it for this model with `moegguf"
+                    " learn`"
+                )
         found = head.get("shape")
+        found = found if isinstance(found, dict) else {}
         required = json.loads(json.dumps(asdict(shape)))
-        if not isinstance(found, dict) or any(found.get(key) != required[key] for key in SHAPE_KEYS):
-            raise ValueError("it was made for a model of another shape; make it for this model")
+        for key in SHAPE_KEYS:
+            if found.get(key) != required[key]:
+                raise ValueError(
+                    f"it was made for a model whose {key} is {found.get(key)!r:.80}, but this model's is"
+                    f" {required[key]!r:.80}; make it for this model with `moegguf learn`"
+                )
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = head.get("facts")
     if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):
-        raise ValueError("its contents do not match their checksum, so it is damaged; make it again")
+        raise ValueError(
+            "its contents do not match their checksum, so it is damaged; make it again with `moegguf learn`"
+        )
     return Weights(arrays, facts)
 
 

@@ -207,9 +207,10 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
     short = [error for kind, error in refused.items() if kind in asked]
     if task.is_divided:
         raise short[-1]
-    if spec.refuses_cpu:
+    if spec.refuses_cpu and spec.placement == "auto":
         raise BudgetError(
-            f"{short[0]} n_gpu_layers leaves no layer to the CPU; leave the option out, so that the CPU can be used."
+            f"{short[0]} n_gpu_layers rules out a plan without the GPU; leave n_gpu_layers out, so that the CPU can"
+            " compute every layer."
         )
     raise short[0]
 

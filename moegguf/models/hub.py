@@ -346,7 +346,10 @@ def fetch_files(
     if errors:
         raise errors[0]
     if stopped.is_set():
-        raise PullError(f"fetching {what} was stopped; received bytes are kept: pull again to continue.")
+        raise PullError(
+            f"fetching {what} was stopped; received bytes are kept, unless a file is larger than 50 GB: pull again to"
+            " continue."
+        )
     report(received)
 
 

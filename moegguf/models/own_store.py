@@ -377,6 +377,6 @@ def disk_errors(failed: str) -> Iterator[None]:
         if isinstance(error, MoeggufError) or error.errno is None:  # not raised by the file system
             raise
         raise PullError(
-            f"{failed} ({error.strerror}); check the disk, or delete files, and try again: the received part of a"
-            " download is kept."
+            f"{failed} ({error.strerror}); make room on the disk, or make the folder writable, or check the disk, and"
+            " try again. The received part of a download is kept, unless the file is larger than 50 GB."
         ) from error

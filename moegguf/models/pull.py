@@ -164,6 +164,11 @@ def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: 
     found = [*(models.pop() if models else select_files(paths, tag, repo=repo_id).files)]
     for pattern in others:
         matching = [path for path in paths if fnmatch(path, pattern)]
+        if not matching:
+            raise ModelNotFoundError(
+                f"{repo_id}: no file matches {pattern!r}; the files are {', '.join(paths[:40])}; give the name of one"
+                " of them."
+            )
         if len(matching) != 1:
             listed = ", ".join(matching[:40])
             raise ModelNotFoundError(

@@ -147,7 +147,9 @@ async def _put_budget(request: HttpRequest) -> Response:
     body = await read_body(request, _BudgetRequest)
     given = {"RAM": body.expert_cache, "VRAM": body.vram_cache}
     if set(given.values()) == {None}:
-        raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
+        raise HttpError(
+            400, "a budget needs expert_cache or vram_cache, but neither is given; give at least one of them"
+        )
     try:
         budgets = [parse_expert_cache(str(value), tier) for tier, value in given.items() if value is not None]
         loaded = await request.app.state.manager.set_budget(body.model, *budgets)

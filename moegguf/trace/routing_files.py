@@ -224,7 +224,7 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
         if len(used) != n_used:
             raise TraceError(
                 f"line {line}: each row must have as many experts as the first row ({n_used}), but this one has"
-                f" {len(used)}."
+                f" {len(used)}; correct the line."
             )
         token = -1 if row.get("token") in (None, "") else _whole(row["token"], "token", line)
         place = (_whole(row[name], name, line) for name in ("position", "layer"))

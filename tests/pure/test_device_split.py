@@ -149,8 +149,13 @@ def test_n_gpu_layers_keeps_layers_on_a_gpu_slower_than_the_cpu(layout: ExpertLa
     assert not make_plan(layout, one, budgets("40%"), slow).on_device
     given = budgets("40%", n_gpu_layers=-1)
     assert make_plan(layout, one, given, slow).on_device
-    with pytest.raises(BudgetError, match="n_gpu_layers leaves no layer to the CPU"):
-        make_plan(layout, machine(1 << 20), replace(given, budgets=Budgets(given.budgets.ram)), slow)
+    given = replace(given, budgets=Budgets(given.budgets.ram))
+    with pytest.raises(BudgetError, match="leave n_gpu_layers out, so that the CPU can compute every layer"):
+        make_plan(layout, machine(1 << 20), given, slow)
+    for placement in ("slots", "layers"):  # neither allows the CPU, even without n_gpu_layers
+        with pytest.raises(BudgetError) as caught:
+            make_plan(layout, machine(1 << 20), replace(given, placement=placement), slow)
+        assert "n_gpu_layers" not in str(caught.value)
 
 
 def test_kv_cache_size_depends_on_the_memory_that_holds_the_cache(layout: ExpertLayout) -> None:

@@ -102,8 +102,9 @@ def test_expert_mlp_rejects_wrong_sizes() -> None:
         arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
     expert_mlp(SPARSE, Weights(arrays, {"hidden": [8] * 6}))
     for hidden, why in (
-        ([8, 8], "hidden must be 6 sizes, .*; make it again"),
-        ([0, *[8] * 5], "each a whole number above 0, but is .*; make it again"),
+        ([8, 8], "'hidden' must be a list of 6 whole numbers above 0, but is .*; make it again"),
+        (8, "'hidden' must be a list of 6 whole numbers above 0, but is 8; make it again"),
+        ([0, *[8] * 5], "whole numbers above 0, but is .*; make it again"),
         ([9, *[8] * 5], r"'layers\.0\.weight' must have the shape"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -388,7 +388,7 @@ def test_pull_reports_a_disk_error_during_the_download_and_can_be_repeated(
 
     with monkeypatch.context() as patch:
         patch.setattr(downloads, "_check_chunk", full)
-        words = rf"\(.* are missing\) cannot be written to .* \({os.strerror(code)}\); check the disk, or delete"
+        words = rf"\(.* are missing\) cannot be written to .* \({os.strerror(code)}\); make room on the disk, or make"
         with pytest.raises(PullError, match=words):
             fetch()
     assert nothing_has_a_name()

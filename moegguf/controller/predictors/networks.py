@@ -102,10 +102,11 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
     expert selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
     """
     hidden = weights.facts["hidden"]
-    if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):
+    is_list = isinstance(hidden, list) and len(hidden) == len(HIDDEN_SIZES)
+    if not is_list or not all(isinstance(size, int) and size > 0 for size in hidden):
         raise ValueError(
-            f"hidden must be {len(HIDDEN_SIZES)} sizes, each a whole number above 0, but is {hidden!r:.80}; make it"
-            " again"
+            f"its fact 'hidden' must be a list of {len(HIDDEN_SIZES)} whole numbers above 0, but is {hidden!r:.80};"
+            " make it again with `moegguf learn`"
         )
     n_layer, n_expert, sizes = len(shape.layers), shape.n_expert, [state_size(shape), *hidden, shape.n_expert]
     arrays: dict[str, Array] = {

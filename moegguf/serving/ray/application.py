@@ -224,8 +224,8 @@ class ReplicaManager:
     async def unload(self, name: str | ModelEntry) -> bool:
         """Raises OptionError: a request cannot unload a model that Ray's replicas serve."""
         raise OptionError(
-            f"{(await self._find(name)).name!r} cannot be unloaded by a request; set its autoscaling_config in the"
-            " config file, then `serve deploy` the file."
+            f"{(await self._find(name)).name!r} cannot be unloaded by a request; set min_replicas: 0 in its"
+            " autoscaling_config in the config file, then `serve deploy` the file."
         )
 
     def loaded(self) -> list[LoadedModel]:
