@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,13 @@ class Processor:
     flags: frozenset[str]
 
 
-def read_processor(root: Path = Path("/")) -> Processor:
+def read_processor(root: Path = Path("/"), architecture: str = platform.machine()) -> Processor:
     """Returns the first processor in /proc/cpuinfo. If it has no name, uses the machine's name, which some ARM systems
-    list last, or else "unknown CPU"."""
+    list last, or else "unknown CPU".
+
+    On ARM, reads only the line "Features". The line "flags" names instruction sets of x86: an emulator that runs ARM
+    programs on an x86 machine may show them the x86 machine's /proc/cpuinfo.
+    """
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -30,7 +35,8 @@ def read_processor(root: Path = Path("/")) -> Processor:
         if value.strip():
             first.setdefault(name.strip(), value.strip())
     model = first.get("model name") or first.get("Model") or "unknown CPU"
-    return Processor(model, frozenset((first.get("flags") or first.get("Features", "")).split()))
+    flags = "" if architecture == "aarch64" else first.get("flags", "")
+    return Processor(model, frozenset((flags or first.get("Features", "")).split()))
 
 
 def has_kernels(processor: Processor, chosen: str) -> bool:

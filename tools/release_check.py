@@ -136,7 +136,9 @@ def run_installed(path: Path) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         pip = environment_in(folder)
-        subprocess.run([pip, "install", "--quiet", path.resolve()], check=True, timeout=INSTALL_S)
+        # An older wheel of a dependency is installed if the newest release has none for this glibc (llguidance).
+        command = [str(pip), "install", "--quiet", "--prefer-binary", str(path.resolve())]
+        subprocess.run(command, check=True, timeout=INSTALL_S)
         installed_s = time.monotonic()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("MOEGGUF", "XDG_", "PYTHON"))}
         command = [str(folder / "venv/bin/moegguf"), "run", "demo", QUESTION, "-n", "8"]

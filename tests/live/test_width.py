@@ -18,9 +18,15 @@ from moegguf.engine.machine import ProcessorUse
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.native import library
 from moegguf.native.events import Phase
+from moegguf.processor import has_kernels, read_processor
+from moegguf.settings import read_environment
 from tools.models import PRESETS, QUANTS
 
 N_TOKENS, N_CELLS = 60, 256
+
+needs_kernels = pytest.mark.skipif(
+    not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
+)
 
 
 @pytest.fixture(scope="module", params=["100%", "40%"])
@@ -61,6 +67,7 @@ def alone(llm: Llama) -> dict[int, bytes]:
     return in_passes(llm, tokens_of(llm, 1, N_TOKENS), [1] * N_TOKENS)
 
 
+@needs_kernels
 @pytest.mark.parametrize("widths", [[60], [1, 59], [7, 1, 33, 2, 17], [16, 16, 16, 12], [31, 29]])
 def test_a_prompt_of_the_demo_has_equal_bits_at_any_pass_width(
     llm: Llama, alone: dict[int, bytes], widths: list[int]
@@ -73,6 +80,7 @@ def test_a_prompt_of_the_demo_has_equal_bits_at_any_pass_width(
 TINY = sorted(name for name in PRESETS if name.startswith("tiny-"))
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("preset", "quant"), [(preset, "q4_k_m") for preset in TINY] + [("tiny-mixtral", quant) for quant in QUANTS]
 )
@@ -86,6 +94,7 @@ def test_every_model_has_equal_bits_at_any_pass_width(tiny: TinyModel, preset: s
                 assert found == one_by_one[n], f"after {n} tokens, in passes of {widths}"
 
 
+@needs_kernels
 def test_other_sequences_in_pass_and_cache_change_no_bit(llm: Llama, alone: dict[int, bytes]) -> None:
     llm.context.clear()
     tokens, others = tokens_of(llm, 1, N_TOKENS), tokens_of(llm, 2, 80)
@@ -104,6 +113,7 @@ def test_other_sequences_in_pass_and_cache_change_no_bit(llm: Llama, alone: dict
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"
 
 
+@needs_kernels
 def test_a_prefix_copied_from_another_sequence_has_equal_bits(llm: Llama, alone: dict[int, bytes]) -> None:
     llm.context.clear()
     tokens = tokens_of(llm, 1, N_TOKENS)

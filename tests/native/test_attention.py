@@ -14,7 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moegguf.processor import has_kernels, read_processor
+from moegguf.settings import read_environment
 from tools.width_check import Array, Ggml
+
+pytestmark = pytest.mark.skipif(
+    not has_kernels(read_processor(), read_environment().kernels), reason="the processor has no kernel for attention"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 # More rows than fit in a tile, and enough cells for two whole parts of the keys and the beginning of a third part.

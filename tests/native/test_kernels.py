@@ -5,7 +5,10 @@ The second operand of such an operation has one value for each row, or one for e
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +44,8 @@ from product import N_THREADS, Product
 from moegguf.gguf.experts import ExpertMatrix
 from tools.width_check import Ggml
 
-NATIVE = Path(__file__).resolve().parents[2] / "moegguf/native"
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "moegguf/native"
 TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
 PLAIN = {
     "q8_0": Q8_0, "q5_0": Q5_0, "q5_1": Q5_1, "q4_1": Q4_1, "q2_K": Q2_K, "q3_K": Q3_K, "iq4_xs": IQ4_XS,
@@ -83,6 +87,12 @@ def test_product_is_exact_if_a_token_chooses_one_expert_many_times(
         products.append(Product(store, context, fake, np.full((n_tokens, n_times), 7), x))
     many, once = (np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96) for product in products)
     assert (many == once).all()
+
+
+def test_upstreams_product_is_exact_if_a_token_chooses_one_expert_many_times() -> None:
+    test = f"{__file__}::{test_product_is_exact_if_a_token_chooses_one_expert_many_times.__name__}"
+    environment = os.environ | {"MOEGGUF_KERNELS": "upstream"}
+    subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, env=environment, cwd=ROOT, timeout=100)
 
 
 def quantized(m: ExpertMatrix) -> bytes:

@@ -71,7 +71,13 @@ def test_read_memory_without_cgroups_reports_the_machine(fake: FakeMachine) -> N
     assert 0 <= memory.available_bytes <= memory.total_bytes
     assert count_cpus() >= 1
     fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n")
-    assert read_processor(fake.root) == Processor("Some CPU", frozenset({"fpu", "avx2", "fma", "avx512f"}))
+    assert read_processor(fake.root, "x86_64") == Processor("Some CPU", frozenset({"fpu", "avx2", "fma", "avx512f"}))
+
+
+def test_read_processor_ignores_the_flags_of_an_emulators_x86_machine(fake: FakeMachine) -> None:
+    fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: avx2 fma f16c\n")
+    assert has_kernels(read_processor(fake.root, "x86_64"), "")
+    assert read_processor(fake.root, "aarch64").flags == frozenset()
 
 
 def test_read_processor_finds_a_model_after_the_features(fake: FakeMachine) -> None:
