@@ -27,8 +27,8 @@ class Drives {
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
     // another copy. Throws Error(IO) if the last copy fails.
     const uint8_t * read_row(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
-    // Copies n bytes at an offset of a shard to `to`, if the page cache contains them; otherwise returns false. Does not
-    // wait for a drive.
+    // Copies n bytes at an offset of a shard to `to`, if the page cache contains them; otherwise returns false. Does
+    // not wait for a drive.
     bool read_row_cached(int shard, uint64_t offset, size_t n, uint8_t * to) const;
     // Asks the system to read these bytes soon.
     void read_row_ahead(int shard, uint64_t offset, size_t n) const;
@@ -55,7 +55,7 @@ class Drives {
         uint64_t under_way; // number of bytes under way on the drive when this read began, including this read
     };
 
-    bool is_read(const Drive & drive) const; // false: the drive was dropped
+    bool is_read(const Drive & drive) const;    // false: the drive was dropped
     const Shard & first_shard(int shard) const; // a shard on the first drive that is read
     Turn begin(size_t n);
     void end(const Turn & turn, size_t n);

@@ -70,8 +70,8 @@ class Shard {
     const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries,
                          bool cached = false) const;
 
-    // Copies n bytes at an offset to `to`. Returns false if the page cache does not contain all of them, if the file may
-    // have been written to, or if the read fails. Does not wait for a drive.
+    // Copies n bytes at an offset to `to`. Returns false if the page cache does not contain all of them, if the file
+    // may have been written to, or if the read fails. Does not wait for a drive.
     bool read_cached(uint64_t offset, size_t n, uint8_t * to) const;
 
     // Asks the system to read n bytes at an offset into the page cache. Does not wait.
@@ -88,10 +88,10 @@ class Shard {
         bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
     };
 
-    struct stat status() const;         // Calls fstat. Throws Error(IO).
+    struct stat status() const;                      // Calls fstat. Throws Error(IO).
     bool may_be_same(const struct stat & now) const; // true: size and modification time are as when it was opened
-    void check_unchanged() const;       // Throws Error(IO) if the file was written to.
-    std::vector<Sample> sample() const; // Reads all sampled spans, and returns their digests.
+    void check_unchanged() const;                    // Throws Error(IO) if the file was written to.
+    std::vector<Sample> sample() const;              // Reads all sampled spans, and returns their digests.
     Error cannot_read(uint64_t offset, size_t n, int error) const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
