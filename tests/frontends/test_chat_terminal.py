@@ -347,7 +347,8 @@ def test_clear_drops_messages_and_keeps_the_system_message(shared: Terminal) -> 
     shared.expect("Set system message.")
     shared.prompt()
     assert "Be\nbriefer." in shared.ask("/show system")
-    shared.ask('/set system """ """')
+    shared.ask('/set system """"""')
+    assert "No system message was specified for this model." in shared.ask("/show system")
     shared.ask("/clear")
 
 
@@ -388,10 +389,9 @@ def test_errors_do_not_end_the_chat(shared: Terminal) -> None:
     shared.ask("/clear")
 
 
-def test_bye_and_exit_end_the_chat(home: Path, shared: Terminal) -> None:
-    with echo_chat(home) as other:
-        other.prompt()
-        other.enter("/exit")
-        assert other.exit_code() == 0
-    shared.enter("/bye")
-    assert shared.exit_code() == 0
+def test_bye_and_exit_end_the_chat(home: Path) -> None:
+    for command in ("/bye", "/exit"):
+        with echo_chat(home) as chat:
+            chat.prompt()
+            chat.enter(command)
+            assert chat.exit_code() == 0
