@@ -138,7 +138,7 @@ _TABLE = (
     Option("kv_cache_type", "load", MEMORY, f"Data type of the K and V caches: {', '.join(KV_CACHE_TYPES)}.",
            variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES),
     Option("num_predict", "request", SAMPLING,
-           "Maximum number of new tokens. -1: until the context is full, or 10 contexts if a full context is shifted.",
+           "Maximum tokens. -1: a full context.",
            ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-2, most=MAX_ANSWER_TOKENS, often=True),
     Option("temperature", "request", SAMPLING, "Randomness. 0 selects the likeliest token.",
            ("--temperature", "--temp"), "T", kind="number", default="the model's, or 0.8", least=0, most=1000,

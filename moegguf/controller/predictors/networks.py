@@ -102,7 +102,7 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
     expert selection".) The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
     """
     hidden = weights.facts["hidden"]
-    is_list = isinstance(hidden, list) and len(hidden) == len(HIDDEN_SIZES)
+    is_list = isinstance(hidden, (list, tuple)) and len(hidden) == len(HIDDEN_SIZES)
     if not is_list or not all(isinstance(size, int) and size > 0 for size in hidden):
         raise ValueError(
             f"its fact 'hidden' must be a list of {len(HIDDEN_SIZES)} whole numbers above 0, but is {hidden!r:.80};"
