@@ -301,6 +301,7 @@ class BatchLoop:
             drafter = None
         n_drafted = sum(len(each.draft) for each in step)
         repeats = any(each.repeats for each in step) and all(each.repeats or each.decodes for each in step)
+        repeats = repeats and self._llm.context.returns_to_checkpoints  # a shift repeats tokens without a draft
         computed = self._compute(step)
         if not computed:
             return
