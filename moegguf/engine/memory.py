@@ -395,7 +395,8 @@ def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Siz
     if sizes.n_checkpoints:
         fits = all_bytes <= free_bytes // SNAPSHOT_SHARE and 2 * sizes.n_seq_max <= MAX_PARALLEL
         if fits:
-            reason = f"if a draft is rejected, the model returns to a saved state; these take {format_bytes(all_bytes)}"
+            taken = format_bytes(all_bytes)
+            reason = f"if a draft is rejected, the model returns to a saved state; saved states take {taken}"
             return replace(sizes, reasons=(reason,))
         reason = f"nothing is drafted: saved states for rejected drafts would take {format_bytes(all_bytes)}"
         return replace(sizes, n_checkpoints=0, reasons=(reason,))
