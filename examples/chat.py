@@ -1,7 +1,8 @@
 """A conversation with two questions.
 
-Prints each question and its answer, then the number of reused tokens in the second prompt. The second prompt repeats
-the first question and its answer, so the model does not process these tokens again.
+Prints each question and its answer, then the number of reused tokens in the second
+prompt. The second prompt repeats the first question and its answer, so the model does
+not process these tokens again.
 """
 
 from moegguf import Engine
@@ -19,7 +20,9 @@ def main() -> None:
             print(f"> {question}")
             print(answer.text)
     summary = answer.summary
-    print(f"{summary.cached_tokens} of {summary.whole_prompt_tokens} tokens of the last prompt were reused.")
+    print(
+        f"{summary.cached_tokens} of {summary.whole_prompt_tokens} tokens of the last prompt were reused."
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Imports routing recorded by another program as a trace, then summarizes and replays the trace.
+"""Imports routing recorded by another program as a trace, then summarizes and replays
+the trace.
 
-Prints the number of requests and tokens in the trace, and the hit rates of two policies when a quarter of the experts
-have slots. The routing in this example is made up. The example saves one file of arrays per request, as the hooks for
-transformers and vLLM in docs/testbed.md do.
+Prints the number of requests and tokens in the trace, and the hit rates of two policies
+when a quarter of the experts have slots. The routing in this example is made up. The
+example saves one file of arrays per request, as the hooks for transformers and vLLM in
+docs/testbed.md do.
 """
 
 from pathlib import Path
@@ -18,7 +20,8 @@ N_TOKENS, N_LAYERS, N_EXPERTS = 80, 4, 16
 
 
 def save_routing(path: Path, seed: int) -> None:
-    """Saves the router's logits for a request of 80 tokens. The first 16 tokens are the prompt."""
+    """Saves the router's logits for a request of 80 tokens. The first 16 tokens are the
+    prompt."""
     rng = np.random.default_rng(seed)
     # Neighbouring tokens use similar experts
     drift = np.cumsum(rng.standard_normal((N_TOKENS, N_LAYERS, N_EXPERTS)), axis=0)
@@ -34,7 +37,9 @@ def main(folder: Path) -> None:
     found = summary(TraceAnalysis.open(trace).trace)
     print(f"{found.n_requests} requests, {found.n_tokens} tokens")
     print(f"{found.reuse:.0%} of a token's experts were used by the token before")
-    for row in TraceAnalysis.open(trace).simulate(["lru", "next-use"], ["none"], [0.25]):
+    for row in TraceAnalysis.open(trace).simulate(
+        ["lru", "next-use"], ["none"], [0.25]
+    ):
         print(f"{row.policy}: {row.decode_hit_rate:.0%} hits in {row.n_slots} slots")
 
 

@@ -1,8 +1,8 @@
 """A budget that changes while the model stays loaded.
 
-Answers the same question under three budgets.
-Prints the memory used for experts and the hit rate under each budget, and whether the three answers are equal. They
-are, because a budget changes the speed but never a token.
+Answers the same question under three budgets. Prints the memory used for experts and
+the hit rate under each budget, and whether the three answers are equal. They are,
+because a budget changes the speed but never a token.
 """
 
 from moegguf import Llama
@@ -21,7 +21,9 @@ def main() -> None:
             texts.add(answer["choices"][0]["message"]["content"])
             stats = llm.stats() - before
             size = f"{stats.pool_bytes / 1e6:.1f} MB"
-            print(f"{budget:>4}: {stats.n_slots} slots, {size}, {stats.hit_rate:.0%} hits, {stats.misses} misses")
+            print(
+                f"{budget:>4}: {stats.n_slots} slots, {size}, {stats.hit_rate:.0%} hits, {stats.misses} misses"
+            )
     print(f"equal answers: {len(texts) == 1}")
 
 

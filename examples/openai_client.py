@@ -1,8 +1,10 @@
-"""Sends requests to a server on this machine with OpenAI's client. Start the server with `moegguf serve` first.
+"""Sends requests to a server on this machine with OpenAI's client. Start the server
+with `moegguf serve` first.
 
-Prints the names of the server's models, a complete answer, and the answer to the same question in parts as they arrive.
-To use another server, pass its address as the first argument. If the server requires a key, set the environment
-variable MOEGGUF_API_KEY. Install the client with `pip install openai`.
+Prints the names of the server's models, a complete answer, and the answer to the same
+question in parts as they arrive. To use another server, pass its address as the first
+argument. If the server requires a key, set the environment variable MOEGGUF_API_KEY.
+Install the client with `pip install openai`.
 """
 
 import os
@@ -12,10 +14,15 @@ from openai import OpenAI
 
 
 def main(url: str) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("MOEGGUF_API_KEY") or "any")
+    client = OpenAI(
+        base_url=f"{url}/v1", api_key=os.environ.get("MOEGGUF_API_KEY") or "any"
+    )
     print("models: " + ", ".join(model.id for model in client.models.list()))
     whole = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "What is a router?"}], temperature=0, max_tokens=60
+        model="demo",
+        messages=[{"role": "user", "content": "What is a router?"}],
+        temperature=0,
+        max_tokens=60,
     )
     print(whole.choices[0].message.content)
     stream = client.chat.completions.create(

@@ -1,5 +1,6 @@
-"""Prints two answers while the model generates them. Each part is printed as soon as it arrives, preceded by the number
-of its question. Both complete answers are printed at the end.
+"""Prints two answers while the model generates them. Each part is printed as soon as it
+arrives, preceded by the number of its question. Both complete answers are printed at
+the end.
 """
 
 import asyncio
@@ -10,7 +11,8 @@ QUESTIONS = ("Who are you?", "What does moegguf do?")
 
 
 async def answer(engine: Engine, number: int) -> str:
-    """Returns the answer to QUESTIONS[number]. Prints each part of the answer as soon as it is generated."""
+    """Returns the answer to QUESTIONS[number]. Prints each part of the answer as soon
+    as it is generated."""
     text = ""
     messages = [{"role": "user", "content": QUESTIONS[number]}]
     async for delta in engine.stream(messages, temperature=0, max_tokens=100):

@@ -1,8 +1,8 @@
-"""Logs moegguf's decisions, such as a chosen placement, if MOEGGUF_LOG is "debug" when `start_log` is called. See
-docs/decisions.md.
+"""Logs moegguf's decisions, such as a chosen placement, if MOEGGUF_LOG is "debug" when
+`start_log` is called. See docs/decisions.md.
 
-Each decision is a record of Python's `logging`. The record's message and its attribute `decision` both contain the
-event's name and fields.
+Each decision is a record of Python's `logging`. The record's message and its attribute
+`decision` both contain the event's name and fields.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ log.setLevel(logging.WARNING)  # does not inherit the level of another logger
 
 
 def start_log(handler: logging.Handler | None = None) -> None:
-    """Turns the log on if MOEGGUF_LOG is "debug". Decisions then go to `handler` if it is given, otherwise to the
-    handler that is already set, or else to stderr. Raises OptionError if the variable has an unknown value."""
+    """Turns the log on if MOEGGUF_LOG is "debug". Decisions then go to `handler` if it
+    is given, otherwise to the handler that is already set, or else to stderr. Raises
+    OptionError if the variable has an unknown value."""
     if not logs_decisions():
         return
     log.setLevel(logging.DEBUG)
@@ -34,14 +35,16 @@ def is_logged() -> bool:
 
 
 def log_decision(event: str, **fields: object) -> None:
-    """Logs a decision if the log is on. The values of `fields` must be valid in JSON."""
+    """Logs a decision if the log is on. The values of `fields` must be valid in
+    JSON."""
     if log.isEnabledFor(logging.DEBUG):
         text = " ".join(f"{name}={value}" for name, value in fields.items())
         log.debug("%s %s", event, text, extra={"decision": {"event": event, **fields}})
 
 
 class DecisionHandler(logging.Handler):
-    """A log handler that calls `take` with a mapping for each decision: the event's name as "event", and the fields."""
+    """A log handler that calls `take` with a mapping for each decision: the event's
+    name as "event", and the fields."""
 
     def __init__(self, take: Callable[[Mapping[str, Any]], object]) -> None:
         super().__init__()

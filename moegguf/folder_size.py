@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def folder_size(folder: Path) -> int:
-    """Returns the total size, in bytes, of the files below a folder. Skips subfolders that this user may not list.
-    Returns 0 if the folder does not exist.
+    """Returns the total size, in bytes, of the files below a folder. Skips subfolders
+    that this user may not list. Returns 0 if the folder does not exist.
 
-    Counts a file with several hard links once. Counts a symbolic link itself, not its target.
+    Counts a file with several hard links once. Counts a symbolic link itself, not its
+    target.
     """
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):

@@ -1,8 +1,9 @@
 """A table of options, with their keywords, flags, environment variables and help texts.
 
-Commands take the flags of these options from the table, `settings` finds in it the environment variables to read, and
-`python -m moegguf.options` prints it as docs/options.md. This module imports only modules that load fast, because
-`--help` needs it.
+Commands take the flags of these options from the table, `settings` finds in it the
+environment variables to read, and `python -m moegguf.options` prints it as
+docs/options.md. This module imports only modules that load fast, because `--help` needs
+it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,39 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MODEL, MEMORY, SAMPLING, OUTPUT, RESEARCH = "Model", "Memory", "Sampling", "Output", "Research"
+MODEL, MEMORY, SAMPLING, OUTPUT, RESEARCH = (
+    "Model",
+    "Memory",
+    "Sampling",
+    "Output",
+    "Research",
+)
 SERVER = "Server"
 GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 
-KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+KV_CACHE_TYPES = (
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "iq4_nl",
+    "q5_0",
+    "q5_1",
+)
 """Data types of the KV cache, by the names that llama.cpp's tools accept."""
 MAX_CONTEXT_TOKENS = 1 << 24
-MAX_KV_TOKENS = 1 << 28  # limit on the total tokens in a context, over all its sequences
+# Limit on the total tokens in a context, over all its sequences.
+MAX_KV_TOKENS = 1 << 28
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "slots-mapped", "cpu")
 """Ways to place experts on a machine with a GPU: see engine/solver.py."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
-"""Values of the option `draft` other than a path. The option selects how the next tokens are guessed before one pass
-verifies them."""
+"""Values of the option `draft` other than a path. The option selects how the next
+tokens are guessed before one pass verifies them."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -38,7 +56,8 @@ LOAD_PARAMETERS = {
     "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
     "expert_cache": "expert_cache", "draft": "draft", "mirror": "mirror",
 }  # fmt: skip
-"""{name of a parameter of a Modelfile or a request that changes how a model is loaded: name of the option}"""
+"""{name of a parameter of a Modelfile or a request that changes how a model is loaded:
+name of the option}"""
 
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
@@ -50,13 +69,17 @@ Kind = Literal[
 class Option:
     """One option of the table."""
 
-    name: str  # usually a keyword of `Llama`, a parameter of a request, or a field of `Settings` or `Environment`
-    scope: Literal["load", "request", "server"]  # the option applies to a load, to a request, or to the server
+    # Usually a keyword of `Llama`, a parameter of a request, or a field of `Settings`
+    # or `Environment`.
+    name: str
+    # The option applies to a load, to a request, or to the server.
+    scope: Literal["load", "request", "server"]
     group: str
     help: str
     flags: tuple[str, ...] = ()  # names of the flag; empty: the option has no flag
     metavar: str = ""
-    variable: str = ""  # environment variable without the prefix MOEGGUF_; "": no variable
+    # Environment variable without the prefix MOEGGUF_; "": no variable.
+    variable: str = ""
     kind: Kind = "text"  # decides how the option's text is parsed
     default: str = ""  # description of the default, for the help
     choices: tuple[str, ...] = ()  # allowed values if `kind` is "choice"
@@ -67,9 +90,14 @@ class Option:
 
     @property
     def full_help(self) -> str:
-        """Returns the help text, followed by the environment variable and the description of the default, if there are
-        any."""
-        default = ", or ".join(filter(None, (f"MOEGGUF_{self.variable}" if self.variable else "", self.default)))
+        """Returns the help text, followed by the environment variable and the
+        description of the default, if there are any."""
+        default = ", or ".join(
+            filter(
+                None,
+                (f"MOEGGUF_{self.variable}" if self.variable else "", self.default),
+            )
+        )
         return self.help + (f"  [default: {default}]" if default else "")
 
 
@@ -313,37 +341,52 @@ OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 OF_EVERY_LOAD = (
     "expert_cache", "vram_cache", "placement", "warm_start", "context_store", "strategy", "policy", "draft",
 )  # fmt: skip
-"""Options whose environment variables apply wherever a model is loaded: in the Python API, in commands and in
-servers."""
+"""Options whose environment variables apply wherever a model is loaded: in the Python
+API, in commands and in servers."""
 OF_COMMANDS = ("n_ctx", "n_parallel", "kv_tokens", "kv_cache_type", "flash_attention")
-"""Options of a load whose environment variables apply only in commands and servers. These variables may also begin with
-OLLAMA_."""
-COMMAND_DEFAULTS: Mapping[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
-"""Defaults in commands of keywords whose defaults in `Llama` are llama-cpp-python's: 512, False, False. None means that
-the context length is chosen to fit the memory, that fused attention is used if the devices support it, and that an
-embedding model is recognized by its file's header."""
+"""Options of a load whose environment variables apply only in commands and servers.
+These variables may also begin with OLLAMA_."""
+COMMAND_DEFAULTS: Mapping[str, Any] = {
+    "n_ctx": None,
+    "flash_attn": None,
+    "embedding": None,
+}
+"""Defaults in commands of keywords whose defaults in `Llama` are llama-cpp-python's:
+512, False, False. None means that the context length is chosen to fit the memory, that
+fused attention is used if the devices support it, and that an embedding model is
+recognized by its file's header."""
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "n_parallel": ("n_seq_max",),
     "kv_cache_type": ("type_k", "type_v"),
     "flash_attention": ("flash_attn",),
 }
-"""{option: the keywords of `Llama` that it sets}, for options that differ in name from their keywords."""
+"""{option: the keywords of `Llama` that it sets}, for options that differ in name from
+their keywords."""
 
 
 def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     """Converts {option: value} to keyword arguments of `Llama`."""
-    return {keyword: value for name, value in given.items() for keyword in KEYWORDS.get(name, (name,))}
+    return {
+        keyword: value
+        for name, value in given.items()
+        for keyword in KEYWORDS.get(name, (name,))
+    }
 
 
 def load_options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {load option: value} for the parameters of a Modelfile or a request that set a load option. The values
-    None, 0 and "" set nothing. For num_gpu, only None and -1 set nothing, since 0 means that no layer is on a GPU."""
+    """Returns {load option: value} for the parameters of a Modelfile or a request that
+    set a load option. The values None, 0 and "" set nothing. For num_gpu, only None and
+    -1 set nothing, since 0 means that no layer is on a GPU."""
 
     def is_set(name: str) -> bool:
         value = parameters.get(name)
         return value not in (None, -1) if name == "num_gpu" else bool(value)
 
-    return {option: parameters[name] for name, option in LOAD_PARAMETERS.items() if is_set(name)}
+    return {
+        option: parameters[name]
+        for name, option in LOAD_PARAMETERS.items()
+        if is_set(name)
+    }
 
 
 def page() -> Iterator[str]:
@@ -351,7 +394,9 @@ def page() -> Iterator[str]:
     yield "<!-- made by `python -m moegguf.options > docs/options.md` -->"
     yield "# Options"
     yield ""
-    zero = ", ".join(f"MOEGGUF_{option.variable}" for option in _TABLE if option.zero_is_default)
+    zero = ", ".join(
+        f"MOEGGUF_{option.variable}" for option in _TABLE if option.zero_is_default
+    )
     of_commands = ", ".join(f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
     yield (
         "Options of scope `load` affect how a model is loaded, and most of their names are keywords of `Llama`. Options"

@@ -9,5 +9,6 @@ __version__ = "0.2.0"
 
 
 def package_folders() -> list[Path]:
-    """Returns the package's folders. An editable install has two: the sources, and the files built from them."""
+    """Returns the package's folders. An editable install has two: the sources, and the
+    files built from them."""
     return [Path(folder) for folder in sys.modules[__package__].__path__]

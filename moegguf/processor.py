@@ -6,24 +6,28 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # instruction sets that the kernels of `native/kernels` need
+# Instruction sets that the kernels of `native/kernels` need.
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}
 
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor's name, and its instruction sets, named as in Linux. `flags` is empty if the instruction sets are
-    unknown."""
+    """A processor's name, and its instruction sets, named as in Linux. `flags` is empty
+    if the instruction sets are unknown."""
 
     model: str
     flags: frozenset[str]
 
 
-def read_processor(root: Path = Path("/"), architecture: str = platform.machine()) -> Processor:
-    """Returns the first processor in /proc/cpuinfo. If it has no name, uses the machine's name, which some ARM systems
-    list last, or else "unknown CPU".
+def read_processor(
+    root: Path = Path("/"), architecture: str = platform.machine()
+) -> Processor:
+    """Returns the first processor in /proc/cpuinfo. If it has no name, uses the
+    machine's name, which some ARM systems list last, or else "unknown CPU".
 
-    On ARM, reads only the line "Features". The line "flags" names instruction sets of x86: an emulator that runs ARM
-    programs on an x86 machine may show them the x86 machine's /proc/cpuinfo.
+    On ARM, reads only the line "Features". The line "flags" names instruction sets of
+    x86: an emulator that runs ARM programs on an x86 machine may show them the x86
+    machine's /proc/cpuinfo.
     """
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
@@ -40,6 +44,6 @@ def read_processor(root: Path = Path("/"), architecture: str = platform.machine(
 
 
 def has_kernels(processor: Processor, chosen: str) -> bool:
-    """Returns True if the processor can use the kernels of `native/kernels` and the user has not turned them off.
-    `chosen` is the value of MOEGGUF_KERNELS."""
+    """Returns True if the processor can use the kernels of `native/kernels` and the
+    user has not turned them off. `chosen` is the value of MOEGGUF_KERNELS."""
     return chosen != "upstream" and processor.flags >= NEEDED_FLAGS

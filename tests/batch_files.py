@@ -1,4 +1,5 @@
-"""Writes files of requests in OpenAI's batch format. `Endpoint` answers such requests without a model."""
+"""Writes files of requests in OpenAI's batch format. `Endpoint` answers such requests
+without a model."""
 
 import asyncio
 import json
@@ -14,40 +15,58 @@ CHAT = "/v1/chat/completions"
 ENDPOINTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
-def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    """Returns one line of a batch file as an object: a request with one user message."""
+def request(
+    custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any
+) -> dict[str, Any]:
+    """Returns one line of a batch file as an object: a request with one user
+    message."""
     made = {"model": "demo", "messages": [{"role": "user", "content": text}], **body}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": made}
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
     """Returns each item as one line of JSON. A bytes item is copied unchanged."""
-    return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+    return b"".join(
+        line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
+        for line in lines
+    )
 
 
 @contextmanager
 def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Iterator[Requests]:
-    """Writes `lines` to the file `path`, and yields a `Requests` object that reads this file."""
+    """Writes `lines` to the file `path`, and yields a `Requests` object that reads this
+    file."""
     path.write_bytes(jsonl(lines))
     with path.open("rb") as file:
         yield Requests(file, ENDPOINTS, **options)
 
 
 def entries(data: bytes | Path) -> list[Any]:
-    """Returns the JSON object of each line. `data` is the contents or the path of a file in JSON Lines format."""
-    return [json.loads(line) for line in (data if isinstance(data, bytes) else data.read_bytes()).splitlines()]
+    """Returns the JSON object of each line. `data` is the contents or the path of a
+    file in JSON Lines format."""
+    return [
+        json.loads(line)
+        for line in (
+            data if isinstance(data, bytes) else data.read_bytes()
+        ).splitlines()
+    ]
 
 
 def usage(n_tokens: int) -> dict[str, Any]:
     """Returns a made-up `usage` object in the form of /v1/chat/completions."""
-    return {"prompt_tokens": 2 * n_tokens, "completion_tokens": n_tokens, "prompt_tokens_details": {"cached_tokens": 1}}
+    return {
+        "prompt_tokens": 2 * n_tokens,
+        "completion_tokens": n_tokens,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
 
 
 class Endpoint:
-    """Stands in for the server's endpoint: it answers each request with the text of the request's last message.
+    """Stands in for the server's endpoint: it answers each request with the text of the
+    request's last message.
 
-    For a text whose first word is "fail", the reply has status 400. A text whose first word is "hold" is answered when
-    `released` is set.
+    For a text whose first word is "fail", the reply has status 400. A text whose first
+    word is "hold" is answered when `released` is set.
     """
 
     def __init__(self) -> None:

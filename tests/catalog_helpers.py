@@ -1,4 +1,5 @@
-"""Helpers for the catalog's tests. They fill a Hugging Face cache, upload files, and list names and files."""
+"""Helpers for the catalog's tests. They fill a Hugging Face cache, upload files, and
+list names and files."""
 
 import hashlib
 import os
@@ -10,8 +11,8 @@ from moegguf.models.sources import hub_cache
 
 
 def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40) -> Path:
-    """Puts a repository's files into the Hugging Face cache as llama.cpp or huggingface_hub would. Returns the
-    repository's folder."""
+    """Puts a repository's files into the Hugging Face cache as llama.cpp or
+    huggingface_hub would. Returns the repository's folder."""
     folder = hub_cache() / f"models--{repo.replace('/', '--')}"
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     for path, data in files.items():
@@ -25,7 +26,12 @@ def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40) -> Path:
     return folder
 
 
-def add_blob(catalog: Catalog, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> None:
+def add_blob(
+    catalog: Catalog,
+    digest: str,
+    chunks: Iterable[bytes],
+    size_bytes: int | None = None,
+) -> None:
     with catalog.blobs.writer(digest, size_bytes) as writer:
         for chunk in chunks:
             writer.write(chunk)
@@ -34,7 +40,12 @@ def add_blob(catalog: Catalog, digest: str, chunks: Iterable[bytes], size_bytes:
 
 def send(catalog: Catalog, data: bytes) -> str:
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    add_blob(catalog, digest, [data[at : at + 50_000] for at in range(0, len(data), 50_000)], len(data))
+    add_blob(
+        catalog,
+        digest,
+        [data[at : at + 50_000] for at in range(0, len(data), 50_000)],
+        len(data),
+    )
     return digest
 
 
@@ -43,4 +54,8 @@ def names(prefix: str = "") -> list[str]:
 
 
 def files_of(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+    )

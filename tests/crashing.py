@@ -1,10 +1,13 @@
-"""Kills a process at every change that it makes to the file system, in one run for each change.
+"""Kills a process at every change that it makes to the file system, in one run for each
+change.
 
-Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, performs
-the action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program
-exits when a child completes the action, and prints the number of points at which children were killed.
+Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a
+fresh copy of FOLDER, performs the action and kills itself with SIGKILL just before its
+N-th change. The parent then checks the folder. The program exits when a child completes
+the action, and prints the number of points at which children were killed.
 
-Python's audit hooks report changes before they happen: calls such as renaming, and opening a file for writing.
+Python's audit hooks report changes before they happen: calls such as renaming, and
+opening a file for writing.
 """
 
 import itertools
@@ -26,7 +29,8 @@ MOST = 300
 
 
 def run(action: str, folder: Path) -> str:
-    """Runs this program in another process. Asserts that it succeeds, and returns its output."""
+    """Runs this program in another process. Asserts that it succeeds, and returns its
+    output."""
     command = [sys.executable, __file__, action, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -34,19 +38,25 @@ def run(action: str, folder: Path) -> str:
 
 
 def die_at(n: int) -> None:
-    """Makes this process kill itself just before its `n`-th change to the file system, counted from now."""
+    """Makes this process kill itself just before its `n`-th change to the file system,
+    counted from now."""
     count = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
+        opened = (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
+        )
         if (event in CHANGES or opened) and next(count) >= n:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
 
 
-def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[], None]) -> int:
-    """Kills `action` at each change to the file system. Calls `check` after each kill, and after the complete action.
+def crash_everywhere(
+    folder: Path, action: Callable[[], None], check: Callable[[], None]
+) -> int:
+    """Kills `action` at each change to the file system. Calls `check` after each kill,
+    and after the complete action.
 
     Returns the number of changes at which `action` was killed.
     """
@@ -69,7 +79,8 @@ def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[
 
 
 def prepare_pull() -> None:
-    """Imports the modules that a pull imports when it begins. Otherwise each child would import huggingface_hub."""
+    """Imports the modules that a pull imports when it begins. Otherwise each child
+    would import huggingface_hub."""
     import moegguf.models.hub  # noqa: F401
 
 
@@ -81,8 +92,8 @@ def pull_again() -> None:
 
 
 def old_or_new() -> None:
-    """Asserts that all files of the model belong to one version, that each complete blob's name is the digest of its
-    bytes, and that huggingface_hub finds no damage.
+    """Asserts that all files of the model belong to one version, that each complete
+    blob's name is the digest of its bytes, and that huggingface_hub finds no damage.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -93,7 +104,9 @@ def old_or_new() -> None:
     contents = {path.read_bytes()[:8] for path in entry.files}
     assert contents in ({b"GGUF old"}, {b"GGUF new"}), contents
     check_blobs()
-    assert not scan_cache_dir(hub_cache()).warnings, "huggingface_hub finds the cache damaged"
+    assert not scan_cache_dir(hub_cache()).warnings, (
+        "huggingface_hub finds the cache damaged"
+    )
 
 
 def check_blobs() -> None:
@@ -109,7 +122,8 @@ def check_blobs() -> None:
 
 
 def make_and_remove() -> None:
-    """Creates the models "made", from a blob, and "kept", from "made". Then removes "made" and "gone"."""
+    """Creates the models "made", from a blob, and "kept", from "made". Then removes
+    "made" and "gone"."""
     from catalog_helpers import send
 
     from moegguf.models.catalog import Catalog
@@ -126,8 +140,8 @@ def make_and_remove() -> None:
 
 
 def all_or_nothing() -> None:
-    """Asserts that every entry of the catalog has all its files, and that "kept" exists. "kept" and "made" must have
-    the old or the new system message."""
+    """Asserts that every entry of the catalog has all its files, and that "kept"
+    exists. "kept" and "made" must have the old or the new system message."""
     from moegguf.models.catalog import Catalog
 
     for entry in Catalog().entries():
@@ -139,7 +153,8 @@ def all_or_nothing() -> None:
 
 
 def take_over() -> None:
-    """Opens the folder of batches that an older version left behind, as a server of this version does."""
+    """Opens the folder of batches that an older version left behind, as a server of
+    this version does."""
     import asyncio
 
     from batch_files import Endpoint
@@ -148,7 +163,12 @@ def take_over() -> None:
 
     async def opened() -> None:
         async with Batches(
-            Path(sys.argv[2]), Endpoint(), max_bytes=1 << 30, n_parallel=1, window_s=float("inf"), now=lambda: 1.0
+            Path(sys.argv[2]),
+            Endpoint(),
+            max_bytes=1 << 30,
+            n_parallel=1,
+            window_s=float("inf"),
+            now=lambda: 1.0,
         ):
             pass
 
@@ -156,16 +176,23 @@ def take_over() -> None:
 
 
 def nothing_lost() -> None:
-    """Opens the folder again, as the next server does. Asserts that the folder contains every batch, the two answers,
-    and exactly the files that the database lists."""
+    """Opens the folder again, as the next server does. Asserts that the folder contains
+    every batch, the two answers, and exactly the files that the database lists."""
     import sqlite3
 
     take_over()
     folder = Path(sys.argv[2])
     with sqlite3.connect(folder / "batches.db") as database:
-        assert database.execute("SELECT count(*), count(needs) FROM batch").fetchone() == (3, 2)
+        assert database.execute(
+            "SELECT count(*), count(needs) FROM batch"
+        ).fetchone() == (3, 2)
         assert database.execute("SELECT count(*) FROM answer").fetchone() == (2,)
-        known = {name for (name,) in database.execute("SELECT id FROM file UNION SELECT needs FROM batch")} - {None}
+        known = {
+            name
+            for (name,) in database.execute(
+                "SELECT id FROM file UNION SELECT needs FROM batch"
+            )
+        } - {None}
     database.close()
     assert len(known) == 5 and {path.name for path in (folder / "files").iterdir()} == {
         f"{name}.data" for name in known

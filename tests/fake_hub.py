@@ -1,9 +1,10 @@
-"""A Hugging Face hub on loopback: repositories in memory, the endpoints that huggingface_hub calls, and faults on
-request.
+"""A Hugging Face hub on loopback: repositories in memory, the endpoints that
+huggingface_hub calls, and faults on request.
 
-Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a repository's files includes their
-sizes and digests. The reply to HEAD includes the file's commit and linked ETag. GET redirects to a storage address that
-supports ranges. Most errors about repositories and files include an X-Error-Code.
+Point HF_ENDPOINT at `FakeHub.url`. The answers are like the real hub's. The list of a
+repository's files includes their sizes and digests. The reply to HEAD includes the
+file's commit and linked ETag. GET redirects to a storage address that supports ranges.
+Most errors about repositories and files include an X-Error-Code.
 """
 
 import hashlib
@@ -28,7 +29,8 @@ OTHERS = (
 )  # fmt: skip
 
 Fault = Callable[["Handler", bytes], None]
-"""Type of a function that answers one GET of a file's bytes instead of the hub's normal reply."""
+"""Type of a function that answers one GET of a file's bytes instead of the hub's normal
+reply."""
 
 
 @dataclass
@@ -39,7 +41,8 @@ class FakeRepo:
     files: dict[str, bytes]
     private: bool = False
     gated: bool = False
-    # True: files have a SHA-256, as in large file storage. False: they have only git's hash.
+    # True: files have a SHA-256, as in large file storage. False: they have only git's
+    # hash.
     large: bool = True
     # Files that the hub lists, but reports as missing when a client requests them.
     hidden: set[str] = field(default_factory=set)
@@ -48,11 +51,17 @@ class FakeRepo:
 
     @property
     def commit(self) -> str:
-        content = "".join(f"{path} {hashlib.sha1(data).hexdigest()}\n" for path, data in sorted(self.files.items()))
+        content = "".join(
+            f"{path} {hashlib.sha1(data).hexdigest()}\n"
+            for path, data in sorted(self.files.items())
+        )
         return hashlib.sha1(content.encode()).hexdigest()
 
     def sha256(self, path: str) -> str:
-        return self.stated.get(path, {}).get("sha256") or hashlib.sha256(self.files[path]).hexdigest()
+        return (
+            self.stated.get(path, {}).get("sha256")
+            or hashlib.sha256(self.files[path]).hexdigest()
+        )
 
     def size(self, path: str) -> int:
         return self.stated.get(path, {}).get("size") or len(self.files[path])
@@ -67,11 +76,25 @@ class FakeRepo:
     def listing(self) -> dict[str, Any]:
         siblings = []
         for path in self.files:
-            sibling: dict[str, Any] = {"rfilename": path, "size": self.size(path), "blobId": self.git_hash(path)}
+            sibling: dict[str, Any] = {
+                "rfilename": path,
+                "size": self.size(path),
+                "blobId": self.git_hash(path),
+            }
             if self.large:
-                sibling["lfs"] = {"sha256": self.sha256(path), "size": self.size(path), "pointerSize": 134}
+                sibling["lfs"] = {
+                    "sha256": self.sha256(path),
+                    "size": self.size(path),
+                    "pointerSize": 134,
+                }
             siblings.append(sibling)
-        return {"_id": "1", "id": self.name, "sha": self.commit, "private": self.private, "siblings": siblings}
+        return {
+            "_id": "1",
+            "id": self.name,
+            "sha": self.commit,
+            "private": self.private,
+            "siblings": siblings,
+        }
 
 
 class FakeHub:
@@ -81,17 +104,23 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.repos: dict[str, FakeRepo] = {}
-        # (method, path, Range) of each GET and HEAD. Range is "" if the request has no such header.
+        # (method, path, Range) of each GET and HEAD. Range is "" if the request has no
+        # such header.
         self.requests: list[tuple[str, str, str]] = []
         self.tokens: list[str] = []
         # {path: answers to the next GETs of the file's bytes, one for each GET}.
         self.faults: dict[str, list[Fault]] = defaultdict(list)
-        # (status, headers) of the replies to the next requests for any repository's list of files.
+        # (status, headers) of the replies to the next requests for any repository's
+        # list of files.
         self.listing_faults: list[tuple[int, dict[str, str]]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.server.hub = self  # type: ignore[attr-defined]
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.serve_forever,
+            kwargs={"poll_interval": 0.02},
+            daemon=True,
+        )
         self.thread.start()
 
     @property
@@ -100,8 +129,8 @@ class FakeHub:
 
     @property
     def storage_url(self) -> str:
-        """The hub's URL with another host name, because the real hub's storage is on another host. Clients do not send
-        tokens there."""
+        """The hub's URL with another host name, because the real hub's storage is on
+        another host. Clients do not send tokens there."""
         return f"http://localhost:{self.server.server_address[1]}"
 
     def add(self, name: str, files: dict[str, bytes], **options: Any) -> FakeRepo:
@@ -109,8 +138,8 @@ class FakeHub:
         return repo
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Returns environment variables that make a process use this hub, and keep its models and caches below
-        `home`."""
+        """Returns environment variables that make a process use this hub, and keep its
+        models and caches below `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home / "hf"),
@@ -120,8 +149,13 @@ class FakeHub:
         }
 
     def gets(self, path: str) -> list[str]:
-        """Returns the Range headers of all GETs of a file's bytes; "" for a GET without this header."""
-        return [span for method, asked, span in self.requests if method == "GET" and asked.endswith(f"/storage/{path}")]
+        """Returns the Range headers of all GETs of a file's bytes; "" for a GET without
+        this header."""
+        return [
+            span
+            for method, asked, span in self.requests
+            if method == "GET" and asked.endswith(f"/storage/{path}")
+        ]
 
     def close(self) -> None:
         self.server.shutdown()
@@ -148,9 +182,16 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        """Replies with a read-only access token, as if in exchange for the refresh token in the request."""
-        self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
-        self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
+        """Replies with a read-only access token, as if in exchange for the refresh
+        token in the request."""
+        # The body of the request is not read, so the connection cannot be used again.
+        self.close_connection = True
+        self.say(
+            200,
+            body=json.dumps(
+                {"access_token": self.hub.TOKEN, "expires_in": 1 << 20}
+            ).encode(),
+        )
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -160,7 +201,11 @@ class Handler(BaseHTTPRequestHandler):
             if parts[:2] == ["api", "models"]:
                 self.listing("/".join(parts[2:4]))
             elif len(parts) > 3 and parts[2] in ("resolve", "storage"):
-                self.file("/".join(parts[:2]), parts[2], "/".join(parts[4 if parts[2] == "resolve" else 3 :]))
+                self.file(
+                    "/".join(parts[:2]),
+                    parts[2],
+                    "/".join(parts[4 if parts[2] == "resolve" else 3 :]),
+                )
             elif parts[0] == "round":
                 self.say(302, {"Location": path})
             else:
@@ -169,14 +214,22 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Returns True after sending an error response, if the caller may not see the repository or the caller's token
-        is wrong."""
+        """Returns True after sending an error response, if the caller may not see the
+        repository or the caller's token is wrong."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:
-            self.say(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+            self.say(
+                401, {"X-Error-Message": "Invalid credentials in Authorization header"}
+            )
         elif repo is None or (repo.private and not token):
-            self.say(404 if token else 401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            self.say(
+                404 if token else 401,
+                {
+                    "X-Error-Code": "RepoNotFound",
+                    "X-Error-Message": "Repository not found",
+                },
+            )
         else:
             return False
         return True
@@ -187,7 +240,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.say(status, headers)
         repo = self.hub.repos.get(name.lower())
         if not self.refused(repo):
-            self.say(200, {"Content-Type": "application/json"}, json.dumps(repo.listing()).encode())
+            self.say(
+                200,
+                {"Content-Type": "application/json"},
+                json.dumps(repo.listing()).encode(),
+            )
 
     def file(self, name: str, place: str, path: str) -> None:
         repo = self.hub.repos.get(name.lower())
@@ -198,12 +255,28 @@ class Handler(BaseHTTPRequestHandler):
             return
         headers = {"X-Repo-Commit": repo.commit}
         if repo.gated:
-            headers |= {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this model is restricted"}
+            headers |= {
+                "X-Error-Code": "GatedRepo",
+                "X-Error-Message": "Access to this model is restricted",
+            }
             return self.say(403 if self.headers.get("Authorization") else 401, headers)
         if path not in repo.files or path in repo.hidden:
-            return self.say(404, headers | {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
-        headers |= {"X-Linked-Etag": f'"{repo.etag(path)}"', "X-Linked-Size": str(repo.size(path))}
-        headers |= {"ETag": f'"{repo.etag(path)}"', "Location": f"{self.hub.storage_url}/{name}/storage/{path}"}
+            return self.say(
+                404,
+                headers
+                | {
+                    "X-Error-Code": "EntryNotFound",
+                    "X-Error-Message": "Entry not found",
+                },
+            )
+        headers |= {
+            "X-Linked-Etag": f'"{repo.etag(path)}"',
+            "X-Linked-Size": str(repo.size(path)),
+        }
+        headers |= {
+            "ETag": f'"{repo.etag(path)}"',
+            "Location": f"{self.hub.storage_url}/{name}/storage/{path}",
+        }
         self.say(302, headers)
 
     def send_bytes(self, data: bytes) -> None:
@@ -218,9 +291,15 @@ class Handler(BaseHTTPRequestHandler):
         start, end = int(first), min(int(last) + 1, len(data)) if last else len(data)
         if start >= len(data):
             return self.say(416, {"Content-Range": f"bytes */{len(data)}"})
-        self.say(206, {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}, data[start:end])
+        self.say(
+            206,
+            {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"},
+            data[start:end],
+        )
 
-    def say(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
+    def say(
+        self, status: int, headers: dict[str, str] | None = None, body: bytes = b""
+    ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -232,14 +311,21 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def cut_after(n_bytes: int) -> Fault:
-    """Returns a fault that closes the connection after n_bytes of the requested bytes."""
+    """Returns a fault that closes the connection after n_bytes of the requested
+    bytes."""
 
     def fault(handler: Handler, data: bytes) -> None:
-        start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        start = int(
+            handler.headers.get("Range", "bytes=0-")
+            .removeprefix("bytes=")
+            .split("-")[0]
+        )
         handler.send_response(206 if start else 200)
         handler.send_header("Content-Length", str(len(data) - start))
         if start:
-            handler.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            handler.send_header(
+                "Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}"
+            )
         handler.end_headers()
         handler.wfile.write(data[start : start + n_bytes])
         handler.close_connection = True
@@ -249,11 +335,14 @@ def cut_after(n_bytes: int) -> Fault:
 
 def status(code: int, **headers: str) -> Fault:
     """Returns a fault that sends a status and headers, but no bytes."""
-    return lambda handler, _: handler.say(code, {name.replace("_", "-"): value for name, value in headers.items()})
+    return lambda handler, _: handler.say(
+        code, {name.replace("_", "-"): value for name, value in headers.items()}
+    )
 
 
 def other_bytes(data: bytes) -> Fault:
-    """Returns a fault that sends `data`, or the requested range of it, instead of the file's bytes."""
+    """Returns a fault that sends `data`, or the requested range of it, instead of the
+    file's bytes."""
     return lambda handler, _: handler.send_bytes(data)
 
 
@@ -278,7 +367,8 @@ def redirect_loop(handler: Handler, _: bytes) -> None:
 
 @dataclass
 class Gate:
-    """A fault that sends `n_bytes` bytes, sets `reached`, and waits for `open` before it sends the rest.
+    """A fault that sends `n_bytes` bytes, sets `reached`, and waits for `open` before
+    it sends the rest.
 
     It waits at most 60 seconds.
     """
@@ -308,13 +398,14 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """Yields a hub that this process uses. The process keeps its models, caches and tokens below `home` and does not
-    find any others."""
+    """Yields a hub that this process uses. The process keeps its models, caches and
+    tokens below `home` and does not find any others."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)
         for name, value in hub.environment(home).items():
             patch.setenv(name, value)
-        for name in ("token", "stored_tokens"):  # huggingface_hub has already read these paths from the environment
+        # huggingface_hub has already read these paths from the environment.
+        for name in ("token", "stored_tokens"):
             patch.setattr(constants, f"HF_{name.upper()}_PATH", str(home / "hf" / name))
         yield hub

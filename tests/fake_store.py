@@ -1,4 +1,5 @@
-"""A store that records a controller's actions, with a policy and a predictor, and functions that run passes."""
+"""A store that records a controller's actions, with a policy and a predictor, and
+functions that run passes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
@@ -17,7 +18,9 @@ from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import Store
 
-SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100)
+SHAPE = MoeShape(
+    n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100
+)
 AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
 
 
@@ -30,18 +33,24 @@ class RecordingStore:
         self.resident = np.zeros(SHAPE.table, np.uint8)
 
     def set_scores(self, scores: Float32s | None) -> None:
-        self.actions.append(("scores", None if scores is None else float(np.asarray(scores)[1, 0])))
+        self.actions.append(
+            ("scores", None if scores is None else float(np.asarray(scores)[1, 0]))
+        )
 
     def set_policy(self, name: str) -> None:
         self.actions.append(("policy", name))
 
-    def set_forecast(self, probabilities: Float32s | None, known: Sequence[int] = ()) -> None:
+    def set_forecast(
+        self, probabilities: Float32s | None, known: Sequence[int] = ()
+    ) -> None:
         self.actions.append(("forecast", list(known)))
 
     def prefetch(self, il: Any, experts: Any) -> None:
         self.actions.append(("prefetch", list(zip(il, experts, strict=True))))
 
-    def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
+    def set_predictor(
+        self, predictor: NativePredictor | None, forecast: NativeForecast
+    ) -> None:
         self.actions.append(("predictor", predictor and predictor.name))
 
     def act_on_forecasts(self, on: bool) -> None:
@@ -76,12 +85,17 @@ class CountingPolicy:
 
 
 class ScriptedPredictor(Predictor):
-    """Predicts `answer(il)` for every layer, and records its calls in the store's actions."""
+    """Predicts `answer(il)` for every layer, and records its calls in the store's
+    actions."""
 
     name: ClassVar[str] = "scripted"
 
     def __init__(
-        self, answer: Callable[[int], Any], store: RecordingStore | None = None, shape: MoeShape = SHAPE, reach: int = 3
+        self,
+        answer: Callable[[int], Any],
+        store: RecordingStore | None = None,
+        shape: MoeShape = SHAPE,
+        reach: int = 3,
     ) -> None:
         super().__init__(shape, reach)
         self.answer, self.store = answer, store or RecordingStore()
@@ -108,17 +122,32 @@ def make_controller(
     **options: Any,
 ) -> Controller:
     acted_on = cast(Store, store or RecordingStore())
-    return Controller(SHAPE, policy or LRU, predictor or NoPrediction(SHAPE), acted_on, ActingOptions(**options))
+    return Controller(
+        SHAPE,
+        policy or LRU,
+        predictor or NoPrediction(SHAPE),
+        acted_on,
+        ActingOptions(**options),
+    )
 
 
-def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int = 1) -> Announcement:
+def announcement(
+    phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int = 1
+) -> Announcement:
     return Announcement(sequence, phase, np.zeros(n_tokens, np.int32))
 
 
-def run_pass(controller: Controller, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> None:
+def run_pass(
+    controller: Controller,
+    phase: Phase = Phase.DECODE,
+    pass_: int = 0,
+    sequence: int = 0,
+) -> None:
     controller.announce(announcement(phase, sequence))
     for il in SHAPE.layers:
-        controller.observe(routed(il, 0, 1, phase=phase, pass_=pass_, sequence=sequence))
+        controller.observe(
+            routed(il, 0, 1, phase=phase, pass_=pass_, sequence=sequence)
+        )
 
 
 def run_passes(controller: Controller, passes: Iterable[int]) -> None:

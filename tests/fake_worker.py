@@ -1,5 +1,6 @@
-"""A scripted replacement for `moegguf.serving.worker`: `python fake_worker.py FD`. Imports only the standard library,
-so that it starts fast. `python fake_worker.py COMMAND ...` runs `moegguf COMMAND ...` with this worker.
+"""A scripted replacement for `moegguf.serving.worker`: `python fake_worker.py FD`.
+Imports only the standard library, so that it starts fast. `python fake_worker.py
+COMMAND ...` runs `moegguf COMMAND ...` with this worker.
 
 The path of the model to load may be a JSON object. Its fields control the load:
 
@@ -42,18 +43,33 @@ from typing import Any
 MESSAGES: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 CANCELLED = threading.Event()
 SEND_LOCK = threading.Lock()
-TIMING = {"prompt_tokens": 1, "answer_tokens": 2, "prompt_s": 0.25, "answer_s": 0.5, "total_s": 0.75}
+TIMING = {
+    "prompt_tokens": 1,
+    "answer_tokens": 2,
+    "prompt_s": 0.25,
+    "answer_s": 0.5,
+    "total_s": 0.75,
+}
 SNAPSHOT = {
     "model": "a", "layers": [0], "n_expert": 2, "state": "AAI=", "uses": "AQAAAAAAAAA=", "loads": "AAAAAAAAAAA=",
     "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
-NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
-LOADED: dict[str, Any] = {}  # fields of the JSON object in the loaded model's path; they control this worker
+NO_EXPERTS = {
+    **SNAPSHOT,
+    "layers": [],
+    "n_expert": 0,
+    "state": "",
+    "uses": "",
+    "loads": "",
+}
+# Fields of the JSON object in the loaded model's path; they control this worker.
+LOADED: dict[str, Any] = {}
 Event = dict[str, Any]
 
 
 class FailError(Exception):
-    """Ends an answer with an error. The exception's text is the name of the error's class."""
+    """Ends an answer with an error. The exception's text is the name of the error's
+    class."""
 
 
 def send(kind: str, **fields: Any) -> None:
@@ -76,7 +92,13 @@ def listen() -> None:
 
 
 def end(number: int, **outcome: Any) -> None:
-    send("end", id=number, stats={"tokens": number - 1}, decisions={"policy": "lru", "predictor": "none"}, **outcome)
+    send(
+        "end",
+        id=number,
+        stats={"tokens": number - 1},
+        decisions={"policy": "lru", "predictor": "none"},
+        **outcome,
+    )
 
 
 def kill_self() -> None:
@@ -84,7 +106,8 @@ def kill_self() -> None:
 
 
 def die_while_left(file: Path) -> None:
-    """Does nothing if the number in the file is 0. Otherwise decreases the number by 1 and kills the process."""
+    """Does nothing if the number in the file is 0. Otherwise decreases the number by 1
+    and kills the process."""
     if (left := int(file.read_text())) > 0:
         file.write_text(str(left - 1))
         kill_self()
@@ -107,9 +130,15 @@ def load(number: int, config: dict[str, Any]) -> None:
     if "die" in script:
         die_while_left(Path(script["die"]))
     if "fail" in script:
-        send("end", id=number, error={"class": script["fail"], "message": "as scripted"})
+        send(
+            "end", id=number, error={"class": script["fail"], "message": "as scripted"}
+        )
         sys.exit()
-    ready = {"n_ctx": options.get("n_ctx", 512), "plan": {"n_slots": 3}, "n_parallel": script.get("n_parallel", 1)}
+    ready = {
+        "n_ctx": options.get("n_ctx", 512),
+        "plan": {"n_slots": 3},
+        "n_parallel": script.get("n_parallel", 1),
+    }
     send("end", id=number, value=ready, stats={}, decisions={})
 
 
@@ -155,13 +184,26 @@ def events(request: dict[str, Any]) -> Iterator[Event]:
         yield {"Delta": {"thinking": thinking}}
         yield text(said)
     elif command == "progress":
-        yield {"PromptProgress": {"n_tokens": 6300, "n_cached": 0, "n_done": 1024, "seconds": 22.0}}
+        yield {
+            "PromptProgress": {
+                "n_tokens": 6300,
+                "n_cached": 0,
+                "n_done": 1024,
+                "seconds": 22.0,
+            }
+        }
         CANCELLED.wait()
     elif command == "messages":
-        yield text(" ".join(f"[{each['role']}: {each['content']}]" for each in messages or ()))
+        yield text(
+            " ".join(f"[{each['role']}: {each['content']}]" for each in messages or ())
+        )
     elif command == "settings":
-        sampling = " ".join(f"{name}={value}" for name, value in request.get("sampling", {}).items())
-        yield text(f"{sampling} format={request.get('format')} think={request.get('think')}")
+        sampling = " ".join(
+            f"{name}={value}" for name, value in request.get("sampling", {}).items()
+        )
+        yield text(
+            f"{sampling} format={request.get('format')} think={request.get('think')}"
+        )
     else:
         yield from map(text, prompt)
 
@@ -180,7 +222,9 @@ def answer(message: dict[str, Any]) -> None:
         return end(number, error={"class": str(error), "message": "as scripted"})
     finish = {"finish": "cancelled" if CANCELLED.is_set() else "stop"}
     if messages := request.get("messages"):
-        finish |= TIMING | ({"cut_messages": 3} if messages[-1]["content"] == "cut" else {})
+        finish |= TIMING | (
+            {"cut_messages": 3} if messages[-1]["content"] == "cut" else {}
+        )
     end(number, value=finish)
 
 

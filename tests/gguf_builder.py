@@ -1,8 +1,8 @@
 """Writes GGUF files for tests: valid files, and files whose header breaks a rule.
 
-`Gguf` collects key-values and tensors, and `build()` returns the bytes of the file. A test can set counts, offsets and
-encoded key-values itself, so that a file breaks exactly one rule. The gguf package is not used, because it can only
-write valid files.
+`Gguf` collects key-values and tensors, and `build()` returns the bytes of the file. A
+test can set counts, offsets and encoded key-values itself, so that a file breaks
+exactly one rule. The gguf package is not used, because it can only write valid files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ _FORMATS = {
     U8: "<B", I8: "<b", U16: "<H", I16: "<h", U32: "<I", I32: "<i",
     F32: "<f", BOOL: "<B", U64: "<Q", I64: "<q", F64: "<d",
 }  # fmt: skip
-BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 8: (32, 34), 12: (256, 144), 14: (256, 210)}
+BLOCKS = {
+    0: (1, 4),
+    1: (1, 2),
+    2: (32, 18),
+    8: (32, 34),
+    12: (256, 144),
+    14: (256, 210),
+}
 
 F32_T, F16_T, Q4_0_T, Q8_0_T, Q4_K_T, Q6_K_T = 0, 1, 2, 8, 12, 14
 
@@ -35,7 +42,8 @@ def string(text: str | bytes) -> bytes:
 
 
 def scalar(gguf_type: int, value: int | float | str | bytes) -> bytes:
-    """Returns the encoded bytes of one value, without its type. Text is always encoded as a GGUF string."""
+    """Returns the encoded bytes of one value, without its type. Text is always encoded
+    as a GGUF string."""
     if isinstance(value, str | bytes):
         return string(value)
     return struct.pack(_FORMATS[gguf_type], value)
@@ -47,7 +55,8 @@ def pad(data: bytes, alignment: int) -> bytes:
 
 @dataclass
 class Tensor:
-    """One tensor of a file. `offset`, `n_bytes` and `n_dims` are computed if they are None."""
+    """One tensor of a file. `offset`, `n_bytes` and `n_dims` are computed if they are
+    None."""
 
     name: str | bytes
     shape: tuple[int, ...]
@@ -68,7 +77,8 @@ class Tensor:
 
 @dataclass
 class Gguf:
-    """A GGUF file under construction. `kv` holds encoded key-values, and `tensors` the tensors in order.
+    """A GGUF file under construction. `kv` holds encoded key-values, and `tensors` the
+    tensors in order.
 
     If `n_kv` or `n_tensors` is None, the header contains the real number.
     """
@@ -82,30 +92,44 @@ class Gguf:
     tensors: list[Tensor] = field(default_factory=list)
     fill: int = 0x11
 
-    def add(self, key: str | bytes, gguf_type: int, value: int | float | str | bytes) -> Gguf:
+    def add(
+        self, key: str | bytes, gguf_type: int, value: int | float | str | bytes
+    ) -> Gguf:
         self.kv.append(string(key) + u32(gguf_type) + scalar(gguf_type, value))
         return self
 
-    def add_array(self, key: str, gguf_type: int, values: list[int] | list[float] | list[str]) -> Gguf:
+    def add_array(
+        self, key: str, gguf_type: int, values: list[int] | list[float] | list[str]
+    ) -> Gguf:
         items = b"".join(scalar(gguf_type, value) for value in values)
-        self.kv.append(string(key) + u32(ARR) + u32(gguf_type) + u64(len(values)) + items)
+        self.kv.append(
+            string(key) + u32(ARR) + u32(gguf_type) + u64(len(values)) + items
+        )
         return self
 
-    def tensor(self, name: str | bytes, *shape: int, ggml_type: int = F32_T, **raw: int) -> Gguf:
+    def tensor(
+        self, name: str | bytes, *shape: int, ggml_type: int = F32_T, **raw: int
+    ) -> Gguf:
         self.tensors.append(Tensor(name, shape, ggml_type, **raw))
         return self
 
     def header(self) -> bytes:
         """Returns all bytes before the data section, without padding."""
         parts = [self.magic, u32(self.version)]
-        parts.append(u64(len(self.tensors) if self.n_tensors is None else self.n_tensors))
+        parts.append(
+            u64(len(self.tensors) if self.n_tensors is None else self.n_tensors)
+        )
         parts.append(u64(len(self.kv) if self.n_kv is None else self.n_kv))
         parts += self.kv
         offset = 0
         for t in self.tensors:
             dims = b"".join(u64(ne) for ne in t.shape)
             at = offset if t.offset is None else t.offset
-            parts += [string(t.name), u32(len(t.shape) if t.n_dims is None else t.n_dims), dims]
+            parts += [
+                string(t.name),
+                u32(len(t.shape) if t.n_dims is None else t.n_dims),
+                dims,
+            ]
             parts += [u32(t.ggml_type), u64(at)]
             offset += t.size() + -t.size() % self.alignment
         return b"".join(parts)
@@ -137,12 +161,14 @@ def moe(
     il_range: range | None = None,
     skip_kv: tuple[str, ...] = (),
 ) -> Gguf:
-    """Returns a small MoE file for moegguf's own reader. llama.cpp would need more keys and tensors.
+    """Returns a small MoE file for moegguf's own reader. llama.cpp would need more keys
+    and tensors.
 
     `types` are the ggml types of gate, up and down. Keys in `skip_kv` are left out.
 
-    If `split` is (index of the shard, number of shards, tensors in all shards), the file is one shard. Its layers are
-    `il_range`, or all layers if that is None. Only shard 0 contains the model's keys.
+    If `split` is (index of the shard, number of shards, tensors in all shards), the
+    file is one shard. Its layers are `il_range`, or all layers if that is None. Only
+    shard 0 contains the model's keys.
     """
     g = Gguf()
     numbers = {
@@ -165,16 +191,32 @@ def moe(
         if "tokenizer.chat_template" not in skip_kv:
             g.add("tokenizer.chat_template", STR, "{{ messages }}")
     if split:
-        g.add("split.no", U16, split[0]).add("split.count", U16, split[1]).add("split.tensors.count", I32, split[2])
+        g.add("split.no", U16, split[0]).add("split.count", U16, split[1]).add(
+            "split.tensors.count", I32, split[2]
+        )
     if first:
-        g.tensor("token_embd.weight", n_embd, vocab).tensor("output.weight", n_embd, vocab)
+        g.tensor("token_embd.weight", n_embd, vocab).tensor(
+            "output.weight", n_embd, vocab
+        )
     gate, up, down = types
     for il in il_range if il_range is not None else range(n_layer):
         g.tensor(f"blk.{il}.attn_norm.weight", n_embd)
         if fused:
-            g.tensor(f"blk.{il}.ffn_gate_up_exps.weight", n_embd, 2 * n_ff, n_expert, ggml_type=gate)
+            g.tensor(
+                f"blk.{il}.ffn_gate_up_exps.weight",
+                n_embd,
+                2 * n_ff,
+                n_expert,
+                ggml_type=gate,
+            )
         else:
-            g.tensor(f"blk.{il}.ffn_gate_exps.weight", n_embd, n_ff, n_expert, ggml_type=gate)
-            g.tensor(f"blk.{il}.ffn_up_exps.weight", n_embd, n_ff, n_expert, ggml_type=up)
-        g.tensor(f"blk.{il}.ffn_down_exps.weight", n_ff, n_embd, n_expert, ggml_type=down)
+            g.tensor(
+                f"blk.{il}.ffn_gate_exps.weight", n_embd, n_ff, n_expert, ggml_type=gate
+            )
+            g.tensor(
+                f"blk.{il}.ffn_up_exps.weight", n_embd, n_ff, n_expert, ggml_type=up
+            )
+        g.tensor(
+            f"blk.{il}.ffn_down_exps.weight", n_ff, n_embd, n_expert, ggml_type=down
+        )
     return g

@@ -1,4 +1,5 @@
-"""Predictors of known accuracy and hand-made traces for tests, and ProMoE's measure of accuracy."""
+"""Predictors of known accuracy and hand-made traces for tests, and ProMoE's measure of
+accuracy."""
 
 from __future__ import annotations
 
@@ -15,14 +16,19 @@ from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader
 
 
-def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:
+def hand_made(
+    shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0
+) -> Trace:
     """Returns a trace in which a token uses the experts routing[sequence][token][row].
 
-    The first `prefill` tokens of a sequence form one pass. Every other token is a decode pass.
+    The first `prefill` tokens of a sequence form one pass. Every other token is a
+    decode pass.
     """
     lengths, phases, sequences, tokens = [], [], [], []
     for sequence, path in enumerate(routing):
-        parts = ([(Phase.PREFILL, path[:prefill])] if prefill else []) + [(Phase.DECODE, [t]) for t in path[prefill:]]
+        parts = ([(Phase.PREFILL, path[:prefill])] if prefill else []) + [
+            (Phase.DECODE, [t]) for t in path[prefill:]
+        ]
         for phase, part in parts:
             lengths.append(len(part))
             phases.append(phase)
@@ -31,7 +37,9 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
     n_pass = len(lengths)
     return Trace(
         shape=shape,
-        header=TraceHeader("hand-made", labels={i: f"kind{i % 2}" for i in range(len(routing))}),
+        header=TraceHeader(
+            "hand-made", labels={i: f"kind{i % 2}" for i in range(len(routing))}
+        ),
         pass_sequence=np.array(sequences, np.int32),
         pass_phase=np.array(phases, np.uint8),
         pass_first_token=np.zeros(n_pass, np.int32),
@@ -43,15 +51,23 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
 
 
 class Oracle(Predictor):
-    """Predicts the experts of each pass's first token from the trace, but replaces the last `n_wrong` of them with
-    wrong ones.
+    """Predicts the experts of each pass's first token from the trace, but replaces the
+    last `n_wrong` of them with wrong ones.
 
-    Predicts nothing beyond `reach`, and nothing for the first layer if `first_layer` is False.
+    Predicts nothing beyond `reach`, and nothing for the first layer if `first_layer` is
+    False.
     """
 
     name: ClassVar[str] = "oracle"
 
-    def __init__(self, trace: Trace, n_wrong: int = 0, *, reach: int = 99, first_layer: bool = True) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        n_wrong: int = 0,
+        *,
+        reach: int = 99,
+        first_layer: bool = True,
+    ) -> None:
         super().__init__(trace.shape, reach)
         self.trace, self.n_wrong, self.first_layer = trace, n_wrong, first_layer
         self.next_pass = -1
@@ -67,11 +83,15 @@ class Oracle(Predictor):
         return self.trace.expert_ids[self.shape.row_of[il], token].tolist()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        if distance > self.reach or (il == self.shape.layers[0] and not self.first_layer):
+        if distance > self.reach or (
+            il == self.shape.layers[0] and not self.first_layer
+        ):
             return None
         probabilities = np.zeros(self.shape.n_expert, np.float32)
         right = self.truth(il)
-        wrong = [e for e in range(self.shape.n_expert) if e not in right][: self.n_wrong]
+        wrong = [e for e in range(self.shape.n_expert) if e not in right][
+            : self.n_wrong
+        ]
         for rank, e in enumerate(right[: len(right) - self.n_wrong] + wrong):
             probabilities[e] = 1 - rank / 10
         return probabilities
@@ -91,18 +111,23 @@ class Unpredictive(Predictor):
 
 
 def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
-    """Returns softmax routers with these matrices (len(shape.layers), n_expert, n_embd)."""
+    """Returns softmax routers with these matrices (len(shape.layers), n_expert,
+    n_embd)."""
     rows = zip(shape.layers, matrices, strict=True)
-    return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
+    return Routers(
+        Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows}
+    )
 
 
 def counted(name: str, trace: Trace) -> Predictor:
-    """Returns the predictor of this name, with arrays that `moegguf.learning` has computed from the trace."""
+    """Returns the predictor of this name, with arrays that `moegguf.learning` has
+    computed from the trace."""
     return LEARNED[name](trace.shape, COUNTED[name](trace))
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
-    """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers earlier.
+    """Returns the share of the experts used in decode passes that were predicted
+    `distance` MoE layers earlier.
 
     Counts only layers with a prediction. Returns 0 if there are no predictions.
     """
@@ -121,10 +146,22 @@ def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
     return right / max(1, total)
 
 
-def _predict(predictor: Predictor, event: RoutingEvent, distance: int, predicted: dict[int, set[int]]) -> None:
-    il = next(iter(predictor.shape.layers[predictor.shape.row_of[event.il] + distance :]), None)
+def _predict(
+    predictor: Predictor,
+    event: RoutingEvent,
+    distance: int,
+    predicted: dict[int, set[int]],
+) -> None:
+    il = next(
+        iter(predictor.shape.layers[predictor.shape.row_of[event.il] + distance :]),
+        None,
+    )
     probabilities = None if il is None else predictor.predict(il, distance)
     if il is not None and probabilities is not None:
         assert probabilities.shape == (predictor.shape.n_expert,)
         assert probabilities.min() >= 0 and probabilities.max() <= 1
-        predicted[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
+        predicted[il] = set(
+            np.argsort(-probabilities, kind="stable")[
+                : event.expert_ids.shape[1]
+            ].tolist()
+        )

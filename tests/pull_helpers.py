@@ -1,4 +1,5 @@
-"""Helpers for tests that pull a model: the files of a repository, and `fetch`, which records progress reports."""
+"""Helpers for tests that pull a model: the files of a repository, and `fetch`, which
+records progress reports."""
 
 import os
 import threading
@@ -26,10 +27,17 @@ def fetch(
 
 
 def stored() -> list[str]:
-    """Returns the sorted names of all files in the Hugging Face cache, without lock files."""
-    files = (path for path in hub_cache().rglob("*") if path.is_file() and ".locks" not in path.parts)
+    """Returns the sorted names of all files in the Hugging Face cache, without lock
+    files."""
+    files = (
+        path
+        for path in hub_cache().rglob("*")
+        if path.is_file() and ".locks" not in path.parts
+    )
     return sorted(path.name for path in files)
 
 
 def nothing_has_a_name() -> bool:
-    return Catalog().entries("hf.co") == [] and not list(hub_cache().glob("*/snapshots/*/*"))
+    return Catalog().entries("hf.co") == [] and not list(
+        hub_cache().glob("*/snapshots/*/*")
+    )

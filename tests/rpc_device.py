@@ -1,8 +1,10 @@
-"""A ggml device whose memory is not host memory, for tests: ggml's RPC backend over loopback.
+"""A ggml device whose memory is not host memory, for tests: ggml's RPC backend over
+loopback.
 
-The shipped library has no RPC backend (its server trusts its peers), so the backend is built here from the vendored
-sources, against the same libggml-base. A registered device cannot be removed, and llama.cpp uses it for every model
-loaded later. Tests that need the device run in a process of their own (`in_child`).
+The shipped library has no RPC backend (its server trusts its peers), so the backend is
+built here from the vendored sources, against the same libggml-base. A registered device
+cannot be removed, and llama.cpp uses it for every model loaded later. Tests that need
+the device run in a process of their own (`in_child`).
 """
 
 import ctypes as c
@@ -39,9 +41,13 @@ def rpc_library() -> Path:
     folder = find_library()
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None or not all(source.exists() for source in SOURCES):
-        pytest.skip("the RPC device needs a C++ compiler and the vendored sources (`make`)")
+        pytest.skip(
+            "the RPC device needs a C++ compiler and the vendored sources (`make`)"
+        )
     inputs = [*SOURCES, folder / "libggml-base.so"]
-    if BUILT.exists() and BUILT.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+    if BUILT.exists() and BUILT.stat().st_mtime > max(
+        path.stat().st_mtime for path in inputs
+    ):
         return BUILT
     BUILT.parent.mkdir(parents=True, exist_ok=True)
     partial = BUILT.with_suffix(f".{os.getpid()}")
@@ -56,12 +62,16 @@ def rpc_library() -> Path:
 
 
 def _ggml() -> c.CDLL:
-    """Returns libggml.so as loaded by libmoegguf, with the types of the functions used here."""
+    """Returns libggml.so as loaded by libmoegguf, with the types of the functions used
+    here."""
     from moegguf.native import library
 
     library.load()
     ggml = c.CDLL(str(library.find_library() / "libggml.so"))
-    for name, arguments in {"ggml_backend_dev_by_name": [c.c_char_p], "ggml_backend_register": [c.c_void_p]}.items():
+    for name, arguments in {
+        "ggml_backend_dev_by_name": [c.c_char_p],
+        "ggml_backend_register": [c.c_void_p],
+    }.items():
         getattr(ggml, name).restype = c.c_void_p
         getattr(ggml, name).argtypes = arguments
     return ggml
@@ -80,8 +90,12 @@ def register(rpc: Path, port: int) -> str:
     ggml, backend = _ggml(), c.CDLL(str(rpc))
     backend.ggml_backend_rpc_add_server.restype = c.c_void_p
     backend.ggml_backend_rpc_add_server.argtypes = [c.c_char_p]
-    number = next(n for n in itertools.count() if not ggml.ggml_backend_dev_by_name(b"RPC%d" % n))
-    ggml.ggml_backend_register(backend.ggml_backend_rpc_add_server(f"127.0.0.1:{port}".encode()))
+    number = next(
+        n for n in itertools.count() if not ggml.ggml_backend_dev_by_name(b"RPC%d" % n)
+    )
+    ggml.ggml_backend_register(
+        backend.ggml_backend_rpc_add_server(f"127.0.0.1:{port}".encode())
+    )
     assert ggml.ggml_backend_dev_by_name(b"RPC%d" % number)
     return f"RPC{number}"
 
@@ -93,9 +107,11 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a free port of the loopback interface, and keeps other programs from using the port.
+    """Yields a free port of the loopback interface, and keeps other programs from using
+    the port.
 
-    A server that sets SO_REUSEADDR, such as the RPC server, can listen on this port: the socket here does not listen.
+    A server that sets SO_REUSEADDR, such as the RPC server, can listen on this port:
+    the socket here does not listen.
     """
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,7 +121,8 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def server() -> Iterator[tuple[Path, int]]:
-    """Runs an RPC server on a free port of the loopback interface. Yields the arguments of `register`."""
+    """Runs an RPC server on a free port of the loopback interface. Yields the arguments
+    of `register`."""
     rpc = rpc_library()
     with reserved_port() as port:
         process = started_process(_serve, rpc, port)
@@ -119,31 +136,39 @@ def server() -> Iterator[tuple[Path, int]]:
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
-    """Runs call(*arguments) in another process. The process has the devices RPC0, RPC1, ... of n_servers new
-    servers."""
+    """Runs call(*arguments) in another process. The process has the devices RPC0, RPC1,
+    ... of n_servers new servers."""
     with ExitStack() as stack:
         servers = [stack.enter_context(server()) for _ in range(n_servers)]
         return in_own_process(_registered, servers, call, arguments)
 
 
-def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _registered(
+    servers: list[tuple[Path, int]],
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
     for at in servers:
         register(*at)
     return call(*arguments)
 
 
-def on_servers(n_servers: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_servers(
+    n_servers: int = 0,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that runs a test in another process.
 
-    The process has the devices of n_servers RPC servers, and devices that the test adds itself. The test's fixtures
-    must be picklable.
+    The process has the devices of n_servers RPC servers, and devices that the test adds
+    itself. The test's fixtures must be picklable.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**fixtures: Any) -> None:
             of_test = (test.__module__, test.__name__, fixtures)
-            in_child(_run_test, *of_test, n_servers=n_servers) if n_servers else in_own_process(_run_test, *of_test)
+            in_child(
+                _run_test, *of_test, n_servers=n_servers
+            ) if n_servers else in_own_process(_run_test, *of_test)
 
         return run
 

@@ -1,4 +1,5 @@
-"""Hypothesis strategies for random values with the keywords of JSON schemas. Most values are not sensible schemas."""
+"""Hypothesis strategies for random values with the keywords of JSON schemas. Most
+values are not sensible schemas."""
 
 from hypothesis import strategies as st
 
@@ -10,7 +11,14 @@ words = st.sampled_from(
     " exclusiveMinimum additionalItems ^a #a".split()
 )
 anything = st.recursive(
-    words | st.integers(-5, 5) | st.booleans() | st.none() | st.text(max_size=3) | st.floats(-9, 9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4),
+    words
+    | st.integers(-5, 5)
+    | st.booleans()
+    | st.none()
+    | st.text(max_size=3)
+    | st.floats(-9, 9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4)
+    ),
     max_leaves=20,
 )

@@ -1,4 +1,5 @@
-"""A `ModelManager` over scripted workers (fake_worker.py) and a catalog of models that have only a size."""
+"""A `ModelManager` over scripted workers (fake_worker.py) and a catalog of models that
+have only a size."""
 
 import asyncio
 import gc
@@ -39,18 +40,23 @@ MIB = 1 << 20
 
 
 class FakeCatalog:
-    """A catalog of models such as `a:latest`. Each has a script for the worker, a wanted size and a minimum size."""
+    """A catalog of models such as `a:latest`. Each has a script for the worker, a
+    wanted size and a minimum size."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, ModelEntry] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, wanted_mib: int = 100, minimum_mib: int = 100, **script: Any) -> None:
+    def add(
+        self, name: str, wanted_mib: int = 100, minimum_mib: int = 100, **script: Any
+    ) -> None:
         script.setdefault("log", str(self.folder / f"{name}.log"))
         path = Path(json.dumps(script))
         when = datetime(2026, 1, 2, tzinfo=UTC)
-        self.entries[name] = ModelEntry(f"{name}:latest", "path", (path,), wanted_mib * MIB, name * 64, when)
+        self.entries[name] = ModelEntry(
+            f"{name}:latest", "path", (path,), wanted_mib * MIB, name * 64, when
+        )
         self.sizes[f"{name}:latest"] = wanted_mib * MIB, minimum_mib * MIB
 
     def change(self, name: str, **fields: Any) -> None:
@@ -60,10 +66,17 @@ class FakeCatalog:
         try:
             return self.entries[name.removesuffix(":latest")]
         except KeyError:
-            raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
+            raise ModelNotFoundError(
+                f"there is no model named {name!r}; try 'a'."
+            ) from None
 
     def measure(
-        self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, memory: Memory, _gpus: Any
+        self,
+        entry: ModelEntry,
+        overrides: LoadOverrides,
+        settings: Settings,
+        memory: Memory,
+        _gpus: Any,
     ) -> ModelSize:
         def plan(room: Room) -> Plan:
             ram = MemoryPlan(None, (0,), 1, room[RAM], memory.available_bytes)
@@ -77,40 +90,56 @@ class FakeCatalog:
         return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
-        """Returns what the worker has logged about each load of a model: the fields of its `LoadConfig`, in load
-        order."""
+        """Returns what the worker has logged about each load of a model: the fields of
+        its `LoadConfig`, in load order."""
         log = self.folder / f"{name}.log"
-        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return (
+            [json.loads(line) for line in log.read_text().splitlines()]
+            if log.exists()
+            else []
+        )
 
 
 @asynccontextmanager
-async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
-    """Yields a manager. Asserts afterwards that no additional process or open file is left."""
+async def manager_of(
+    catalog: FakeCatalog, **settings: Any
+) -> AsyncIterator[ModelManager]:
+    """Yields a manager. Asserts afterwards that no additional process or open file is
+    left."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
     workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))
-    async with ModelManager(catalog, Settings(**settings), workers=workers, measure=catalog.measure) as manager:
+    async with ModelManager(
+        catalog, Settings(**settings), workers=workers, measure=catalog.measure
+    ) as manager:
         yield manager
     assert len(psutil.Process().children()) == children
     assert n_files() <= files
 
 
 def n_files() -> int:
-    """Counts open file descriptors after a garbage collection. Returns 0 on a system without /proc."""
+    """Counts open file descriptors after a garbage collection. Returns 0 on a system
+    without /proc."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
 async def answer_text(lease: Lease, prompt: str) -> str:
-    """Requests the answer to a prompt. Returns the texts of its deltas, joined by spaces."""
+    """Requests the answer to a prompt. Returns the texts of its deltas, joined by
+    spaces."""
     events = [event async for event in lease.answer(Request(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
 
 async def generate(
-    manager: ModelManager, name: str, prompt: str, overrides: LoadOverrides = NO_OVERRIDES, **options: Any
+    manager: ModelManager,
+    name: str,
+    prompt: str,
+    overrides: LoadOverrides = NO_OVERRIDES,
+    **options: Any,
 ) -> str:
-    """Acquires a model, requests an answer, and releases the model. Returns the text."""
+    """Acquires a model, requests an answer, and releases the model. Returns the
+    text."""
     async with manager.lease(name, overrides, **options) as lease:
         return await answer_text(lease, prompt)
 

@@ -13,8 +13,15 @@ The files are in `chat_templates/`:
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("chat_templates")
-TEMPLATES = {path.stem: path.read_text(encoding="utf-8").removesuffix("\n") for path in sorted(FOLDER.iterdir())}
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
+    for path in sorted(FOLDER.iterdir())
+}
 """{the name that `tiny(..., template=NAME)` takes: the text of the template}."""
 
 PLAIN, QWEN, MISTRAL = TEMPLATES["plain"], TEMPLATES["qwen"], TEMPLATES["mistral"]
-LLAMA, DEEPSEEK, HARMONY = TEMPLATES["llama"], TEMPLATES["deepseek"], TEMPLATES["harmony"]
+LLAMA, DEEPSEEK, HARMONY = (
+    TEMPLATES["llama"],
+    TEMPLATES["deepseek"],
+    TEMPLATES["harmony"],
+)

@@ -1,6 +1,7 @@
 """A command on a pseudo-terminal, and the screen it draws.
 
-Tests wait for output, not for a fixed time: `expect` waits for text, and `prompt` for the chat's prompt.
+Tests wait for output, not for a fixed time: `expect` waits for text, and `prompt` for
+the chat's prompt.
 """
 
 from __future__ import annotations
@@ -29,19 +30,31 @@ def control(letter: str) -> str:
 
 
 class Terminal:
-    """Runs `command` on a pseudo-terminal. Stops the command at the end of the `with` block."""
+    """Runs `command` on a pseudo-terminal. Stops the command at the end of the `with`
+    block."""
 
     def __init__(
-        self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
+        self,
+        command: Sequence[str],
+        environ: dict[str, str],
+        *,
+        columns: int = 80,
+        rows: int = 24,
+        term: str = "xterm",
     ) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=SCROLLBACK, ratio=0.5)
-        # Sends the replies of the terminal, such as the cursor position, to the command.
+        # Sends the replies of the terminal, such as the cursor position, to the
+        # command.
         self.screen.write_process_input = self._reply
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         environ = {**environ, "TERM": term}
         self.child = pexpect.spawn(
-            command[0], list(command[1:]), env=environ, dimensions=(rows, columns), timeout=TIMEOUT_S
+            command[0],
+            list(command[1:]),
+            env=environ,
+            dimensions=(rows, columns),
+            timeout=TIMEOUT_S,
         )
         self.child.delaybeforesend = None
 
@@ -53,9 +66,16 @@ class Terminal:
         self.child.send(keys)
 
     def type(self, text: str) -> None:
-        """Types text at the prompt, and waits until its last 20 characters are on the screen."""
+        """Types text at the prompt, and waits until its last 20 characters are on the
+        screen."""
         self.send(text)
-        self.wait(lambda: self._typed.endswith(text[-20:].rstrip()) and not self.line.startswith(PROMPT), repr(text))
+        self.wait(
+            lambda: (
+                self._typed.endswith(text[-20:].rstrip())
+                and not self.line.startswith(PROMPT)
+            ),
+            repr(text),
+        )
 
     def enter(self, text: str) -> None:
         """Types a line and presses Enter."""
@@ -63,7 +83,8 @@ class Terminal:
         self.send(ENTER)
 
     def ask(self, text: str) -> str:
-        """Enters a line, and waits for the next prompt. Returns the lines from the entered line to that prompt."""
+        """Enters a line, and waits for the next prompt. Returns the lines from the
+        entered line to that prompt."""
         before = len(self._all_lines())
         self.enter(text)
         self.prompt()
@@ -79,11 +100,15 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All lines of the terminal, with up to SCROLLBACK lines that have scrolled off the screen."""
+        """All lines of the terminal, with up to SCROLLBACK lines that have scrolled off
+        the screen."""
         return "\n".join(self._all_lines())
 
     def _all_lines(self) -> list[str]:
-        above = ["".join(line[x].data for x in range(self.screen.columns)) for line in self.screen.history.top]
+        above = [
+            "".join(line[x].data for x in range(self.screen.columns))
+            for line in self.screen.history.top
+        ]
         lines = [line.rstrip() for line in [*above, *self.screen.display]]
         while lines and not lines[-1]:
             lines.pop()
@@ -103,7 +128,8 @@ class Terminal:
         return "".join(self.screen.display[: self.screen.cursor.y + 1]).rstrip()
 
     def colour_of(self, text: str) -> str:
-        """The colour of the first `text` on the screen: a name, "default" or hexadecimal digits."""
+        """The colour of the first `text` on the screen: a name, "default" or
+        hexadecimal digits."""
         for y, line in enumerate(self.screen.display):
             if (x := line.find(text)) >= 0:
                 return str(self.screen.buffer[y][x].fg)
@@ -114,18 +140,23 @@ class Terminal:
         self.wait(lambda: self.line.startswith(PROMPT), "the prompt")
 
     def expect(self, text: str) -> None:
-        """Waits until `text` is on the screen or above it. Line breaks do not matter."""
+        """Waits until `text` is on the screen or above it. Line breaks do not
+        matter."""
         joined = text.replace("\n", "")
         self.wait(lambda: joined in self.text.replace("\n", ""), repr(text))
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Reads output until `condition` is true. Fails after TIMEOUT_S, or when the command has exited."""
+        """Reads output until `condition` is true. Fails after TIMEOUT_S, or when the
+        command has exited."""
         end = time.monotonic() + TIMEOUT_S
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The last output, which arrived as the command exited, may have made the condition true.
-                assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
+                # The last output, which arrived as the command exited, may have made
+                # the condition true.
+                assert condition(), f"{what} did not appear:\n" + "\n".join(
+                    self._all_lines()[-self.screen.lines :]
+                )
 
     def _read(self, seconds: float) -> bool:
         try:
@@ -145,11 +176,15 @@ class Terminal:
             pass
         self.child.wait() if self.child.isalive() else None
         self._close()
-        return -self.child.signalstatus if self.child.signalstatus else int(self.child.exitstatus)
+        return (
+            -self.child.signalstatus
+            if self.child.signalstatus
+            else int(self.child.exitstatus)
+        )
 
     def _close(self) -> None:
-        """Closes the terminal, which sends SIGHUP to the command. Stops a command that is still running 0.1 seconds
-        later."""
+        """Closes the terminal, which sends SIGHUP to the command. Stops a command that
+        is still running 0.1 seconds later."""
         process = self.child.ptyproc
         process.fileobj.close()
         end = time.monotonic() + process.delayafterclose
@@ -162,11 +197,15 @@ class Terminal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self._close()
-        except pexpect.ExceptionPexpect:  # raised 0.1 seconds after SIGKILL, but a busy machine may need longer
+        except pexpect.ExceptionPexpect:
+            # Raised 0.1 seconds after SIGKILL, but a busy machine may need longer.
             os.waitpid(self.child.pid, 0)
 
 

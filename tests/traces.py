@@ -1,9 +1,11 @@
-"""Synthetic traces with structure: a hidden state per token, routed by hidden router matrices.
+"""Synthetic traces with structure: a hidden state per token, routed by hidden router
+matrices.
 
-Equal arguments give equal traces. The state has a part for the topic (label and sequence), a part for the token, and a
-part that drifts slowly from token to token. It changes a little from layer to layer. Therefore popularity is uneven,
-labels prefer certain experts, neighbouring tokens share experts, layers predict each other, and token ids determine
-some experts.
+Equal arguments give equal traces. The state has a part for the topic (label and
+sequence), a part for the token, and a part that drifts slowly from token to token. It
+changes a little from layer to layer. Therefore popularity is uneven, labels prefer
+certain experts, neighbouring tokens share experts, layers predict each other, and token
+ids determine some experts.
 """
 
 import dataclasses
@@ -18,13 +20,21 @@ from moegguf.trace.trace import Trace, TraceHeader
 from predictors.study.arrange import grouped
 
 SMALL = MoeShape(
-    n_layer=6, n_expert=16, n_expert_used=2, layers=(1, 2, 3, 4, 5), n_embd=32, n_vocab=64, expert_bytes=1000
+    n_layer=6,
+    n_expert=16,
+    n_expert_used=2,
+    layers=(1, 2, 3, 4, 5),
+    n_embd=32,
+    n_vocab=64,
+    expert_bytes=1000,
 )
-LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25  # weights of the state's parts
+# Weights of the state's parts.
+LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25
 
 
 def hidden_routers(shape: MoeShape, seed: int) -> Float32s:
-    """Returns the router matrices (len(shape.layers), n_expert, n_embd) of `random_trace(shape, seed=seed)`."""
+    """Returns the router matrices (len(shape.layers), n_expert, n_embd) of
+    `random_trace(shape, seed=seed)`."""
     rng = np.random.default_rng([seed, 1])
     size = (len(shape.layers), shape.n_expert, shape.n_embd)
     return (rng.standard_normal(size) / np.sqrt(shape.n_embd)).astype(np.float32)
@@ -44,10 +54,11 @@ def random_trace(
 ) -> Trace:
     """Returns a trace of sequences one after another.
 
-    Each has a prefill pass and then n_decode passes of one token. The last layer of a prefill pass contains only the
-    last token. With n_prefill=0 there is no prefill pass. With a `structure` of 0 the states are only noise, and with 1
-    they contain no noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the trace leaves out
-    the inputs. Sequence i has label "kind<i % n_labels>".
+    Each has a prefill pass and then n_decode passes of one token. The last layer of a
+    prefill pass contains only the last token. With n_prefill=0 there is no prefill
+    pass. With a `structure` of 0 the states are only noise, and with 1 they contain no
+    noise. The routing is exactly the top-k of `hidden_routers @ inputs`, even if the
+    trace leaves out the inputs. Sequence i has label "kind<i % n_labels>".
     """
     shape = shape or SMALL
     rng = np.random.default_rng([seed, 0])
@@ -63,12 +74,18 @@ def random_trace(
     n_pass = len(lengths) * n_sequences
     return Trace(
         shape=shape,
-        header=TraceHeader("random", f"{seed:032x}", {i: f"kind{label}" for i, label in enumerate(label_of)}),
+        header=TraceHeader(
+            "random",
+            f"{seed:032x}",
+            {i: f"kind{label}" for i, label in enumerate(label_of)},
+        ),
         pass_sequence=np.repeat(np.arange(n_sequences, dtype=np.int32), len(lengths)),
         pass_phase=np.tile(np.array(phases, np.uint8), n_sequences),
         pass_first_token=np.zeros(n_pass, np.int32),
         pass_ns=np.arange(n_pass, dtype=np.int64) * 1_000_000,
-        pass_start=np.concatenate([[0], np.cumsum(np.tile(lengths, n_sequences))]).astype(np.int64),
+        pass_start=np.concatenate(
+            [[0], np.cumsum(np.tile(lengths, n_sequences))]
+        ).astype(np.int64),
         tokens=tokens.ravel(),
         expert_ids=expert_ids,
         weights=weights if with_weights else None,
@@ -77,15 +94,24 @@ def random_trace(
 
 
 def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
-    """Returns a trace with all prompts in one pass, then passes with one token of each request.
+    """Returns a trace with all prompts in one pass, then passes with one token of each
+    request.
 
     The last pass also contains the prompt of one more request.
     """
-    trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
-    of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
+    trace = random_trace(
+        n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True
+    )
+    of = [
+        np.flatnonzero(trace.sequence_of == sequence)
+        for sequence in range(n_sequences + 1)
+    ]
     prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
-    steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
-    # The last layer is computed for the third token of this prompt, and for the tokens of all other requests.
+    steps = [
+        np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)
+    ]
+    # The last layer is computed for the third token of this prompt, and for the tokens
+    # of all other requests.
     steps[-1] = np.concatenate([of[-1][:3], steps[-1]])
     return grouped(trace, [prompts, *steps])
 
@@ -99,11 +125,16 @@ def routed(
     first_token: int = 0,
     inputs: Sequence[Sequence[float]] | None = None,
 ) -> RoutingEvent:
-    """Returns an event of layer `il`. tokens: the experts of one token, or a list of experts for each token."""
-    ids = [list(token) for token in tokens if not isinstance(token, int)] or [list(tokens)]
+    """Returns an event of layer `il`. tokens: the experts of one token, or a list of
+    experts for each token."""
+    ids = [list(token) for token in tokens if not isinstance(token, int)] or [
+        list(tokens)
+    ]
     vectors = None if inputs is None else np.array(inputs, np.float32)
     expert_ids = np.array(ids, np.int32).reshape(len(ids), len(ids[0]))
-    return RoutingEvent(pass_, 0, sequence, phase, first_token, il, expert_ids, None, vectors)
+    return RoutingEvent(
+        pass_, 0, sequence, phase, first_token, il, expert_ids, None, vectors
+    )
 
 
 def same(one: Trace, other: Trace) -> bool:
@@ -111,7 +142,12 @@ def same(one: Trace, other: Trace) -> bool:
     for field in dataclasses.fields(Trace):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, np.ndarray):
-            if not isinstance(b, np.ndarray) or a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
+            if (
+                not isinstance(b, np.ndarray)
+                or a.dtype != b.dtype
+                or a.shape != b.shape
+                or a.tobytes() != b.tobytes()
+            ):
                 return False
         elif a != b:
             return False
@@ -119,7 +155,11 @@ def same(one: Trace, other: Trace) -> bool:
 
 
 def _tokens(
-    shape: MoeShape, rng: np.random.Generator, label_of: npt.NDArray[np.int64], n_labels: int, per_sequence: int
+    shape: MoeShape,
+    rng: np.random.Generator,
+    label_of: npt.NDArray[np.int64],
+    n_labels: int,
+    per_sequence: int,
 ) -> npt.NDArray[np.int32]:
     """Returns token ids (n_sequences, per_sequence).
 
@@ -127,7 +167,9 @@ def _tokens(
     """
     share = 1 / np.arange(1, shape.n_vocab + 1)
     favourites = np.stack([rng.permutation(shape.n_vocab) for _ in range(n_labels)])
-    ranks = rng.choice(shape.n_vocab, size=(len(label_of), per_sequence), p=share / share.sum())
+    ranks = rng.choice(
+        shape.n_vocab, size=(len(label_of), per_sequence), p=share / share.sum()
+    )
     return favourites[label_of[:, None], ranks].astype(np.int32)
 
 
@@ -144,7 +186,10 @@ def _states(
     drift = rng.standard_normal((n_sequences, per_sequence, shape.n_embd))
     for t in range(1, per_sequence):
         drift[:, t] = 0.9 * drift[:, t - 1] + np.sqrt(1 - 0.9**2) * drift[:, t]
-    state = DRIFT * drift + TOKEN * rng.standard_normal((shape.n_vocab, shape.n_embd))[tokens]
+    state = (
+        DRIFT * drift
+        + TOKEN * rng.standard_normal((shape.n_vocab, shape.n_embd))[tokens]
+    )
     state += LABEL * rng.standard_normal((n_labels, 1, shape.n_embd))[label_of]
     state += SEQUENCE * rng.standard_normal((n_sequences, 1, shape.n_embd))
     state = state.reshape(-1, shape.n_embd)
@@ -152,7 +197,9 @@ def _states(
     for row in range(len(shape.layers)):
         turn = rng.standard_normal((shape.n_embd, shape.n_embd)) / np.sqrt(shape.n_embd)
         state = (state + LAYER * np.tanh(state @ turn)) / np.sqrt(1 + LAYER**2)
-        out[row] = structure * state + (1 - structure) * rng.standard_normal(state.shape)
+        out[row] = structure * state + (1 - structure) * rng.standard_normal(
+            state.shape
+        )
     return out
 
 
@@ -166,4 +213,6 @@ def _route(
     logits = np.einsum("rtd,red->rte", inputs.astype(np.float32), routers)
     expert_ids = np.argsort(-logits, axis=2, kind="stable")[:, :, : shape.n_expert_used]
     chosen = np.exp(np.take_along_axis(logits, expert_ids, axis=2))
-    return expert_ids.astype(np.int16), (chosen / chosen.sum(axis=2, keepdims=True)).astype(np.float16)
+    return expert_ids.astype(np.int16), (
+        chosen / chosen.sum(axis=2, keepdims=True)
+    ).astype(np.float16)

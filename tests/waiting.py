@@ -1,4 +1,5 @@
-"""Functions that poll until another thread or process has acted, instead of waiting a fixed time."""
+"""Functions that poll until another thread or process has acted, instead of waiting a
+fixed time."""
 
 import os
 import signal
@@ -10,7 +11,8 @@ Result = TypeVar("Result")
 
 
 def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
-    """Calls `condition` until its result is true, and returns the result. Raises AssertionError after `seconds`."""
+    """Calls `condition` until its result is true, and returns the result. Raises
+    AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -24,7 +26,9 @@ def status_of(pid: int, seconds: float = 30.0) -> int:
     Kills the child and raises AssertionError if it runs longer than `seconds`.
     """
     try:
-        _, status = until(lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended, seconds)
+        _, status = until(
+            lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended, seconds
+        )
     except AssertionError:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -11,13 +11,19 @@ import shutil
 import subprocess
 import sys
 
-CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named like their commands; the smaller first
+CHROMIUM = (
+    "chromium-headless-shell",
+    "chromium",
+)  # Debian packages, named like their commands; the smaller first
 
 
 def missing():
     """Yields a sentence for each program or module that a build needs and this machine lacks."""
     if sys.version_info < (3, 11):
-        yield "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2]
+        yield (
+            "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.12"
+            % sys.version_info[:2]
+        )
     try:
         import ensurepip  # noqa: F401 (only checks that it exists)
         import venv  # noqa: F401 (only checks that it exists)
@@ -26,7 +32,10 @@ def missing():
     if not shutil.which("git"):
         yield "git is missing; it applies the patches: apt install git"
     compiler = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([compiler] if compiler else ["c++", "g++", "clang++"])):
+    if not any(
+        shutil.which(name)
+        for name in ([compiler] if compiler else ["c++", "g++", "clang++"])
+    ):
         yield "a C++17 compiler is missing; on Debian and Ubuntu: apt install g++"
 
 
@@ -37,7 +46,11 @@ def print_requirements(name):
     with open("pyproject.toml", "rb") as file:
         table = tomllib.load(file)
     extras = table["project"]["optional-dependencies"]
-    print("\n".join(table["build-system"]["requires"] if name == "build" else extras[name]))
+    print(
+        "\n".join(
+            table["build-system"]["requires"] if name == "build" else extras[name]
+        )
+    )
 
 
 def install_chromium():
@@ -47,13 +60,23 @@ def install_chromium():
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
         environment = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
-        steps = [["update"], *(["install", "--yes", "--no-install-recommends", name] for name in CHROMIUM)]
+        steps = [
+            ["update"],
+            *(
+                ["install", "--yes", "--no-install-recommends", name]
+                for name in CHROMIUM
+            ),
+        ]
         for step in steps:
             print("apt-get " + " ".join(step))
-            done = subprocess.run(["apt-get", "-qq", *step], env=environment, stdout=subprocess.DEVNULL)
+            done = subprocess.run(
+                ["apt-get", "-qq", *step], env=environment, stdout=subprocess.DEVNULL
+            )
             if done.returncode == 0 and shutil.which(step[-1]):
                 return
-    print("note: there is no Chromium, so the tests of the page are passed over; on Debian: apt install chromium")
+    print(
+        "note: there is no Chromium, so the tests of the page are passed over; on Debian: apt install chromium"
+    )
 
 
 def main():

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import vendor
 
 HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
-MAX_ADDED_LINES = 197  # limit for all patches together, so that updating llama.cpp takes little work
+# Limit for all patches together, so that updating llama.cpp takes little work.
+MAX_ADDED_LINES = 197
 
 
 def header_of(patch: Path) -> str:
@@ -33,11 +34,15 @@ def touched_by(patch: Path) -> list[str]:
 
 def added_lines(patch: Path) -> int:
     """Returns the number of lines that the patch adds."""
-    return sum(line.startswith("+") and not line.startswith("+++") for line in patch.read_text().splitlines())
+    return sum(
+        line.startswith("+") and not line.startswith("+++")
+        for line in patch.read_text().splitlines()
+    )
 
 
 def problems_of_headers() -> Iterator[str]:
-    """Yields an error text for each fault in patches/series, in a patch's header or in patches/README.md.
+    """Yields an error text for each fault in patches/series, in a patch's header or in
+    patches/README.md.
 
     Yields one more error text if the patches add too many lines.
     """
@@ -66,7 +71,8 @@ def problems_of_headers() -> Iterator[str]:
 
 
 def problems_of_application() -> Iterator[str]:
-    """Yields an error text if the patches do not apply in order, without fuzz, to the pristine source."""
+    """Yields an error text if the patches do not apply in order, without fuzz, to the
+    pristine source."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "llama.cpp"
         vendor.unpack(vendor.fetch(vendor.read_pin()), tree)
@@ -78,7 +84,8 @@ def problems_of_application() -> Iterator[str]:
 
 
 def refresh() -> None:
-    """Rewrites each patch from the edited tree. An edit is assigned to the last patch that touches its file."""
+    """Rewrites each patch from the edited tree. An edit is assigned to the last patch
+    that touches its file."""
     last = {file: patch for patch in vendor.series() for file in touched_by(patch)}
     with tempfile.TemporaryDirectory() as folder:
         before = Path(folder) / "a"
@@ -86,7 +93,10 @@ def refresh() -> None:
         (Path(folder) / "b").symlink_to(vendor.VENDOR / "llama.cpp")
         for patch in vendor.series():
             diffs = [
-                diff(Path(folder), file) if last[file] == patch else diff_in(patch, file) for file in touched_by(patch)
+                diff(Path(folder), file)
+                if last[file] == patch
+                else diff_in(patch, file)
+                for file in touched_by(patch)
             ]
             patch.write_text(header_of(patch).rstrip() + "\n\n" + "".join(diffs))
             vendor.apply(patch, before)
@@ -100,7 +110,14 @@ def diff_in(patch: Path, file: str) -> str:
 
 def diff(folder: Path, file: str) -> str:
     """Returns the unified diff of `file` from `folder`/a to `folder`/b."""
-    command = ["diff", "--unified", f"--label=a/{file}", f"--label=b/{file}", f"a/{file}", f"b/{file}"]
+    command = [
+        "diff",
+        "--unified",
+        f"--label=a/{file}",
+        f"--label=b/{file}",
+        f"a/{file}",
+        f"b/{file}",
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 

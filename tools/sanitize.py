@@ -22,18 +22,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 FOLDER = {"thread": "tsan", "address": "asan", "undefined": "ubsan"}
-# Leak detection is off, because the interpreter never frees some memory. The fault tests check for leaks in the store.
+# Leak detection is off, because the interpreter never frees some memory. The fault
+# tests check for leaks in the store.
 OPTIONS = {
     "TSAN_OPTIONS": f"suppressions={ROOT}/tests/native/tsan.supp halt_on_error=0 exitcode=66 report_signal_unsafe=0",
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1 halt_on_error=1",
 }
-LONGEST_TEST_S = "1200"  # default time limit of a test in seconds: ten times the limit without a sanitizer
-NATIVE_ROOM = ["tests/native", "--deselect", "tests/native/test_other_devices.py::test_rpc_slots_hold_the_files_bytes"]
+# Default time limit of a test in seconds: ten times the limit without a sanitizer.
+LONGEST_TEST_S = "1200"
+NATIVE_ROOM = [
+    "tests/native",
+    "--deselect",
+    "tests/native/test_other_devices.py::test_rpc_slots_hold_the_files_bytes",
+]
 
 
 def build(sanitizer: str) -> Path:
-    """Builds ggml, the store and its test equipment with the sanitizer. Returns the folder with these libraries."""
+    """Builds ggml, the store and its test equipment with the sanitizer. Returns the
+    folder with these libraries."""
     folder = ROOT / "build" / FOLDER[sanitizer]
     configure = [
         "cmake", "-S", str(ROOT / "moegguf/native"), "-B", str(folder), "-G", "Ninja",
@@ -41,20 +48,29 @@ def build(sanitizer: str) -> Path:
         "-DMOEGGUF_CHECK=ON", "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["ninja", "-C", str(folder), "moegguf", "moegguf-testing"], check=True)
+    subprocess.run(
+        ["ninja", "-C", str(folder), "moegguf", "moegguf-testing"], check=True
+    )
     return folder / "bin"
 
 
 def preload(sanitizer: str) -> str:
-    """Returns the value of LD_PRELOAD: the paths of the sanitizer's runtime and the C++ library.
+    """Returns the value of LD_PRELOAD: the paths of the sanitizer's runtime and the C++
+    library.
 
-    The runtime must be loaded before Python allocates memory. When the runtime starts, it looks up functions of the C++
-    library for exceptions, so this library must be loaded, too.
+    The runtime must be loaded before Python allocates memory. When the runtime starts,
+    it looks up functions of the C++ library for exceptions, so this library must be
+    loaded, too.
     """
     names = [f"lib{FOLDER[sanitizer]}.so", "libstdc++.so"]
     compiler = os.environ.get("CXX", "c++")
     found = [
-        subprocess.run([compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         for name in names
     ]
     return " ".join(str(Path(path.strip()).resolve()) for path in found)
@@ -62,7 +78,8 @@ def preload(sanitizer: str) -> str:
 
 @contextmanager
 def busy(n_processes: int) -> Iterator[None]:
-    """Runs processes that never sleep during the `with` block, so that threads are preempted more often."""
+    """Runs processes that never sleep during the `with` block, so that threads are
+    preempted more often."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(n_processes)]
     try:
@@ -74,7 +91,8 @@ def busy(n_processes: int) -> Iterator[None]:
 
 
 def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[Path]]:
-    """Runs pytest. Returns the exit status of pytest or the sanitizer, and the paths of the sanitizer's reports."""
+    """Runs pytest. Returns the exit status of pytest or the sanitizer, and the paths of
+    the sanitizer's reports."""
     prefix = library.parent / "reports" / time.strftime("%Y-%m-%dT%H-%M-%S")
     prefix.parent.mkdir(exist_ok=True)
     options = {name: f"{value} log_path={prefix}" for name, value in OPTIONS.items()}
@@ -88,19 +106,34 @@ def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[
 
 
 def main() -> int:
-    """Builds with the sanitizer and runs the tests. Returns the first non-zero exit status of a run, or 0 if all runs
-    passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Builds with the sanitizer and runs the tests. Returns the first non-zero exit
+    status of a run, or 0 if all runs passed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sanitizer", choices=FOLDER)
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="run the tests N times")
-    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N processes that never sleep")
-    parser.add_argument("pytest", nargs="*", default=NATIVE_ROOM, help="arguments for pytest, after --")
+    parser.add_argument(
+        "--runs", type=int, default=1, metavar="N", help="run the tests N times"
+    )
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="beside N processes that never sleep",
+    )
+    parser.add_argument(
+        "pytest", nargs="*", default=NATIVE_ROOM, help="arguments for pytest, after --"
+    )
     args = parser.parse_args()
     library = build(args.sanitizer)
     with busy(args.busy):
         outcomes = [run(args.sanitizer, library, args.pytest) for _ in range(args.runs)]
     for report in [path for _, reports in outcomes for path in reports]:
-        print(f"\n== {report.relative_to(ROOT)}\n{report.read_text(errors='replace')}", file=sys.stderr)
+        print(
+            f"\n== {report.relative_to(ROOT)}\n{report.read_text(errors='replace')}",
+            file=sys.stderr,
+        )
     statuses = [status for status, _ in outcomes]
     print(f"exit status of {len(statuses)} run(s): {statuses}", file=sys.stderr)
     return next(filter(None, statuses), 0)

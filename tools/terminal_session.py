@@ -1,8 +1,10 @@
-"""Records a terminal session as an SVG image. Needs the packages that `moegguf[test]` installs.
+"""Records a terminal session as an SVG image. Needs the packages that `moegguf[test]`
+installs.
 
     python -m tools.terminal_session docs/session.svg
 
-The program types STEPS in a shell in a temporary folder, and draws the terminal's last screen.
+The program types STEPS in a shell in a temporary folder, and draws the terminal's last
+screen.
 """
 
 from __future__ import annotations
@@ -34,19 +36,27 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # generates the last answer again; its experts are still in memory
+    # Generates the last answer again; its experts are still in memory.
+    (CHAT, "/regen"),
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # links to fonts on a server; they are removed
+# Links to fonts on a server; they are removed.
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def record() -> pyte.Screen:
-    """Runs STEPS in a shell and returns the terminal's screen after the last command. Raises TimeoutError."""
+    """Runs STEPS in a shell and returns the terminal's screen after the last command.
+    Raises TimeoutError."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     with tempfile.TemporaryDirectory() as home:
-        kept = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "TERM": "xterm-256color", "PS1": SHELL}
+        kept = {
+            "PATH": os.environ["PATH"],
+            "LC_ALL": "C.UTF-8",
+            "TERM": "xterm-256color",
+            "PS1": SHELL,
+        }
         own = dict.fromkeys(("HOME", "MOEGGUF_HOME", "XDG_CACHE_HOME"), home)
         shell: Any = pexpect.spawn(
             "bash", ["--norc", "--noprofile"], env=kept | own | {"MOEGGUF_HOST": NOBODY}, cwd=home,
@@ -55,7 +65,8 @@ def record() -> pyte.Screen:
         screen.write_process_input = shell.send  # type: ignore[method-assign]  # pyte's hook: replies to the program
 
         def wait_for(prompt: str) -> None:
-            """Waits until the cursor is after the prompt and output has stopped. Raises TimeoutError."""
+            """Waits until the cursor is after the prompt and output has stopped. Raises
+            TimeoutError."""
             end_s = time.monotonic() + TIMEOUT_S
             while time.monotonic() < end_s:
                 try:
@@ -75,9 +86,16 @@ def record() -> pyte.Screen:
 
 
 def drawn(screen: pyte.Screen) -> str:
-    """Returns the screen as SVG, without trailing lines that are empty or contain only the shell's prompt."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
-    last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
+    """Returns the screen as SVG, without trailing lines that are empty or contain only
+    the shell's prompt."""
+    console = Console(
+        record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False
+    )
+    last = max(
+        row
+        for row, line in enumerate(screen.display)
+        if line.strip() not in ("", SHELL.strip())
+    )
     for row in range(last + 1):
         cells = [screen.buffer[row][column] for column in range(COLUMNS)]
         line = Text()
@@ -89,12 +107,19 @@ def drawn(screen: pyte.Screen) -> str:
 
 
 def _style(cell: Any) -> Style:
-    colour = None if cell.fg == "default" else _NAMES.get(cell.fg, cell.fg if cell.fg.isalpha() else f"#{cell.fg}")
+    colour = (
+        None
+        if cell.fg == "default"
+        else _NAMES.get(cell.fg, cell.fg if cell.fg.isalpha() else f"#{cell.fg}")
+    )
     return Style(color=colour, bold=cell.bold)
 
 
 _NAMES = {"brown": "yellow", "brightbrown": "bright_yellow"}
-_NAMES |= {f"bright{name}": f"bright_{name}" for name in "black red green blue magenta cyan white".split()}
+_NAMES |= {
+    f"bright{name}": f"bright_{name}"
+    for name in "black red green blue magenta cyan white".split()
+}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ FTYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model, from its model card. Latent attention is treated as plain attention with these heads."""
+    """The shape of a model, from its model card. Latent attention is treated as plain
+    attention with these heads."""
 
     arch: str
     n_embd: int
@@ -40,13 +41,15 @@ class Shape:
     d_head: int
     n_expert: int
     n_ff: int  # width of an expert
-    n_ff_shared: int  # width of the shared expert in each layer with experts; 0: no shared expert
+    # Width of the shared expert in each layer with experts; 0: no shared expert.
+    n_ff_shared: int
     n_ff_dense: int
     n_vocab: int
     matrices: tuple[str, ...] = ("gate", "up", "down")
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the name of each matrix, and its shape in ggml's order of dimensions."""
+        """Yields the name of each matrix, and its shape in ggml's order of
+        dimensions."""
         yield "token_embd.weight", (self.n_embd, self.n_vocab)
         yield "output.weight", (self.n_embd, self.n_vocab)
         for il in range(self.n_layer):
@@ -62,7 +65,9 @@ class Shape:
                 yield from self._feed_forward(il, "_shexp", self.n_ff_shared)
             yield from self._feed_forward(il, "_exps", self.n_ff, self.n_expert)
 
-    def _feed_forward(self, il: int, suffix: str, n_ff: int, *n_expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _feed_forward(
+        self, il: int, suffix: str, n_ff: int, *n_expert: int
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
         for matrix in self.matrices:
             rows = (n_ff, self.n_embd) if matrix == "down" else (self.n_embd, n_ff)
             yield f"blk.{il}.ffn_{matrix}{suffix}.weight", (*rows, *n_expert)
@@ -70,36 +75,73 @@ class Shape:
 
 SHAPES = {
     "Qwen3-30B-A3B": Shape("qwen3moe", 2048, 48, 0, 32, 4, 128, 128, 768, 0, 0, 151936),
-    "Qwen3-235B-A22B": Shape("qwen3moe", 4096, 94, 0, 64, 4, 128, 128, 1536, 0, 0, 151936),
-    "Qwen3-Next-80B-A3B": Shape("qwen3next", 2048, 48, 0, 16, 2, 256, 512, 512, 512, 0, 151936),
-    "Qwen3.6-35B-A3B": Shape("qwen35moe", 2048, 40, 0, 32, 4, 256, 256, 512, 512, 0, 248320),
+    "Qwen3-235B-A22B": Shape(
+        "qwen3moe", 4096, 94, 0, 64, 4, 128, 128, 1536, 0, 0, 151936
+    ),
+    "Qwen3-Next-80B-A3B": Shape(
+        "qwen3next", 2048, 48, 0, 16, 2, 256, 512, 512, 512, 0, 151936
+    ),
+    "Qwen3.6-35B-A3B": Shape(
+        "qwen35moe", 2048, 40, 0, 32, 4, 256, 256, 512, 512, 0, 248320
+    ),
     "gpt-oss-20b": Shape("gpt-oss", 2880, 24, 0, 64, 8, 64, 32, 2880, 0, 0, 201088),
     "gpt-oss-120b": Shape("gpt-oss", 2880, 36, 0, 64, 8, 64, 128, 2880, 0, 0, 201088),
-    "GLM-4.5-Air": Shape("glm4moe", 4096, 46, 1, 96, 8, 128, 128, 1408, 1408, 10944, 151552),
-    "GLM-4.7-Flash": Shape("deepseek2", 2048, 47, 1, 20, 1, 256, 64, 1536, 1536, 10240, 154880),
-    "GLM-5.3": Shape("deepseek2", 6144, 79, 3, 64, 1, 256, 256, 2048, 2048, 12288, 154880),
-    "GLM-5.3-Flash": Shape("deepseek2", 4096, 45, 3, 64, 1, 256, 288, 2048, 2048, 12288, 154880),
-    "DeepSeek-V3": Shape("deepseek2", 7168, 61, 3, 128, 1, 128, 256, 2048, 2048, 18432, 129280),
-    "Kimi-K2": Shape("deepseek2", 7168, 61, 1, 64, 1, 128, 384, 2048, 2048, 18432, 163840),
+    "GLM-4.5-Air": Shape(
+        "glm4moe", 4096, 46, 1, 96, 8, 128, 128, 1408, 1408, 10944, 151552
+    ),
+    "GLM-4.7-Flash": Shape(
+        "deepseek2", 2048, 47, 1, 20, 1, 256, 64, 1536, 1536, 10240, 154880
+    ),
+    "GLM-5.3": Shape(
+        "deepseek2", 6144, 79, 3, 64, 1, 256, 256, 2048, 2048, 12288, 154880
+    ),
+    "GLM-5.3-Flash": Shape(
+        "deepseek2", 4096, 45, 3, 64, 1, 256, 288, 2048, 2048, 12288, 154880
+    ),
+    "DeepSeek-V3": Shape(
+        "deepseek2", 7168, 61, 3, 128, 1, 128, 256, 2048, 2048, 18432, 129280
+    ),
+    "Kimi-K2": Shape(
+        "deepseek2", 7168, 61, 1, 64, 1, 128, 384, 2048, 2048, 18432, 163840
+    ),
     "MiniMax-M2": Shape("minimax-m2", 3072, 62, 0, 48, 8, 128, 256, 1536, 0, 0, 200064),
-    "Llama-4-Scout": Shape("llama4", 5120, 48, 0, 40, 8, 128, 16, 8192, 8192, 0, 202048),
+    "Llama-4-Scout": Shape(
+        "llama4", 5120, 48, 0, 40, 8, 128, 16, 8192, 8192, 0, 202048
+    ),
     "Mixtral-8x7B": Shape("llama", 4096, 32, 0, 32, 8, 128, 8, 14336, 0, 0, 32000),
-    "gemma-4-26B-A4B": Shape("gemma4", 2816, 30, 0, 16, 8, 256, 128, 704, 2112, 0, 262144),
-    "granite-4.0-h-small": Shape("granitehybrid", 4096, 40, 0, 32, 8, 128, 72, 768, 1536, 0, 100352),
+    "gemma-4-26B-A4B": Shape(
+        "gemma4", 2816, 30, 0, 16, 8, 256, 128, 704, 2112, 0, 262144
+    ),
+    "granite-4.0-h-small": Shape(
+        "granitehybrid", 4096, 40, 0, 32, 8, 128, 72, 768, 1536, 0, 100352
+    ),
     "LFM2-8B-A1B": Shape("lfm2moe", 2048, 24, 2, 32, 8, 64, 32, 1792, 0, 7168, 65536),
     "Nemotron-3-Nano-30B-A3B": Shape(
-        "nemotron_h_moe", 2688, 23, 0, 32, 2, 128, 128, 1856, 3712, 0, 131072, ("up", "down")
+        "nemotron_h_moe",
+        2688,
+        23,
+        0,
+        32,
+        2,
+        128,
+        128,
+        1856,
+        3712,
+        0,
+        131072,
+        ("up", "down"),
     ),
 }
 
-# A published header: {type: number of tensors} for the experts' gate, up and down matrices, and one type for all other
-# tensors.
+# A published header: {type: number of tensors} for the experts' gate, up and down
+# matrices, and one type for all other tensors.
 Header = tuple[dict[str, int], dict[str, int], dict[str, int], str]
 
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """A GGUF file. `made` is its published header, or the name of the quantiser's preset that computes its types."""
+    """A GGUF file. `made` is its published header, or the name of the quantiser's
+    preset that computes its types."""
 
     name: str
     shape: str
@@ -175,12 +217,22 @@ class ModelOf(c.Structure):
 
     _fields_ = [("architecture", c.c_char_p)] + [
         (name, c.c_uint32)
-        for name in ("n_embd", "n_ff", "n_layer", "n_head", "n_head_kv", "n_expert", "n_embd_head_k", "n_embd_head_v")
+        for name in (
+            "n_embd",
+            "n_ff",
+            "n_layer",
+            "n_head",
+            "n_head_kv",
+            "n_expert",
+            "n_embd_head_k",
+            "n_embd_head_v",
+        )
     ]
 
 
 class Quantiser:
-    """Calls the quantisation rules of the pinned llama.cpp: functions that libllama exports for llama.cpp's tests."""
+    """Calls the quantisation rules of the pinned llama.cpp: functions that libllama
+    exports for llama.cpp's tests."""
 
     def __init__(self) -> None:
         self._llama = library.llama_cpp()
@@ -188,15 +240,21 @@ class Quantiser:
         self.ggml = Ggml(1)
 
     def types(self, shape: Shape, ftype: int) -> list[int]:
-        """Returns the ggml type that the quantiser's preset `ftype` chooses for each tensor of a model."""
+        """Returns the ggml type that the quantiser's preset `ftype` chooses for each
+        tensor of a model."""
         described = ModelOf(
             shape.arch.encode(), shape.n_embd, shape.n_ff, shape.n_layer, shape.n_head, shape.n_head_kv,
             shape.n_expert, shape.d_head, shape.d_head,
         )  # fmt: skip
-        model = self._call("_Z31llama_quant_model_from_metadataPK22llama_quant_model_desc", c.byref(described))
+        model = self._call(
+            "_Z31llama_quant_model_from_metadataPK22llama_quant_model_desc",
+            c.byref(described),
+        )
         options = self._llama.llama_model_quantize_default_params()
         state = self._call(
-            "_Z16llama_quant_initPK11llama_modelPK27llama_model_quantize_params", model, c.byref(options)
+            "_Z16llama_quant_initPK11llama_modelPK27llama_model_quantize_params",
+            model,
+            c.byref(options),
         )
         graph = self.ggml.graph()
         tensors = []
@@ -218,12 +276,16 @@ class Quantiser:
 
 
 def count(quantiser: Quantiser, file: File) -> Counter[str]:
-    """Returns {name of a type: total size in bytes of the file's matrices of this type}."""
+    """Returns {name of a type: total size in bytes of the file's matrices of this
+    type}."""
     shape = SHAPES[file.shape]
     names = quantiser.ggml.types
     if isinstance(file.made, str):
         number_to_name = {number: name for name, number in names.items()}
-        types = [number_to_name[number] for number in quantiser.types(shape, FTYPES[file.made])]
+        types = [
+            number_to_name[number]
+            for number in quantiser.types(shape, FTYPES[file.made])
+        ]
     else:
         types = list(listed(shape, file.made))
     found: Counter[str] = Counter()
@@ -235,12 +297,13 @@ def count(quantiser: Quantiser, file: File) -> Counter[str]:
 def listed(shape: Shape, header: Header) -> Iterator[str]:
     """Yields the name of a type for each tensor, in the order of `shape.tensors`.
 
-    A published header only counts the types of the experts' matrices, so the assignment of types to layers is
-    arbitrary. All other tensors have the header's last type.
+    A published header only counts the types of the experts' matrices, so the assignment
+    of types to layers is arbitrary. All other tensors have the header's last type.
     """
     *of_experts, rest = header
     left = {
-        matrix: Counter(counts).elements() for matrix, counts in zip(("gate", "up", "down"), of_experts, strict=True)
+        matrix: Counter(counts).elements()
+        for matrix, counts in zip(("gate", "up", "down"), of_experts, strict=True)
     }
     for name, _ in shape.tensors():
         matrix = name.removesuffix("_exps.weight").partition("ffn_")[2]
@@ -250,7 +313,9 @@ def listed(shape: Shape, header: Header) -> Iterator[str]:
 def main() -> int:
     """Prints the table of types, or the list of files. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--files", action="store_true", help="list the files instead of the types")
+    parser.add_argument(
+        "--files", action="store_true", help="list the files instead of the types"
+    )
     options = parser.parse_args()
     silence()
     quantiser = Quantiser()
@@ -258,12 +323,21 @@ def main() -> int:
     if options.files:
         for file, found in bytes_of.items():
             total = found.total()
-            parts = ", ".join(f"{name.upper()} {n / total:.0%}" for name, n in found.most_common() if n > 0.005 * total)
+            parts = ", ".join(
+                f"{name.upper()} {n / total:.0%}"
+                for name, n in found.most_common()
+                if n > 0.005 * total
+            )
             print(f"| {file.name} | {total / 1e9:.1f} GB | {parts} | {file.source} |")
         return 0
-    shares = {name: [found[name] / found.total() for found in bytes_of.values()] for name in quantiser.ggml.types}
+    shares = {
+        name: [found[name] / found.total() for found in bytes_of.values()]
+        for name in quantiser.ggml.types
+    }
     for name, of_files in sorted(shares.items(), key=lambda item: -sum(item[1])):
-        print(f"| {name.upper()} | {sum(of_files) / len(FILES):.1%} | {sum(share > 0 for share in of_files)} |")
+        print(
+            f"| {name.upper()} | {sum(of_files) / len(FILES):.1%} | {sum(share > 0 for share in of_files)} |"
+        )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Prints, checks or sets the version, which is written in several files. Also sets the project's addresses.
+"""Prints, checks or sets the version, which is written in several files. Also sets the
+project's addresses.
 
 python -m tools.version               # prints the version; fails if two files differ
 python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md describes it
@@ -32,25 +33,32 @@ URLS = re.compile(r"^\[project\.urls\]\n(?:.+\n)*\n", re.MULTILINE)
 
 
 def version_of(tag: str) -> str:
-    """Returns the version in a tag. Raises ValueError unless the tag has a form like v1.2.3, v1.2.3a1 or v1.2.3rc1."""
+    """Returns the version in a tag. Raises ValueError unless the tag has a form like
+    v1.2.3, v1.2.3a1 or v1.2.3rc1."""
     found = TAG.fullmatch(tag.removeprefix("refs/tags/"))
     if found is None:
-        raise ValueError(f"the tag of a release is v1.2.3, or v1.2.3rc1, but is {tag!r}; use another tag")
+        raise ValueError(
+            f"the tag of a release is v1.2.3, or v1.2.3rc1, but is {tag!r}; use another tag"
+        )
     return found[1]
 
 
 def read_version(root: Path = ROOT) -> str:
-    """Returns the version in PLACES. Raises ValueError if two places have different versions, or if no place has
-    one."""
+    """Returns the version in PLACES. Raises ValueError if two places have different
+    versions, or if no place has one."""
     found = {
         (name, version)
         for name, before in PLACES
-        for version in re.findall(rf'{before}([^"]+)"', (root / name).read_text(), re.MULTILINE)
+        for version in re.findall(
+            rf'{before}([^"]+)"', (root / name).read_text(), re.MULTILINE
+        )
     }
     versions = {version for _, version in found}
     if len(versions) != 1:
         places = ", ".join(f"{version} in {name}" for name, version in sorted(found))
-        raise ValueError(f"the version must be the same everywhere, but is {places}; run tools.version --set")
+        raise ValueError(
+            f"the version must be the same everywhere, but is {places}; run tools.version --set"
+        )
     return versions.pop()
 
 
@@ -58,39 +66,63 @@ def write_version(version: str, root: Path = ROOT) -> None:
     """Writes the version into all PLACES."""
     for name, before in PLACES:
         path = root / name
-        path.write_text(re.sub(rf'({before})[^"]+"', rf'\g<1>{version}"', path.read_text(), flags=re.MULTILINE))
+        path.write_text(
+            re.sub(
+                rf'({before})[^"]+"',
+                rf'\g<1>{version}"',
+                path.read_text(),
+                flags=re.MULTILINE,
+            )
+        )
 
 
 def write_urls(address: str, root: Path = ROOT) -> None:
-    """Writes the section [project.urls] of pyproject.toml, for the repository at `address`. Replaces an existing
-    section. Raises ValueError if `address` does not have a form like https://host/owner/name."""
+    """Writes the section [project.urls] of pyproject.toml, for the repository at
+    `address`. Replaces an existing section. Raises ValueError if `address` does not
+    have a form like https://host/owner/name."""
     if not re.fullmatch(r"https://[\w.:-]+/[\w.-]+/[\w.-]+", address):
-        raise ValueError(f"a repository's address is https://host/owner/name, but is {address!r}; use another address")
+        raise ValueError(
+            f"a repository's address is https://host/owner/name, but is {address!r}; use another address"
+        )
     lines = [f'{name} = "{address}{path}"\n' for name, path in PAGES.items()]
     section = "".join(["[project.urls]\n", *lines, "\n"])
     path = root / "pyproject.toml"
-    path.write_text(URLS.sub("", path.read_text()).replace("[project.scripts]\n", f"{section}[project.scripts]\n"))
+    path.write_text(
+        URLS.sub("", path.read_text()).replace(
+            "[project.scripts]\n", f"{section}[project.scripts]\n"
+        )
+    )
 
 
 def check_tag(tag: str, root: Path = ROOT) -> str:
-    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md contain it."""
+    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md
+    contain it."""
     version = version_of(tag)
     if (written := read_version(root)) != version:
-        raise ValueError(f"the tag is {tag}, but the files have version {written}; run tools.version --set {tag}")
+        raise ValueError(
+            f"the tag is {tag}, but the files have version {written}; run tools.version --set {tag}"
+        )
     if not is_released(version, root):
-        raise ValueError(f"CHANGELOG.md needs a section '## {version} (YYYY-MM-DD)' for the tag {tag}; write one")
+        raise ValueError(
+            f"CHANGELOG.md needs a section '## {version} (YYYY-MM-DD)' for the tag {tag}; write one"
+        )
     return version
 
 
 def is_released(version: str, root: Path = ROOT) -> bool:
     """Returns True if CHANGELOG.md has a section with the version and a date."""
     heading = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
-    return re.search(heading, (root / "CHANGELOG.md").read_text(), re.MULTILINE) is not None
+    return (
+        re.search(heading, (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+        is not None
+    )
 
 
 def main() -> int:
     """Prints, checks or sets the version. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--is", dest="tag", metavar="TAG")
     what.add_argument("--set", dest="new_tag", metavar="TAG")

@@ -1,18 +1,23 @@
-"""Lists the operations whose results, compared bit by bit, depend on the number of rows that the CPU computes together.
+"""Lists the operations whose results, compared bit by bit, depend on the number of rows
+that the CPU computes together.
 
-ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
-(tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
-quantisation that ggml can make, as plain weights and, where the processor has a layout for them, as interleaved
-weights. Attention reads a cache of several sequences. The cells of other sequences must not change a single bit of a
-row's result, either. This is a property of a whole graph, so tests/live/test_width.py checks it instead.
+ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7,
+8, 16, 33, 64 and 512 rows (tokens). The program compares the bits of every row with the
+bits of the row computed alone. Products use every quantisation that ggml can make, as
+plain weights and, where the processor has a layout for them, as interleaved weights.
+Attention reads a cache of several sequences. The cells of other sequences must not
+change a single bit of a row's result, either. This is a property of a whole graph, so
+tests/live/test_width.py checks it instead.
 
-Operations with a recurrent state are computed for several sequences together, in passes of each width. The program
-compares every token's output, and every returned state, with the results for the sequence alone, token by token.
+Operations with a recurrent state are computed for several sequences together, in passes
+of each width. The program compares every token's output, and every returned state, with
+the results for the sequence alone, token by token.
 
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
-The program lists each operation with a changed row: the widths, and the number of changed rows at each width. `--all`
-lists the other operations too. The exit status is 1 if a row changes. With a model, the program lists the operations of
-the model's graph, and the checked operation that covers each. The exit status is then 1 if any listed
+The program lists each operation with a changed row: the widths, and the number of
+changed rows at each width. `--all` lists the other operations too. The exit status is 1
+if a row changes. With a model, the program lists the operations of the model's graph,
+and the checked operation that covers each. The exit status is then 1 if any listed
 operation is not checked.
 """
 
@@ -40,9 +45,11 @@ N_TYPES = 43
 N_SEQUENCES = 4
 N_CELLS = 512
 N_STATES = 3  # number of sequences with recurrent states
-N_BACK = 3  # some operations return N_BACK states: one after each of the last N_BACK tokens
+# Some operations return N_BACK states: one after each of the last N_BACK tokens.
+N_BACK = 3
 
-# Operations that only move, repeat or generate values, so their bits cannot depend on the number of rows.
+# Operations that only move, repeat or generate values, so their bits cannot depend on
+# the number of rows.
 MOVES = {
     "ARANGE", "CONCAT", "CONT", "CPY", "FILL", "GET_ROWS", "NONE", "PAD", "PERMUTE", "REPEAT", "RESHAPE", "SET_ROWS",
     "TRANSPOSE", "VIEW",
@@ -64,16 +71,23 @@ CHECKED_BY = {
 }  # fmt: skip
 
 # ggml keeps a pointer to this function, so Python must not free it.
-QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)
+QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(
+    lambda _level, _text, _data: None
+)
 
 Array = npt.NDArray[Any]
-Compute = Callable[[Sequence[int]], Array]  # a function from row numbers to the result, whose first axis has these rows
+# A function from row numbers to the result, whose first axis has these rows.
+Compute = Callable[[Sequence[int]], Array]
 
 
 class InitParams(c.Structure):
     """The C struct ggml_init_params."""
 
-    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
+    _fields_ = [
+        ("mem_size", c.c_size_t),
+        ("mem_buffer", c.c_void_p),
+        ("no_alloc", c.c_bool),
+    ]
 
 
 @dataclass(frozen=True)
@@ -87,36 +101,44 @@ class Case:
     compute: Compute
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """Returns {width: rows whose bits differ from the row computed alone}. Omits widths at which no row changes."""
+        """Returns {width: rows whose bits differ from the row computed alone}. Omits
+        widths at which no row changes."""
         alone = [self.compute([row]).tobytes() for row in range(max(widths))]
         found = {}
         for width in widths:
             together = self.compute(range(width))
-            rows = [row for row in range(width) if together[row : row + 1].tobytes() != alone[row]]
+            rows = [
+                row
+                for row in range(width)
+                if together[row : row + 1].tobytes() != alone[row]
+            ]
             if rows:
                 found[width] = rows
         return found
 
 
-# Computes tokens `begin` to `end` - 1 of n sequences: (states [n, ...] before `begin`, sequences, begin, end). Returns
-# the outputs [n, n_tokens, ...] and the states [n_back, n, ...] after each of the last n_back tokens, the most recent
-# token first.
+# Computes tokens `begin` to `end` - 1 of n sequences: (states [n, ...] before `begin`,
+# sequences, begin, end). Returns the outputs [n, n_tokens, ...] and the states [n_back,
+# n, ...] after each of the last n_back tokens, the most recent token first.
 Advance = Callable[[Array, Sequence[int], int, int], tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
 class StateCase:
-    """An operation with a state for each sequence, and the function that computes some tokens of some sequences."""
+    """An operation with a state for each sequence, and the function that computes some
+    tokens of some sequences."""
 
     name: str
     advance: Advance
     first: Array  # the states [N_STATES, ...] before the first token
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """Returns {width: tokens whose output or state changes}. Omits widths at which no token changes.
+        """Returns {width: tokens whose output or state changes}. Omits widths at which
+        no token changes.
 
-        A token changes if its bits in passes of this width, with all sequences together, differ from the bits when each
-        sequence is computed alone, token by token.
+        A token changes if its bits in passes of this width, with all sequences
+        together, differ from the bits when each sequence is computed alone, token by
+        token.
         """
         n_tokens = max(widths)
         alone = [self._alone(sequence, n_tokens) for sequence in range(N_STATES)]
@@ -129,7 +151,8 @@ class StateCase:
         return found
 
     def _alone(self, sequence: int, n_tokens: int) -> tuple[Array, Array]:
-        """Returns the output of each token of a sequence, and the state after each token."""
+        """Returns the output of each token of a sequence, and the state after each
+        token."""
         outputs, states = [], []
         state = self.first[sequence : sequence + 1]
         for token in range(n_tokens):
@@ -157,13 +180,18 @@ class StateCase:
 
 
 class Ggml:
-    """ggml's CPU backend, called through ctypes. Shapes are numpy's: the reverse of ggml's."""
+    """ggml's CPU backend, called through ctypes. Shapes are numpy's: the reverse of
+    ggml's."""
 
     def __init__(self, n_threads: int = 2) -> None:
         folder = library.find_library()
-        self._base, cpu = (c.CDLL(str(folder / f"libggml-{name}.so")) for name in ("base", "cpu"))
+        self._base, cpu = (
+            c.CDLL(str(folder / f"libggml-{name}.so")) for name in ("base", "cpu")
+        )
         self._reg = self._pointer(cpu.ggml_backend_cpu_reg)
-        self._device = self._pointer(self._base.ggml_backend_reg_dev_get, self._reg, c.c_size_t(0))
+        self._device = self._pointer(
+            self._base.ggml_backend_reg_dev_get, self._reg, c.c_size_t(0)
+        )
         self._backend = self._pointer(cpu.ggml_backend_cpu_init)
         cpu.ggml_backend_cpu_set_n_threads(self._backend, n_threads)
         self.plain = self._pointer(self._base.ggml_backend_cpu_buffer_type)
@@ -177,14 +205,19 @@ class Ggml:
 
     def _extra(self, name: str) -> c.c_void_p | None:
         get_function = self._base.ggml_backend_reg_get_proc_address
-        address = self._pointer(get_function, self._reg, b"ggml_backend_dev_get_extra_bufts").value
+        address = self._pointer(
+            get_function, self._reg, b"ggml_backend_dev_get_extra_bufts"
+        ).value
         assert address is not None
         found = c.CFUNCTYPE(c.POINTER(c.c_void_p), c.c_void_p)(address)(self._device)
         self._base.ggml_backend_buft_name.restype = c.c_char_p
         for buffer_type in found:
             if buffer_type is None:
                 return None
-            if self._base.ggml_backend_buft_name(c.c_void_p(buffer_type)) == name.encode():
+            if (
+                self._base.ggml_backend_buft_name(c.c_void_p(buffer_type))
+                == name.encode()
+            ):
                 return c.c_void_p(buffer_type)
         return None
 
@@ -219,44 +252,86 @@ class Ggml:
         return out.tobytes()
 
     def graph(self, buffer_type: c.c_void_p | None = None) -> Graph:
-        """Returns a new graph, whose weights are in this buffer type; None: in plain memory."""
-        return Graph(self._base, self._backend, self._device, self.plain, buffer_type or self.plain)
+        """Returns a new graph, whose weights are in this buffer type; None: in plain
+        memory."""
+        return Graph(
+            self._base,
+            self._backend,
+            self._device,
+            self.plain,
+            buffer_type or self.plain,
+        )
 
 
 class Graph:
-    """A ggml graph: inputs with their values, and operations on them. `close` frees it."""
+    """A ggml graph: inputs with their values, and operations on them. `close` frees
+    it."""
 
-    def __init__(self, base: Any, backend: Any, device: Any, plain: c.c_void_p, of_weights: c.c_void_p) -> None:
+    def __init__(
+        self,
+        base: Any,
+        backend: Any,
+        device: Any,
+        plain: c.c_void_p,
+        of_weights: c.c_void_p,
+    ) -> None:
         self._base = base
         self._backend = backend
         self._device = device
         self._buffers = [plain, of_weights]
-        self._contexts = [Ggml._pointer(base.ggml_init, InitParams(1 << 20, None, True)) for _ in range(2)]
+        self._contexts = [
+            Ggml._pointer(base.ggml_init, InitParams(1 << 20, None, True))
+            for _ in range(2)
+        ]
         self._values: list[tuple[c.c_void_p, bytes]] = []
         self._allocated: list[c.c_void_p] = []
 
-    def input(self, ggml_type: int, shape: Sequence[int], values: bytes, is_weight: bool = False) -> c.c_void_p:
-        """Adds an input tensor [shape] and returns it. `prepare` writes the bytes `values` into the tensor."""
+    def input(
+        self,
+        ggml_type: int,
+        shape: Sequence[int],
+        values: bytes,
+        is_weight: bool = False,
+    ) -> c.c_void_p:
+        """Adds an input tensor [shape] and returns it. `prepare` writes the bytes
+        `values` into the tensor."""
         dims = (c.c_int64 * len(shape))(*reversed(shape))
-        tensor = Ggml._pointer(self._base.ggml_new_tensor, self._contexts[is_weight], ggml_type, len(shape), dims)
+        tensor = Ggml._pointer(
+            self._base.ggml_new_tensor,
+            self._contexts[is_weight],
+            ggml_type,
+            len(shape),
+            dims,
+        )
         self._values.append((tensor, values))
         return tensor
 
     def array(self, values: Array) -> c.c_void_p:
-        """Adds an input tensor with the values and shape of a float32, float16 or int32 array, and returns it."""
-        kinds = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(np.int32): I32}
-        return self.input(kinds[values.dtype], values.shape, np.ascontiguousarray(values).tobytes())
+        """Adds an input tensor with the values and shape of a float32, float16 or int32
+        array, and returns it."""
+        kinds = {
+            np.dtype(np.float32): F32,
+            np.dtype(np.float16): F16,
+            np.dtype(np.int32): I32,
+        }
+        return self.input(
+            kinds[values.dtype], values.shape, np.ascontiguousarray(values).tobytes()
+        )
 
     def op(self, name: str, *arguments: Any) -> c.c_void_p:
-        """Returns the node that ggml_<name> creates. Numbers other than C ints must be passed as ctypes values."""
-        return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
+        """Returns the node that ggml_<name> creates. Numbers other than C ints must be
+        passed as ctypes values."""
+        return Ggml._pointer(
+            getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments
+        )
 
     def change(self, name: str, *arguments: Any) -> None:
         """Calls ggml_<name>, which changes a node."""
         getattr(self._base, f"ggml_{name}")(*arguments)
 
     def supports(self, node: c.c_void_p) -> bool:
-        """Returns True if the CPU backend can compute this node with its weights in the graph's buffer type."""
+        """Returns True if the CPU backend can compute this node with its weights in the
+        graph's buffer type."""
         self._allocate()
         self._base.ggml_backend_dev_supports_op.restype = c.c_bool
         return bool(self._base.ggml_backend_dev_supports_op(self._device, node))
@@ -265,23 +340,33 @@ class Graph:
         if not self._allocated:
             pairs = zip(self._contexts, self._buffers, strict=True)
             allocate = self._base.ggml_backend_alloc_ctx_tensors_from_buft
-            self._allocated = [Ggml._pointer(allocate, context, buffer_type) for context, buffer_type in pairs]
+            self._allocated = [
+                Ggml._pointer(allocate, context, buffer_type)
+                for context, buffer_type in pairs
+            ]
 
     def set(self, tensor: c.c_void_p, values: Array) -> None:
-        """Replaces the values of an input, whose memory `prepare` must have allocated."""
+        """Replaces the values of an input, whose memory `prepare` must have
+        allocated."""
         data = np.ascontiguousarray(values)
         self._base.ggml_backend_tensor_set(
-            tensor, data.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(data.nbytes)
+            tensor,
+            data.ctypes.data_as(c.c_void_p),
+            c.c_size_t(0),
+            c.c_size_t(data.nbytes),
         )
 
     def prepare(self, node: c.c_void_p) -> Callable[[], None]:
-        """Allocates all tensors, sets the values of the inputs, and returns a function that computes the node."""
+        """Allocates all tensors, sets the values of the inputs, and returns a function
+        that computes the node."""
         self._base.ggml_new_graph.restype = c.c_void_p
         graph = c.c_void_p(self._base.ggml_new_graph(self._contexts[0]))
         self._base.ggml_build_forward_expand(graph, node)
         self._allocate()
         for tensor, values in self._values:
-            self._base.ggml_backend_tensor_set(tensor, values, c.c_size_t(0), c.c_size_t(len(values)))
+            self._base.ggml_backend_tensor_set(
+                tensor, values, c.c_size_t(0), c.c_size_t(len(values))
+            )
 
         def compute() -> None:
             status = self._base.ggml_backend_graph_compute(self._backend, graph)
@@ -289,11 +374,15 @@ class Graph:
 
         return compute
 
-    def compute(self, node: c.c_void_p, shape: Sequence[int], dtype: type = np.float32) -> Array:
+    def compute(
+        self, node: c.c_void_p, shape: Sequence[int], dtype: type = np.float32
+    ) -> Array:
         """Computes a node with contiguous memory and returns its values [shape]."""
         self.prepare(node)()
         out: Array = np.empty(shape, dtype)
-        self._base.ggml_backend_tensor_get(node, out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes))
+        self._base.ggml_backend_tensor_get(
+            node, out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes)
+        )
         return out
 
     def close(self) -> None:
@@ -304,8 +393,11 @@ class Graph:
             self._base.ggml_free(context)
 
 
-def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
-    """Returns a function that computes MUL_MAT of rows of x [n, n_in] and random weights [n_out, n_in].
+def product(
+    ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None
+) -> Compute | None:
+    """Returns a function that computes MUL_MAT of rows of x [n, n_in] and random
+    weights [n_out, n_in].
 
     Returns None if the CPU does not support the operation.
     """
@@ -315,37 +407,56 @@ def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_v
     def compute(rows: Sequence[int]) -> Array:
         graph = ggml.graph(buffer_type)
         w = graph.input(ggml_type, values.shape, weights, is_weight=True)
-        out = graph.compute(graph.op("mul_mat", w, graph.array(x[list(rows)])), (len(rows), n_out))
+        out = graph.compute(
+            graph.op("mul_mat", w, graph.array(x[list(rows)])), (len(rows), n_out)
+        )
         graph.close()
         return out
 
     graph = ggml.graph(buffer_type)
-    node = graph.op("mul_mat", graph.input(ggml_type, values.shape, b"", is_weight=True), graph.array(x[:1]))
+    node = graph.op(
+        "mul_mat",
+        graph.input(ggml_type, values.shape, b"", is_weight=True),
+        graph.array(x[:1]),
+    )
     is_supported = graph.supports(node)
     graph.close()
     return compute if is_supported else None
 
 
-def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
-    """Returns a function that computes MUL_MAT_ID of rows of x [n, n_in] with two of eight experts [n_out, n_in] each.
+def expert_product(
+    ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None
+) -> Compute | None:
+    """Returns a function that computes MUL_MAT_ID of rows of x [n, n_in] with two of
+    eight experts [n_out, n_in] each.
 
-    Every second row uses expert 7. Returns None if the CPU does not support the operation.
+    Every second row uses expert 7. Returns None if the CPU does not support the
+    operation.
     """
     n_expert = 8
     n_used = 2
     rng = np.random.default_rng(2)
     values = rng.standard_normal((n_expert, n_out, x.shape[1]))
     weights = ggml.quantized(ggml_type, values)
-    ids = np.column_stack([np.where(np.arange(len(x)) % 2, 7, rng.integers(0, 4, len(x))), rng.integers(4, 7, len(x))])
+    ids = np.column_stack(
+        [
+            np.where(np.arange(len(x)) % 2, 7, rng.integers(0, 4, len(x))),
+            rng.integers(4, 7, len(x)),
+        ]
+    )
     ids = ids.astype(np.int32)
 
     def node(graph: Graph, rows: list[int], data: bytes) -> c.c_void_p:
         w = graph.input(ggml_type, values.shape, data, is_weight=True)
-        return graph.op("mul_mat_id", w, graph.array(x[rows, None, :]), graph.array(ids[rows]))
+        return graph.op(
+            "mul_mat_id", w, graph.array(x[rows, None, :]), graph.array(ids[rows])
+        )
 
     def compute(rows: Sequence[int]) -> Array:
         graph = ggml.graph(buffer_type)
-        out = graph.compute(node(graph, list(rows), weights), (len(rows), n_used, n_out))
+        out = graph.compute(
+            node(graph, list(rows), weights), (len(rows), n_used, n_out)
+        )
         graph.close()
         return out
 
@@ -355,8 +466,11 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
     return compute if is_supported else None
 
 
-def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
-    """Yields cases for MUL_MAT and MUL_MAT_ID with plain and interleaved weights of each type.
+def products(
+    ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]
+) -> Iterator[Case]:
+    """Yields cases for MUL_MAT and MUL_MAT_ID with plain and interleaved weights of
+    each type.
 
     Omits the types in `left_out`, and types and layouts that the CPU does not support.
     """
@@ -366,7 +480,10 @@ def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collectio
         for layout, buffer_type in (("plain", None), ("interleaved", ggml.interleaved)):
             if name in skipped or (layout == "interleaved" and buffer_type is None):
                 continue
-            for operation, make in (("mul_mat", product), ("mul_mat_id", expert_product)):
+            for operation, make in (
+                ("mul_mat", product),
+                ("mul_mat_id", expert_product),
+            ):
                 compute = make(ggml, ggml_type, x, n_out, buffer_type)
                 if compute is not None:
                     yield Case(f"{operation} {name} {layout}", compute)
@@ -375,15 +492,21 @@ def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collectio
 def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
     """Returns a function that computes attention of query rows [n, n_head, d].
 
-    A row belongs to one of N_SEQUENCES sequences and sees the cells of this sequence, up to the row's position.
+    A row belongs to one of N_SEQUENCES sequences and sees the cells of this sequence,
+    up to the row's position.
     """
     rng = np.random.default_rng(3)
     d, n_head, n_head_kv = 64, 4, 2
     q = rng.standard_normal((n_rows, n_head, d)).astype(np.float32)
-    k, v = (rng.standard_normal((n_head_kv, N_CELLS, d)).astype(np.float16) for _ in range(2))
+    k, v = (
+        rng.standard_normal((n_head_kv, N_CELLS, d)).astype(np.float16)
+        for _ in range(2)
+    )
     cells = np.arange(N_CELLS)
     row = np.arange(n_rows)[:, None]
-    sees = (cells % N_SEQUENCES == row % N_SEQUENCES) & (cells // N_SEQUENCES <= 80 + row // N_SEQUENCES % 48)
+    sees = (cells % N_SEQUENCES == row % N_SEQUENCES) & (
+        cells // N_SEQUENCES <= 80 + row // N_SEQUENCES % 48
+    )
     scale = c.c_float(d**-0.5)
 
     def compute(rows: Sequence[int]) -> Array:
@@ -394,10 +517,18 @@ def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
         if is_flash:
             values = graph.array(v)
             zero = c.c_float(0)
-            node = graph.op("flash_attn_ext", queries, keys, values, mask, scale, zero, zero)
+            node = graph.op(
+                "flash_attn_ext", queries, keys, values, mask, scale, zero, zero
+            )
         else:
             values = graph.array(v.transpose(0, 2, 1))
-            weights = graph.op("soft_max_ext", graph.op("mul_mat", keys, queries), mask, scale, c.c_float(0))
+            weights = graph.op(
+                "soft_max_ext",
+                graph.op("mul_mat", keys, queries),
+                mask,
+                scale,
+                c.c_float(0),
+            )
             mixed = graph.op("mul_mat", values, weights)
             node = graph.op("cont", graph.op("permute", mixed, 0, 2, 1, 3))
         out = graph.compute(node, (len(rows), n_head, d))
@@ -414,7 +545,8 @@ def simple(
     shape: Sequence[int],
     dtype: type = np.float32,
 ) -> Compute:
-    """Returns a function that applies the operation of `build` to rows of each input [n, ...].
+    """Returns a function that applies the operation of `build` to rows of each input
+    [n, ...].
 
     The function returns an array [number of rows, *shape].
     """
@@ -429,7 +561,18 @@ def simple(
     return compute
 
 
-UNARY = ("abs", "exp", "relu", "sgn", "sigmoid", "silu", "softplus", "sqr", "sqrt", "tanh")
+UNARY = (
+    "abs",
+    "exp",
+    "relu",
+    "sgn",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "sqr",
+    "sqrt",
+    "tanh",
+)
 
 
 def one_input(name: str, graph: Graph, x: c.c_void_p) -> c.c_void_p:
@@ -443,15 +586,23 @@ def two_inputs(name: str, graph: Graph, x: c.c_void_p, y: c.c_void_p) -> c.c_voi
 
 
 def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_void_p:
-    """Returns the node with the sum of the experts' outputs [n, n_used, n_embd] times their weights [n, n_used, 1]."""
+    """Returns the node with the sum of the experts' outputs [n, n_used, n_embd] times
+    their weights [n, n_used, 1]."""
     scaled = graph.op("mul", experts, weights)
-    return graph.op("cont", graph.op("sum_rows", graph.op("cont", graph.op("permute", scaled, 1, 0, 2, 3))))
+    return graph.op(
+        "cont",
+        graph.op("sum_rows", graph.op("cont", graph.op("permute", scaled, 1, 0, 2, 3))),
+    )
 
 
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases for attention, norms, rope, softmax, top-k, gates, weighted sums and element-wise operations."""
+    """Yields cases for attention, norms, rope, softmax, top-k, gates, weighted sums and
+    element-wise operations."""
     for is_flash in (True, False):
-        yield Case(f"{'flash' if is_flash else 'plain'} attention", attention(ggml, is_flash, n_rows))
+        yield Case(
+            f"{'flash' if is_flash else 'plain'} attention",
+            attention(ggml, is_flash, n_rows),
+        )
     rng = np.random.default_rng(4)
     x, y = (rng.standard_normal((n_rows, n)).astype(np.float32) for _ in range(2))
     heads = rng.standard_normal((n_rows, 4, 64)).astype(np.float32)
@@ -467,29 +618,64 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
         return lambda g, a, at: g.op(name, a, at, None, 64, mode, 4096, *frequencies)
 
     yield Case("norm", simple(ggml, [x], lambda g, a: g.op("norm", a, eps), (n,)))
-    yield Case("rms_norm", simple(ggml, [x], lambda g, a: g.op("rms_norm", a, eps), (n,)))
+    yield Case(
+        "rms_norm", simple(ggml, [x], lambda g, a: g.op("rms_norm", a, eps), (n,))
+    )
     yield Case("l2_norm", simple(ggml, [x], lambda g, a: g.op("l2_norm", a, eps), (n,)))
-    yield Case("rope, pairs of neighbours", simple(ggml, [heads, positions], rope(0), (4, 64)))
+    yield Case(
+        "rope, pairs of neighbours", simple(ggml, [heads, positions], rope(0), (4, 64))
+    )
     yield Case("rope, halves", simple(ggml, [heads, positions], rope(2), (4, 64)))
-    yield Case("rope, back", simple(ggml, [heads, positions], rope(2, "rope_ext_back"), (4, 64)))
+    yield Case(
+        "rope, back",
+        simple(ggml, [heads, positions], rope(2, "rope_ext_back"), (4, 64)),
+    )
     yield Case("soft_max", simple(ggml, [x], lambda g, a: g.op("soft_max", a), (n,)))
     yield Case("sum_rows", simple(ggml, [x], lambda g, a: g.op("sum_rows", a), (1,)))
-    yield Case("top-k", simple(ggml, [x], lambda g, a: g.op("cont", g.op("top_k", a, 8)), (8,), np.int32))
-    yield Case("argsort", simple(ggml, [x], lambda g, a: g.op("argsort", a, 1), (n,), np.int32))
-    yield Case("swiglu", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_split", a, b), (n,)))
-    yield Case("swiglu, clamped", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_clamp", a, b, one), (n,)))
-    yield Case("geglu", simple(ggml, [x, y], lambda g, a, b: g.op("geglu_split", a, b), (n,)))
+    yield Case(
+        "top-k",
+        simple(
+            ggml, [x], lambda g, a: g.op("cont", g.op("top_k", a, 8)), (8,), np.int32
+        ),
+    )
+    yield Case(
+        "argsort", simple(ggml, [x], lambda g, a: g.op("argsort", a, 1), (n,), np.int32)
+    )
+    yield Case(
+        "swiglu", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_split", a, b), (n,))
+    )
+    yield Case(
+        "swiglu, clamped",
+        simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_clamp", a, b, one), (n,)),
+    )
+    yield Case(
+        "geglu", simple(ggml, [x, y], lambda g, a, b: g.op("geglu_split", a, b), (n,))
+    )
     for name in UNARY:
-        yield Case(name, simple(ggml, [np.abs(x) if name == "sqrt" else x], partial(one_input, name), (n,)))
+        yield Case(
+            name,
+            simple(
+                ggml,
+                [np.abs(x) if name == "sqrt" else x],
+                partial(one_input, name),
+                (n,),
+            ),
+        )
     for name in ("add", "mul", "sub", "div"):
         yield Case(name, simple(ggml, [x, y], partial(two_inputs, name), (n,)))
-    yield Case("scale", simple(ggml, [x], lambda g, a: g.op("scale", a, c.c_float(0.3)), (n,)))
-    yield Case("clamp", simple(ggml, [x], lambda g, a: g.op("clamp", a, c.c_float(-1), one), (n,)))
+    yield Case(
+        "scale", simple(ggml, [x], lambda g, a: g.op("scale", a, c.c_float(0.3)), (n,))
+    )
+    yield Case(
+        "clamp",
+        simple(ggml, [x], lambda g, a: g.op("clamp", a, c.c_float(-1), one), (n,)),
+    )
     yield Case("weighted sum", simple(ggml, [experts, weights], weighted_sum, (n,)))
 
 
 def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases for operations that mix residual streams, and a case for the scores of sparse attention."""
+    """Yields cases for operations that mix residual streams, and a case for the scores
+    of sparse attention."""
     rng = np.random.default_rng(5)
     n_streams = 4
     n_mixed = (2 + n_streams) * n_streams
@@ -498,37 +684,56 @@ def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
         return rng.standard_normal((n_rows, *shape)).astype(np.float32)
 
     x, streams_of, gates = rows(n), rows(n_streams, n), rows(n_streams, n)
-    weights, mixes, combined = rows(n_streams), rows(n_mixed), rows(n_streams, n_streams)
-    scale, base = (rng.standard_normal(size).astype(np.float32) for size in (3, n_mixed))
+    weights, mixes, combined = (
+        rows(n_streams),
+        rows(n_mixed),
+        rows(n_streams, n_streams),
+    )
+    scale, base = (
+        rng.standard_normal(size).astype(np.float32) for size in (3, n_mixed)
+    )
     eps, one = c.c_float(1e-6), c.c_float(1)
 
     def mix(graph: Graph, a: c.c_void_p) -> c.c_void_p:
-        return graph.op("dsv4_hc_comb", a, graph.array(scale), graph.array(base), eps, 20)
+        return graph.op(
+            "dsv4_hc_comb", a, graph.array(scale), graph.array(base), eps, 20
+        )
 
     def gated(graph: Graph, a: c.c_void_p, gate: c.c_void_p) -> c.c_void_p:
         return graph.op("dsv4_hc_pre_gated", a, gate, one)
 
     yield Case("mix of streams", simple(ggml, [mixes], mix, (n_streams, n_streams)))
-    yield Case("one of streams", simple(ggml, [streams_of, weights], partial(two_inputs, "dsv4_hc_pre"), (n,)))
+    yield Case(
+        "one of streams",
+        simple(ggml, [streams_of, weights], partial(two_inputs, "dsv4_hc_pre"), (n,)),
+    )
     yield Case("one of streams, gated", simple(ggml, [streams_of, gates], gated, (n,)))
     inputs = [x, streams_of, weights, combined]
-    spread = simple(ggml, inputs, lambda g, *of: g.op("dsv4_hc_post", *of), (n_streams, n))
+    spread = simple(
+        ggml, inputs, lambda g, *of: g.op("dsv4_hc_post", *of), (n_streams, n)
+    )
     yield Case("streams from one", spread)
 
     keys = rng.standard_normal((N_CELLS, 1, 64)).astype(np.float16)
     seen = np.arange(N_CELLS) <= np.arange(n_rows)[:, None] % N_CELLS
     mask = np.where(seen, 0, -np.inf).astype(np.float16)
 
-    def scores(graph: Graph, q: c.c_void_p, weight: c.c_void_p, seen: c.c_void_p) -> c.c_void_p:
+    def scores(
+        graph: Graph, q: c.c_void_p, weight: c.c_void_p, seen: c.c_void_p
+    ) -> c.c_void_p:
         return graph.op("lightning_indexer", q, graph.array(keys), weight, seen)
 
-    yield Case("lightning indexer", simple(ggml, [rows(4, 64), rows(4), mask], scores, (N_CELLS,)))
+    yield Case(
+        "lightning indexer",
+        simple(ggml, [rows(4, 64), rows(4), mask], scores, (N_CELLS,)),
+    )
 
 
 def outputs_and_states(
     graph: Graph, node: c.c_void_p, outputs: tuple[int, ...], states: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    """Computes a node whose memory holds outputs, then states. Returns both arrays and frees the graph."""
+    """Computes a node whose memory holds outputs, then states. Returns both arrays and
+    frees the graph."""
     n_outputs = int(np.prod(outputs))
     values = graph.compute(node, (n_outputs + int(np.prod(states)),))
     graph.close()
@@ -536,9 +741,11 @@ def outputs_and_states(
 
 
 def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases for the gated delta net, with a gate for each head or, as in Kimi's delta attention, each channel.
+    """Yields cases for the gated delta net, with a gate for each head or, as in Kimi's
+    delta attention, each channel.
 
-    Both kinds have a case that returns only the last state, and a case that also returns earlier states.
+    Both kinds have a case that returns only the last state, and a case that also
+    returns earlier states.
     """
     rng = np.random.default_rng(6)
     n_head, n_key_head, d = 4, 2, 64
@@ -546,7 +753,10 @@ def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
     def tokens(*shape: int) -> Array:
         return rng.standard_normal((N_STATES, n_tokens, *shape)).astype(np.float32)
 
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (tokens(n_key_head, d), tokens(n_key_head, d)))
+    q, k = (
+        x / np.linalg.norm(x, axis=-1, keepdims=True)
+        for x in (tokens(n_key_head, d), tokens(n_key_head, d))
+    )
     v, beta = tokens(n_head, d), 1 / (1 + np.exp(-tokens(n_head, 1)))
     first = rng.standard_normal((N_STATES, n_head, d, d)).astype(np.float32)
     gates = {"gated delta net": 1, "gated delta net, a gate for each channel": d}
@@ -554,13 +764,22 @@ def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
         inputs = q, k, v, -0.1 * np.abs(tokens(n_head, n_gates)), beta
         for n_back in (1, N_BACK):
             suffix = ", earlier states" if n_back > 1 else ""
-            yield StateCase(name + suffix, partial(advance_delta_net, ggml, inputs, n_back), first)
+            yield StateCase(
+                name + suffix, partial(advance_delta_net, ggml, inputs, n_back), first
+            )
 
 
 def advance_delta_net(
-    ggml: Ggml, inputs: Sequence[Array], n_back: int, states: Array, sequences: Sequence[int], begin: int, end: int
+    ggml: Ggml,
+    inputs: Sequence[Array],
+    n_back: int,
+    states: Array,
+    sequences: Sequence[int],
+    begin: int,
+    end: int,
 ) -> tuple[Array, Array]:
-    """Advances a gated delta net (see Advance) with these inputs [N_STATES, n_tokens, ...]."""
+    """Advances a gated delta net (see Advance) with these inputs [N_STATES, n_tokens,
+    ...]."""
     graph = ggml.graph()
     parts = [graph.array(values[list(sequences), begin:end]) for values in inputs]
     node = graph.op("gated_delta_net", *parts, graph.array(states), c.c_int64(n_back))
@@ -569,7 +788,8 @@ def advance_delta_net(
 
 
 def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases for two scans: Mamba 2's with a decay for each head, and Mamba 1's with one for each state value."""
+    """Yields cases for two scans: Mamba 2's with a decay for each head, and Mamba 1's
+    with one for each state value."""
     rng = np.random.default_rng(7)
 
     def tokens(*shape: int) -> Array:
@@ -579,8 +799,17 @@ def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
     for kind, n_head, d, n_group, d_state, n_decay, n_back in kinds:
         decay = -np.exp(rng.standard_normal((n_head, n_decay))).astype(np.float32)
         first = rng.standard_normal((N_STATES, n_head, d, d_state)).astype(np.float32)
-        inputs = tokens(n_head, d), tokens(n_head), tokens(n_group, d_state), tokens(n_group, d_state)
-        yield StateCase(f"scan, a decay for each {kind}", partial(advance_scan, ggml, inputs, decay, n_back), first)
+        inputs = (
+            tokens(n_head, d),
+            tokens(n_head),
+            tokens(n_group, d_state),
+            tokens(n_group, d_state),
+        )
+        yield StateCase(
+            f"scan, a decay for each {kind}",
+            partial(advance_scan, ggml, inputs, decay, n_back),
+            first,
+        )
 
 
 def advance_scan(
@@ -593,17 +822,31 @@ def advance_scan(
     begin: int,
     end: int,
 ) -> tuple[Array, Array]:
-    """Advances a scan (see Advance) with these inputs [N_STATES, n_tokens, ...]: x, time steps, B and C."""
+    """Advances a scan (see Advance) with these inputs [N_STATES, n_tokens, ...]: x,
+    time steps, B and C."""
     graph = ggml.graph()
-    x, steps, b, c_ = (graph.array(values[list(sequences), begin:end]) for values in inputs)
+    x, steps, b, c_ = (
+        graph.array(values[list(sequences), begin:end]) for values in inputs
+    )
     ids = graph.array(np.arange(len(states), dtype=np.int32))
-    node = graph.op("ssm_scan", graph.array(states), x, steps, graph.array(decay), b, c_, ids, c.c_int64(n_back))
+    node = graph.op(
+        "ssm_scan",
+        graph.array(states),
+        x,
+        steps,
+        graph.array(decay),
+        b,
+        c_,
+        ids,
+        c.c_int64(n_back),
+    )
     shape = (len(states), end - begin, *inputs[0].shape[2:])
     return outputs_and_states(graph, node, shape, (n_back, *states.shape))
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases for the convolution before recurrent states, over four tokens, and for LFM2's, over three tokens."""
+    """Yields cases for the convolution before recurrent states, over four tokens, and
+    for LFM2's, over three tokens."""
     rng = np.random.default_rng(8)
     n = 192
     x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)
@@ -614,7 +857,13 @@ def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 
 
 def advance_convolution(
-    ggml: Ggml, x: Array, weights: Array, states: Array, sequences: Sequence[int], begin: int, end: int
+    ggml: Ggml,
+    x: Array,
+    weights: Array,
+    states: Array,
+    sequences: Sequence[int],
+    begin: int,
+    end: int,
 ) -> tuple[Array, Array]:
     """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n].
 
@@ -622,10 +871,16 @@ def advance_convolution(
     """
     graph = ggml.graph()
     part = x[list(sequences), begin:end]
-    both = graph.op("concat", graph.array(states), graph.op("transpose", graph.array(part)), 0)
-    outputs = graph.compute(graph.op("ssm_conv", both, graph.array(weights)), part.shape)
+    both = graph.op(
+        "concat", graph.array(states), graph.op("transpose", graph.array(part)), 0
+    )
+    outputs = graph.compute(
+        graph.op("ssm_conv", both, graph.array(weights)), part.shape
+    )
     graph.close()
-    after = np.concatenate([states, part.transpose(0, 2, 1)], axis=2)[None, :, :, -states.shape[2] :]
+    after = np.concatenate([states, part.transpose(0, 2, 1)], axis=2)[
+        None, :, :, -states.shape[2] :
+    ]
     return outputs, after
 
 
@@ -636,18 +891,33 @@ def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]
     k, v, q = rng.standard_normal((3, N_STATES, n_tokens, n_head, d)).astype(np.float32)
     decay = np.exp(-np.abs(rng.standard_normal(q.shape))).astype(np.float32)
     first = rng.standard_normal((N_STATES, n_head * d * d)).astype(np.float32)
-    yield StateCase("gated linear attention", partial(advance_linear_attention, ggml, (k, v, q, decay)), first)
+    yield StateCase(
+        "gated linear attention",
+        partial(advance_linear_attention, ggml, (k, v, q, decay)),
+        first,
+    )
 
 
 def advance_linear_attention(
-    ggml: Ggml, inputs: Sequence[Array], states: Array, sequences: Sequence[int], begin: int, end: int
+    ggml: Ggml,
+    inputs: Sequence[Array],
+    states: Array,
+    sequences: Sequence[int],
+    begin: int,
+    end: int,
 ) -> tuple[Array, Array]:
-    """Advances gated linear attention (see Advance) with these inputs [N_STATES, n_tokens, n_head, d]."""
+    """Advances gated linear attention (see Advance) with these inputs [N_STATES,
+    n_tokens, n_head, d]."""
     graph = ggml.graph()
     shape = inputs[0].shape[2:]
-    parts = [graph.array(values[list(sequences), begin:end].reshape(-1, *shape)) for values in inputs]
+    parts = [
+        graph.array(values[list(sequences), begin:end].reshape(-1, *shape))
+        for values in inputs
+    ]
     node = graph.op("gated_linear_attn", *parts, graph.array(states), c.c_float(1))
-    return outputs_and_states(graph, node, (len(states), end - begin, *shape), (1, *states.shape))
+    return outputs_and_states(
+        graph, node, (len(states), end - begin, *shape), (1, *states.shape)
+    )
 
 
 def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
@@ -659,7 +929,8 @@ def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 
 
 def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
-    """Returns ggml's names for the operations that the CPU computes for a model, in passes of `n_tokens` tokens."""
+    """Returns ggml's names for the operations that the CPU computes for a model, in
+    passes of `n_tokens` tokens."""
     llama = library.llama_cpp()
     ggml = Ggml()
     found = set()
@@ -687,7 +958,8 @@ def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
 
 
 def print_operations(model: Path) -> int:
-    """Prints each operation of a model's graph, except MOVES, and the name of a case that checks the operation.
+    """Prints each operation of a model's graph, except MOVES, and the name of a case
+    that checks the operation.
 
     Returns the number of printed operations that no case checks.
     """
@@ -698,9 +970,14 @@ def print_operations(model: Path) -> int:
 
 
 def cases(
-    n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
+    n_in: int = 512,
+    n_out: int = 192,
+    n_rows: int = max(WIDTHS),
+    n_threads: int = 2,
+    left_out: Collection[str] = (),
 ) -> Iterator[Case | StateCase]:
-    """Yields the cases for all operations, with n_rows rows or tokens. Weights of products are [n_out, n_in].
+    """Yields the cases for all operations, with n_rows rows or tokens. Weights of
+    products are [n_out, n_in].
 
     left_out: types of weights to leave out.
     """
@@ -719,10 +996,21 @@ def silence() -> None:
 def main() -> int:
     """Prints the table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="REGEX", help="operations whose name matches")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="operations whose name matches"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--all", action="store_true", help="list also operations of which no row changes")
-    parser.add_argument("--model", type=Path, metavar="FILE", help="list the operations of this model's graph instead")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="list also operations of which no row changes",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="list the operations of this model's graph instead",
+    )
     options = parser.parse_args()
     silence()
     if options.model:

@@ -1,5 +1,5 @@
-"""Generates the same answers with and without drafts, alternately, and compares the times. The answer texts come from a
-file, not from the model."""
+"""Generates the same answers with and without drafts, alternately, and compares the
+times. The answer texts come from a file, not from the model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def forced(tokens: Sequence[int]) -> Iterator[None]:
-    """Makes each call of `Sampler.sample` inside the `with` block return the next token from `tokens`. The sampler
-    still samples a token as usual, but that token is discarded."""
+    """Makes each call of `Sampler.sample` inside the `with` block return the next token
+    from `tokens`. The sampler still samples a token as usual, but that token is
+    discarded."""
     left = iter(tokens)
     sample = Sampler.sample
 
@@ -52,39 +53,58 @@ def forced(tokens: Sequence[int]) -> Iterator[None]:
         Sampler.sample = sample  # type: ignore[method-assign]
 
 
-def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
-    """Makes the engine generate `text`, truncated to LONGEST tokens, as its answer to `prompt`. Returns the seconds
-    from the first token to the end of the answer, and the counters for that interval."""
+def answer(
+    engine: Engine, prompt: str, text: str, with_drafts: bool
+) -> tuple[float, Stats]:
+    """Makes the engine generate `text`, truncated to LONGEST tokens, as its answer to
+    `prompt`. Returns the seconds from the first token to the end of the answer, and the
+    counters for that interval."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
     with forced(tokens), nullcontext() if with_drafts else undrafted(engine):
-        (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
+        (done,) = engine.generate(
+            prompt, Sampling(temperature=0.0, max_tokens=len(tokens))
+        )
     if done.error is not None:
         raise done.error
     return done.summary.answer_s, done.summary.answer_stats
 
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
-    """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
-    otherwise at least `n_prompts`, evenly spaced. For each item, adds an item of the kind "other" with the same prompt.
-    Its answer consists of 90 different words chosen at random from the file. Raises OptionError if `path` is empty."""
+    """Returns items (kind, prompt, answer) from a JSON file: all of them if there are
+    fewer than 2 * `n_prompts`, otherwise at least `n_prompts`, evenly spaced. For each
+    item, adds an item of the kind "other" with the same prompt. Its answer consists of
+    90 different words chosen at random from the file. Raises OptionError if `path` is
+    empty."""
     if not path:
         raise OptionError(
             "the preset drafts needs texts; give --set texts=FILE, where FILE has a JSON list of objects with kind,"
             " prompt and answer."
         )
-    texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
-    words = sorted({word for _, prompt, text in texts for word in (prompt + text).split()})
-    others = [("other", text[1], " ".join(random.Random(i).sample(words, 90))) for i, text in enumerate(texts)]
+    texts = [
+        (each["kind"], each["prompt"], each["answer"])
+        for each in json.loads(Path(path).read_text())
+    ]
+    words = sorted(
+        {word for _, prompt, text in texts for word in (prompt + text).split()}
+    )
+    others = [
+        ("other", text[1], " ".join(random.Random(i).sample(words, 90)))
+        for i, text in enumerate(texts)
+    ]
     step = max(1, len(texts) // n_prompts)
     return [*texts[::step], *others[::step]]
 
 
-def speedup(model: str, *, texts: str, prompts: int, rounds: int, **loading: Any) -> Iterator[Row]:
-    """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row
-    contains the median ratio, the ratio of the total times, and draft counters.
+def speedup(
+    model: str, *, texts: str, prompts: int, rounds: int, **loading: Any
+) -> Iterator[Row]:
+    """Yields a row for each kind of text, with ratios of the time without drafts to the
+    time with drafts. A row contains the median ratio, the ratio of the total times, and
+    draft counters.
 
-    The answer texts come from the file `texts`, so they do not depend on the model. The model still evaluates every
-    token, as for an answer of its own. `loading`: keywords of `Engine`.
+    The answer texts come from the file `texts`, so they do not depend on the model. The
+    model still evaluates every token, as for an answer of its own. `loading`: keywords
+    of `Engine`.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}
@@ -94,8 +114,16 @@ def speedup(model: str, *, texts: str, prompts: int, rounds: int, **loading: Any
         for _, prompt, text in chosen[:2]:
             answer(engine, prompt, text, with_drafts=True)
         for kind, prompt, text in chosen:
-            turns = take_turns({each: partial(answer, engine, prompt, text, each) for each in (False, True)}, rounds)
-            for (without_s, _), (with_s, stats) in zip(turns[False], turns[True], strict=True):
+            turns = take_turns(
+                {
+                    each: partial(answer, engine, prompt, text, each)
+                    for each in (False, True)
+                },
+                rounds,
+            )
+            for (without_s, _), (with_s, stats) in zip(
+                turns[False], turns[True], strict=True
+            ):
                 ratios.setdefault(kind, []).append(without_s / with_s)
                 seconds.setdefault(kind, []).append((without_s, with_s))
                 counted[kind] = counted[kind] + stats if kind in counted else stats

@@ -1,9 +1,11 @@
-"""Measures one system in this process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
+"""Measures one system in this process: `python -m moegguf.bench.measure '<spec as
+JSON>'` prints one line of JSON.
 
-Load, prompt and generation are timed separately. Tokenisation and sampling are not timed. After each timed step, the
-most probable next token of each sequence is recorded, so that the systems' tokens can be compared. With `draft`, a
-greedy answer is timed as a whole, including drafts and sampling. The module bench/series.py starts such a process for
-each run.
+Load, prompt and generation are timed separately. Tokenisation and sampling are not
+timed. After each timed step, the most probable next token of each sequence is recorded,
+so that the systems' tokens can be compared. With `draft`, a greedy answer is timed as a
+whole, including drafts and sampling. The module bench/series.py starts such a process
+for each run.
 """
 
 from __future__ import annotations
@@ -51,19 +53,23 @@ from moegguf.quantities import human_number, parse_link
 from moegguf.text import decode_text
 
 
-def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
-    """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and backends. build_commit is
-    `patched` followed by "llama-cpp-python-" and the version of `bindings`. `patched` is "" for a library without
-    patches."""
+def describe_build(
+    bindings: ModuleType, patched: str = f"moegguf-{__version__}+"
+) -> dict[str, Any]:
+    """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and
+    backends. build_commit is `patched` followed by "llama-cpp-python-" and the version
+    of `bindings`. `patched` is "" for a library without patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
     def by_kind(*kinds: str) -> str:
-        return ", ".join(device.description for device in devices if device.kind in kinds)
+        return ", ".join(
+            device.description for device in devices if device.kind in kinds
+        )
 
     return {
-        # ggml_commit() is not used: it names the commit of the git repository around the build folder, which may be
-        # unrelated to llama.cpp.
+        # ggml_commit() is not used: it names the commit of the git repository around
+        # the build folder, which may be unrelated to llama.cpp.
         "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
         "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
@@ -73,8 +79,8 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
 
 
 def _simulation() -> ModuleType:
-    """Returns the module moegguf.testing.link_device. Raises LibraryError if the module is missing, as in an installed
-    wheel."""
+    """Returns the module moegguf.testing.link_device. Raises LibraryError if the module
+    is missing, as in an installed wheel."""
     try:
         from moegguf.testing import link_device
     except ImportError as error:
@@ -86,11 +92,17 @@ def _simulation() -> ModuleType:
 
 
 def load(spec: Spec) -> Llama:
-    """Loads the model with the options of `spec`. The environment variable MOEGGUF_HOOKS must already have the value
-    for this system: 1 for moegguf, 0 for the others (`environment_of`)."""
-    # A negative n_gpu_layers lets moegguf place a model with experts according to `placement`. In all other cases
-    # llama.cpp puts n_gpu_layers layers on a GPU, or every layer if the number is negative.
-    planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
+    """Loads the model with the options of `spec`. The environment variable
+    MOEGGUF_HOOKS must already have the value for this system: 1 for moegguf, 0 for the
+    others (`environment_of`)."""
+    # A negative n_gpu_layers lets moegguf place a model with experts according to
+    # `placement`. In all other cases llama.cpp puts n_gpu_layers layers on a GPU, or
+    # every layer if the number is negative.
+    planned = (
+        spec.system == "moegguf"
+        and spec.n_gpu_layers < 0
+        and read_layout(spec.model).is_moe
+    )
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
     device = _simulation().link_device(link, spec.simulate_threads) if link else None
@@ -100,7 +112,9 @@ def load(spec: Spec) -> Llama:
         **spec.loading | ({} if spec.system == "moegguf" else {BUDGETS["RAM"]: "100%"}),
         strategy=spec.strategy,
         store=StoreOptions(
-            **find_strategy(spec.strategy).switches | spec.store | {"repack": spec.repack, "device": device}
+            **find_strategy(spec.strategy).switches
+            | spec.store
+            | {"repack": spec.repack, "device": device}
         ),
         context_store=0,
         draft=spec.draft or "off",
@@ -121,8 +135,8 @@ def load(spec: Spec) -> Llama:
 
 
 class Feed:
-    """Chooses the tokens for each test and repetition. Systems with the same model, seed and text get the same
-    tokens."""
+    """Chooses the tokens for each test and repetition. Systems with the same model,
+    seed and text get the same tokens."""
 
     def __init__(self, llama: Llama, spec: Spec) -> None:
         self._seed = spec.seed
@@ -143,21 +157,26 @@ class Feed:
                 )
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """Returns the `n` tokens of this repetition: consecutive tokens of the text, wrapping around at its end, or
-        random tokens if there is no text. If the model adds a BOS token, this token replaces the first one."""
+        """Returns the `n` tokens of this repetition: consecutive tokens of the text,
+        wrapping around at its end, or random tokens if there is no text. If the model
+        adds a BOS token, this token replaces the first one."""
         if self._text:
             start = repetition * n % len(self._text)
             tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
         else:
-            tokens = np.random.default_rng([self._seed, n, repetition]).integers(self._n_vocab, size=n).tolist()
+            tokens = (
+                np.random.default_rng([self._seed, n, repetition])
+                .integers(self._n_vocab, size=n)
+                .tolist()
+            )
         if self._bos >= 0:
             tokens[:1] = [self._bos]
         return tokens
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the token with the largest logit. `row` is the token's index in the pass; -1: the last token of sequence
-    0."""
+    """Returns the token with the largest logit. `row` is the token's index in the pass;
+    -1: the last token of sequence 0."""
     return int(llama.context.logits(row).argmax())
 
 
@@ -175,23 +194,28 @@ class Sequences:
             self._requests.append(llama.context.begin_request())
 
     def evaluate(self, tokens: Sequence[Sequence[int]], phase: Phase) -> int:
-        """Evaluates the next tokens of the sequences, the same number for each. Returns the time in nanoseconds."""
+        """Evaluates the next tokens of the sequences, the same number for each. Returns
+        the time in nanoseconds."""
         elapsed_ns = 0
         for chunks in self._batches(tokens, phase):
             start = time.perf_counter_ns()
             rows = self.llama.context.eval_sequences(chunks)
             elapsed_ns += time.perf_counter_ns() - start
             if rows is None:
-                raise OptionError(f"the context has no room for {len(tokens)} sequences; give a smaller --parallel.")
+                raise OptionError(
+                    f"the context has no room for {len(tokens)} sequences; give a smaller --parallel."
+                )
             for chunk, row in zip(chunks, rows, strict=True):
                 if chunk.wants_logits:
                     self.likeliest[chunk.sequence] = greedy_token(self.llama, row)
         self._n_past += len(tokens[0])
         return elapsed_ns
 
-    def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
-        """Yields batches of at most `n_batch` tokens. A batch contains the tokens of the first sequence, then of the
-        next one, and so on."""
+    def _batches(
+        self, tokens: Sequence[Sequence[int]], phase: Phase
+    ) -> Iterator[list[SequenceTokens]]:
+        """Yields batches of at most `n_batch` tokens. A batch contains the tokens of
+        the first sequence, then of the next one, and so on."""
         room = self.llama.n_batch
         batch: list[SequenceTokens] = []
         for sequence, own in enumerate(tokens):
@@ -202,7 +226,16 @@ class Sequences:
                 begin += len(part)
                 room -= len(part)
                 request = self._requests[sequence]
-                batch.append(SequenceTokens(sequence, part, n_past, request, phase, wants_logits=begin == len(own)))
+                batch.append(
+                    SequenceTokens(
+                        sequence,
+                        part,
+                        n_past,
+                        request,
+                        phase,
+                        wants_logits=begin == len(own),
+                    )
+                )
                 if room == 0:
                     yield batch
                     room = self.llama.n_batch
@@ -216,8 +249,12 @@ class Sample:
     """The results of one repetition."""
 
     prompt_ns: int  # time to evaluate the timed prompt tokens
-    token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
-    tokens: list[int]  # most probable tokens after the prompt; then those after each step, or an engine's answer
+    # Time of each decoding step; with an engine, the answer's time divided by the
+    # number of tokens.
+    token_ns: list[int]
+    # Most probable tokens after the prompt; then those after each step, or an engine's
+    # answer.
+    tokens: list[int]
     stats: Stats  # growth of the counters during the repetition
 
     @property
@@ -227,7 +264,8 @@ class Sample:
 
 
 def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequences:
-    """Creates a repetition's sequences, and evaluates their first `n_depth` tokens, which are not timed."""
+    """Creates a repetition's sequences, and evaluates their first `n_depth` tokens,
+    which are not timed."""
     sequences = Sequences(llama, test.n_parallel)
     if test.n_depth:
         sequences.evaluate([own[: test.n_depth] for own in tokens], Phase.PREFILL)
@@ -235,40 +273,58 @@ def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequence
 
 
 def measure(
-    sequences: Sequences, test: Test, tokens: Sequence[Sequence[int]], greedy: bool, engine: Engine | None = None
+    sequences: Sequences,
+    test: Test,
+    tokens: Sequence[Sequence[int]],
+    greedy: bool,
+    engine: Engine | None = None,
 ) -> Sample:
-    """Runs one repetition after `begin`. `tokens` holds the tokens of each sequence. An `engine` generates the answer
-    if the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
-    one, else the one in `tokens`. The first token of an empty context always comes from `tokens`."""
+    """Runs one repetition after `begin`. `tokens` holds the tokens of each sequence. An
+    `engine` generates the answer if the context is not empty. Otherwise each step
+    evaluates a token of each sequence: with `greedy` the most probable one, else the
+    one in `tokens`. The first token of an empty context always comes from `tokens`."""
     llama = sequences.llama
     before = llama.stats()
     sample = Sample(0, [], [], before)
     start = test.n_depth + test.n_prompt
     if test.n_prompt:
-        sample.prompt_ns = sequences.evaluate([own[test.n_depth : start] for own in tokens], Phase.PREFILL)
+        sample.prompt_ns = sequences.evaluate(
+            [own[test.n_depth : start] for own in tokens], Phase.PREFILL
+        )
         sample.tokens += sequences.likeliest
     if engine is not None and test.n_gen and start:
         sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, ignore_eos=True)
-        (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
+        (answer,) = engine.generate(
+            llama.input_ids[:start].tolist(), sampling, return_context=True
+        )
         if answer.error is not None:
             raise answer.error
-        sample.token_ns = [round(answer.summary.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.token_ns = [
+            round(answer.summary.total_s * 1e9 / test.n_gen)
+        ] * test.n_gen
         sample.tokens += answer.summary.context[start:]
     else:
         for at in range(start, start + test.n_gen):
             step = sequences.likeliest if greedy and at else [own[at] for own in tokens]
-            sample.token_ns.append(sequences.evaluate([[token] for token in step], Phase.DECODE))
+            sample.token_ns.append(
+                sequences.evaluate([[token] for token in step], Phase.DECODE)
+            )
             sample.tokens += sequences.likeliest
     sample.stats = llama.stats() - before
     return sample
 
 
 def run_test(
-    llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
+    llama: Llama,
+    spec: Spec,
+    test: Test,
+    feed: Feed,
+    engine: Engine | None = None,
+    bounds: Bounds | None = None,
 ) -> dict[str, Any]:
-    """Runs all repetitions of one test. If the model has an expert store and `probe_s` is not 0, measures the file's
-    read speed before and after each repetition. With `bounds`, computes the bound of each repetition after all
-    repetitions have ended."""
+    """Runs all repetitions of one test. If the model has an expert store and `probe_s`
+    is not 0, measures the file's read speed before and after each repetition. With
+    `bounds`, computes the bound of each repetition after all repetitions have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
 
@@ -276,12 +332,18 @@ def run_test(
         if session is None or not spec.probe_s:
             return 0.0
         return expert_read_speed(
-            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.loading.get("mirror"))
+            llama.layout,
+            spec.probe_s,
+            session.store.options,
+            parse_mirrors(spec.loading.get("mirror")),
         ).bytes_per_s
 
     def tokens_of(one: Test, repetition: int) -> list[list[int]]:
         first = repetition * one.n_parallel
-        return [feed.tokens(one.n_tokens, first + sequence) for sequence in range(one.n_parallel)]
+        return [
+            feed.tokens(one.n_tokens, first + sequence)
+            for sequence in range(one.n_parallel)
+        ]
 
     time.sleep(spec.delay_s)
     if spec.warmup:  # llama-bench's warm-up: the whole prompt, then at most one token
@@ -304,7 +366,12 @@ def run_test(
             speed, before = probe(), speed
             link = (before + speed) / 2
             links.append(link)
-            figures.append({name: figure.of(sample.stats, link) for name, figure in FIGURES.items()})
+            figures.append(
+                {
+                    name: figure.of(sample.stats, link)
+                    for name, figure in FIGURES.items()
+                }
+            )
     if bounds is not None:
         for repetition, sample in enumerate(samples):
             tokens = tokens_of(test, repetition)
@@ -312,7 +379,9 @@ def run_test(
             routing = bounds.record(partial(measure, sequences, test, tokens, greedy))
             least = bounds.least_bytes(routing, held[repetition])
             taken_s = sample.total_ns / 1e9
-            figures[repetition] |= bounds.figures(least, links[repetition], test.n_measured, taken_s, sample.stats)
+            figures[repetition] |= bounds.figures(
+                least, links[repetition], test.n_measured, taken_s, sample.stats
+            )
     return {
         **asdict(test),
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -324,7 +393,8 @@ def run_test(
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Loads the model, measures every test and closes the model. Returns the results. Raises MoeggufError."""
+    """Loads the model, measures every test and closes the model. Returns the results.
+    Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
         load_s = time.perf_counter() - start
@@ -339,11 +409,20 @@ def run(spec: Spec) -> dict[str, Any]:
             session.store.drain()  # waits until every expert has been read
         fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
-        bounds = Bounds(llama, session, spec.simulate_link) if spec.bound and session is not None else None
+        bounds = (
+            Bounds(llama, session, spec.simulate_link)
+            if spec.bound and session is not None
+            else None
+        )
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
-            tests = [run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests]
-        # VmHWM is this process's peak memory. ru_maxrss would include the peak of the process that started this one.
-        peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+            tests = [
+                run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests
+            ]
+        # VmHWM is this process's peak memory. ru_maxrss would include the peak of the
+        # process that started this one.
+        peak_kib = re.search(
+            r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
         if spec.simulate_link:
@@ -357,7 +436,8 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            # llama.cpp's description contains "?B" if llama.cpp does not know the model's size
+            # llama.cpp's description contains "?B" if llama.cpp does not know the
+            # model's size
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),
@@ -378,8 +458,9 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def open_result() -> TextIO:
-    """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
-    library output does not mix with the result. On Linux, the kernel also kills this process when its parent exits."""
+    """Returns a file that writes to this process's original stdout, for the result.
+    Stdout then goes to stderr, so that library output does not mix with the result. On
+    Linux, the kernel also kills this process when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

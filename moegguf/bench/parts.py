@@ -1,4 +1,5 @@
-"""Measures individual parts of the store: evictions, and copies over a simulated link."""
+"""Measures individual parts of the store: evictions, and copies over a simulated
+link."""
 
 from __future__ import annotations
 
@@ -21,16 +22,20 @@ from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
-SCORES = "scores"  # not a native policy: `pass_us` sets new scores for the routed layer before each event
-ALL_SCORES = "scores, all"  # not a native policy: `pass_us` sets new scores for all layers before each event
+# Not a native policy: `pass_us` sets new scores for the routed layer before each event.
+SCORES = "scores"
+# Not a native policy: `pass_us` sets new scores for all layers before each event.
+ALL_SCORES = "scores, all"
 
-# A matrix of a Qwen3-30B expert in Q4_0 occupies 884,736 bytes. The next size covers the expert's three matrices.
+# A matrix of a Qwen3-30B expert in Q4_0 occupies 884,736 bytes. The next size covers
+# the expert's three matrices.
 COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
 GGML_TYPE_F32 = 0
 
 
 class Evictions:
-    """A simulated store that receives random single-token routing events, layer by layer. Transfers take no time."""
+    """A simulated store that receives random single-token routing events, layer by
+    layer. Transfers take no time."""
 
     def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
         self.shape = shape
@@ -44,7 +49,9 @@ class Evictions:
 
     def ids(self) -> np.ndarray:
         """Returns random experts for a routing event, shape (n_expert_used,)."""
-        return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
+        return self._rng.permutation(self.shape.n_expert)[
+            : self.shape.n_expert_used
+        ].astype(np.int32)
 
     def fits(self) -> bool:
         """Returns whether enough slots are free for all misses of another pass."""
@@ -52,41 +59,59 @@ class Evictions:
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
     def pass_us(self) -> float:
-        """Runs one pass. Returns the time spent in the store's hooks, in microseconds per miss."""
+        """Runs one pass. Returns the time spent in the store's hooks, in microseconds
+        per miss."""
         before = self.store.counters()
         for il in range(self.shape.n_layer):
             if self.policy in (SCORES, ALL_SCORES):
                 part = il if self.policy == SCORES else slice(None)
-                self._scores[part] = self._rng.random(self._scores[part].shape, np.float32)
+                self._scores[part] = self._rng.random(
+                    self._scores[part].shape, np.float32
+                )
                 self.store.set_scores(self._scores)
             self.store.context.acquire(il, self.ids())
         after = self.store.counters()
-        return (after["hook_ns"] - before["hook_ns"]) / 1000 / max(1, after["misses"] - before["misses"])
+        return (
+            (after["hook_ns"] - before["hook_ns"])
+            / 1000
+            / max(1, after["misses"] - before["misses"])
+        )
 
     def replay_s(self, n_lookups: int) -> float:
-        """Replays about `n_lookups` lookups in one call. Returns the seconds, scaled to exactly `n_lookups`."""
+        """Replays about `n_lookups` lookups in one call. Returns the seconds, scaled to
+        exactly `n_lookups`."""
         shape = self.shape
         n = n_lookups // shape.n_expert_used
         il = np.arange(n, dtype=np.int32) % shape.n_layer
         few = np.stack([self.ids() for _ in range(4096)])
         ids = few[self._rng.integers(0, len(few), n)]
         start_s = time.perf_counter()
-        self.store.context.replay(il, np.ones(n, np.int32), np.full(n, shape.n_expert_used, np.int32), ids.ravel())
+        self.store.context.replay(
+            il,
+            np.ones(n, np.int32),
+            np.full(n, shape.n_expert_used, np.int32),
+            ids.ravel(),
+        )
         return (time.perf_counter() - start_s) * n_lookups / (n * shape.n_expert_used)
 
 
-def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
+def evictions(
+    _: str, *, slots: int, layers: int, experts: int, used: int, events: int
+) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row contains the time of a miss that gets a free slot, the time of a miss that evicts an expert, and their
-    difference, in microseconds (medians over passes). Except for the policy ALL_SCORES, it also contains the seconds
-    that a million lookups take in one call.
+    A row contains the time of a miss that gets a free slot, the time of a miss that
+    evicts an expert, and their difference, in microseconds (medians over passes).
+    Except for the policy ALL_SCORES, it also contains the seconds that a million
+    lookups take in one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(
             f"slots is {slots}, but at most {(layers - 1) * experts} slots can be filled; give fewer slots."
         )
-    shape = MoeShape(layers, experts, used, tuple(range(layers)), 64, 1000, expert_bytes=3000)
+    shape = MoeShape(
+        layers, experts, used, tuple(range(layers)), 64, 1000, expert_bytes=3000
+    )
     for policy in (*native_policies(), SCORES, ALL_SCORES):
         bench = Evictions(shape, slots, policy)
         filling = []
@@ -113,12 +138,18 @@ def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, event
 class _InitParams(c.Structure):
     """The C struct ggml_init_params."""
 
-    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
+    _fields_ = [
+        ("mem_size", c.c_size_t),
+        ("mem_buffer", c.c_void_p),
+        ("no_alloc", c.c_bool),
+    ]
 
 
-def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[], None]]:
-    """Returns `n_at_once` functions. Each function copies `n_bytes` to its own tensor on the device, and returns when
-    the copy is complete."""
+def device_copies(
+    device: str, n_bytes: int, n_at_once: int
+) -> list[Callable[[], None]]:
+    """Returns `n_at_once` functions. Each function copies `n_bytes` to its own tensor
+    on the device, and returns when the copy is complete."""
     library.load()
     ggml = c.CDLL(str(library.find_library() / "libggml.so"))
     for name in (
@@ -129,25 +160,32 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
         "ggml_backend_alloc_ctx_tensors_from_buft",
     ):
         getattr(ggml, name).restype = c.c_void_p
-    buffer_type = ggml.ggml_backend_dev_buffer_type(c.c_void_p(ggml.ggml_backend_dev_by_name(device.encode())))
+    buffer_type = ggml.ggml_backend_dev_buffer_type(
+        c.c_void_p(ggml.ggml_backend_dev_by_name(device.encode()))
+    )
     source = np.ones(n_bytes, np.uint8)
 
     def copy_into(tensor: int) -> None:
         data = source.ctypes.data_as(c.c_void_p)
-        ggml.ggml_backend_tensor_set(c.c_void_p(tensor), data, c.c_size_t(0), c.c_size_t(n_bytes))
+        ggml.ggml_backend_tensor_set(
+            c.c_void_p(tensor), data, c.c_size_t(0), c.c_size_t(n_bytes)
+        )
 
     copies: list[Callable[[], None]] = []
     for _ in range(n_at_once):
         context = c.c_void_p(ggml.ggml_init(_InitParams(1 << 12, None, True)))
-        tensor = ggml.ggml_new_tensor_1d(context, GGML_TYPE_F32, c.c_int64(n_bytes // 4))
+        tensor = ggml.ggml_new_tensor_1d(
+            context, GGML_TYPE_F32, c.c_int64(n_bytes // 4)
+        )
         ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, c.c_void_p(buffer_type))
         copies.append(functools.partial(copy_into, tensor))
     return copies
 
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
-    """Calls all functions at the same time, the first one in this thread and each of the others in its own thread.
-    Returns the seconds until all of them have returned."""
+    """Calls all functions at the same time, the first one in this thread and each of
+    the others in its own thread. Returns the seconds until all of them have
+    returned."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:
@@ -159,16 +197,18 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
-    """Measures copies over a simulated link. Yields a row for one copy of each size, then for two copies at the same
-    time. A row also contains the time predicted by the formula latency + bytes of all copies / bandwidth, and the GB/s
-    at which one thread copies within this machine's memory."""
+    """Measures copies over a simulated link. Yields a row for one copy of each size,
+    then for two copies at the same time. A row also contains the time predicted by the
+    formula latency + bytes of all copies / bandwidth, and the GB/s at which one thread
+    copies within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9
     for n_at_once in (1, 2):
         for n_bytes in COPY_BYTES:
             copies = device_copies(device, n_bytes, n_at_once)
-            elapsed_s(copies)  # not measured: the first copy makes the system allocate the memory pages
+            # Not measured: the first copy makes the system allocate the memory pages.
+            elapsed_s(copies)
             times = sorted(elapsed_s(copies) for _ in range(repetitions))
             model_s = described.latency_s + n_at_once * n_bytes / described.bytes_per_s
             yield {

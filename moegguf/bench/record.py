@@ -1,4 +1,5 @@
-"""Records a trace: runs a model over prompts and writes the model's routing events to a file."""
+"""Records a trace: runs a model over prompts and writes the model's routing events to a
+file."""
 
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ Progress = Callable[[str, float], object]
 class RecordOptions:
     """Options for recording a trace, in addition to the options of `Llama`.
 
-    If the option `draft` of `Llama` turns on drafting, the recorded passes also contain the drafted tokens. A
-    simulation replays these passes, including the drafted tokens that the model rejected.
+    If the option `draft` of `Llama` turns on drafting, the recorded passes also contain
+    the drafted tokens. A simulation replays these passes, including the drafted tokens
+    that the model rejected.
     """
 
-    n_predict: int = 128  # maximum number of tokens to generate, for prompts that do not set a number
+    # Maximum number of tokens to generate, for prompts that do not set a number.
+    n_predict: int = 128
     inputs: bool = False  # also records the routers' inputs
     temperature: float = 0.8
     seed: int = 0
-    most_tokens: int = 0  # no further prompt is recorded after this many evaluated tokens; 0: no limit
+    # No further prompt is recorded after this many evaluated tokens; 0: no limit.
+    most_tokens: int = 0
 
 
 def record(
@@ -46,26 +50,34 @@ def record(
     progress: Progress | None = None,
     **llama: Any,
 ) -> Stats:
-    """Writes the trace `out`. Returns the counters of the run. If the recording is interrupted or fails, no incomplete
-    file remains.
+    """Writes the trace `out`. Returns the counters of the run. If the recording is
+    interrupted or fails, no incomplete file remains.
 
-    Each prompt is a new request. If a prompt has a completion, the completion's tokens are evaluated one by one
-    (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is None
-    by default, as in `moegguf run`, so that the recorded routing is the same as that command's. Raises the same errors
-    as `Llama`, and OptionError if the model has no experts.
+    Each prompt is a new request. If a prompt has a completion, the completion's tokens
+    are evaluated one by one (teacher forcing) and no text is generated. Text too long
+    for the context is cut, with a warning. flash_attn is None by default, as in
+    `moegguf run`, so that the recorded routing is the same as that command's. Raises
+    the same errors as `Llama`, and OptionError if the model has no experts.
     """
     llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
     loading = partial(progress, "loading the model")
     n_cut = 0
     try:
-        with Llama(model, trace=TraceOptions(out, options.inputs), progress=loading, **llama) as llm:
+        with Llama(
+            model, trace=TraceOptions(out, options.inputs), progress=loading, **llama
+        ) as llm:
             assert llm.recording is not None
             try:
                 for number, prompt in enumerate(prompts):
-                    if options.most_tokens and llm.stats().tokens >= options.most_tokens:
+                    if (
+                        options.most_tokens
+                        and llm.stats().tokens >= options.most_tokens
+                    ):
                         break
-                    progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
+                    progress(
+                        f"prompt {number + 1} of {len(prompts)}", number / len(prompts)
+                    )
                     llm.recording.label(llm.context.next_request, prompt.label)
                     n_cut += _run(llm, prompt, options)
             except BaseException:  # also on Ctrl-C: an incomplete trace is removed
@@ -79,19 +91,22 @@ def record(
                 )
             return llm.stats()
     except BaseException:
-        # Ctrl-C may arrive after the file has been created and before `llm.recording` is set.
+        # Ctrl-C may arrive after the file has been created and before `llm.recording`
+        # is set.
         partial_of(Path(out)).unlink(missing_ok=True)
         raise
 
 
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
-    """Runs one request. At most half of the context is kept free for the answer. A completion is evaluated token by
-    token; without a completion the model generates the answer. Returns True if the prompt or the completion was cut to
-    fit the context."""
+    """Runs one request. At most half of the context is kept free for the answer. A
+    completion is evaluated token by token; without a completion the model generates the
+    answer. Returns True if the prompt or the completion was cut to fit the context."""
     n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
     forced = None
     if prompt.completion is not None:
-        forced = llm.tokenize(prompt.completion.encode(), add_bos=False)[: prompt.n_predict]
+        forced = llm.tokenize(prompt.completion.encode(), add_bos=False)[
+            : prompt.n_predict
+        ]
         n_predict = len(forced)
     n_max = llm.n_ctx() - 1
     tokens = llm.tokenize(prompt.text.encode(), special=True)
@@ -107,9 +122,13 @@ def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
     return len(kept) < len(tokens) or (forced is not None and n_answer < len(forced))
 
 
-def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:
+def _generate(
+    llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions
+) -> None:
     if llm.drafts is not None:
-        sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=n_answer)
+        sampling = Sampling(
+            temperature=options.temperature, seed=options.seed, max_tokens=n_answer
+        )
         with Engine(llm) as engine:
             (answer,) = engine.generate(tokens, sampling)
         if answer.error is not None:

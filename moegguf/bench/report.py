@@ -1,4 +1,5 @@
-"""Formats one measurement as a short text for posts that compare machines: `moegguf bench --report`."""
+"""Formats one measurement as a short text for posts that compare machines: `moegguf
+bench --report`."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # default source of the tokens that a report's tests use
+# Default source of the tokens that a report's tests use.
+TEXT = Path(__file__).parents[1] / "demo/README.md"
 WITHOUT = "mmap"  # llama.cpp in moegguf's build, without the expert cache
 DIGEST_DIGITS = 12
 
 
-def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> str:
-    """Returns Markdown text about one model: machine, drive, file and build, then a table with the figures of each
-    system.
+def report(
+    rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]
+) -> str:
+    """Returns Markdown text about one model: machine, drive, file and build, then a
+    table with the figures of each system.
 
-    `rows` come from `make_rows`, with the same tests for each system. `doctor` holds the sections that `diagnose`
-    returns.
+    `rows` come from `make_rows`, with the same tests for each system. `doctor` holds
+    the sections that `diagnose` returns.
     """
     systems = list(dict.fromkeys(row["system"] for row in rows))
     titles = (f"llama.cpp ({name})" if name == WITHOUT else name for name in systems)
@@ -33,23 +37,64 @@ def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
     by_key = {(row["test"], row["system"]): row for row in rows}
     for test in tests:
         title = _title(by_key[test, systems[0]])
-        lines.append((f"{title}, t/s", *(_speed(by_key[test, name]) for name in systems)))
+        lines.append(
+            (f"{title}, t/s", *(_speed(by_key[test, name]) for name in systems))
+        )
         if any("bound_by" in row for row in rows):
-            lines.append((f"{title}, t/s at most", *(_bound(by_key[test, name]) for name in systems)))
+            lines.append(
+                (
+                    f"{title}, t/s at most",
+                    *(_bound(by_key[test, name]) for name in systems),
+                )
+            )
     of_systems = [by_key[tests[-1], name] for name in systems]
     lines.append(("hit rate of the last test", *(_share(row) for row in of_systems)))
-    lines.append(("peak memory", *(_bytes(row, "peak_rss_bytes") for row in of_systems)))
-    lines.append(("load", *(f"{row['load_s']:.1f} s" if "load_s" in row else "-" for row in of_systems)))
+    lines.append(
+        ("peak memory", *(_bytes(row, "peak_rss_bytes") for row in of_systems))
+    )
+    lines.append(
+        (
+            "load",
+            *(
+                f"{row['load_s']:.1f} s" if "load_s" in row else "-"
+                for row in of_systems
+            ),
+        )
+    )
     facts = [f"- {name}: {text}" for name, text in _facts(rows, layout, doctor)]
     table = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([f"**moegguf {doctor['moegguf'].get('version')}: {layout.name}**", "", *facts, "", *table, ""])
+    return "\n".join(
+        [
+            f"**moegguf {doctor['moegguf'].get('version')}: {layout.name}**",
+            "",
+            *facts,
+            "",
+            *table,
+            "",
+        ]
+    )
 
 
-def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> list[tuple[str, str]]:
-    machine, disk, build, row = doctor["machine"], doctor["disk"], doctor["build"], rows[0]
+def _facts(
+    rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]
+) -> list[tuple[str, str]]:
+    machine, disk, build, row = (
+        doctor["machine"],
+        doctor["disk"],
+        doctor["build"],
+        rows[0],
+    )
     memory = machine["memory"]
-    cards = [each["description"] for name, each in doctor["devices"].items() if name != "CPU" and "description" in each]
-    limit = f", limited to {format_bytes(row['memory_limit_bytes'])}" if row["memory_limit_bytes"] else ""
+    cards = [
+        each["description"]
+        for name, each in doctor["devices"].items()
+        if name != "CPU" and "description" in each
+    ]
+    limit = (
+        f", limited to {format_bytes(row['memory_limit_bytes'])}"
+        if row["memory_limit_bytes"]
+        else ""
+    )
     drive = disk.get("error") or f"{disk['bytes_per_s'] / 1e9:.2f} GB/s, " + (
         "past the page cache" if disk["past_page_cache"] else "through the page cache"
     )
@@ -67,24 +112,39 @@ def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
 
 
 def _input(feed: str) -> str:
-    """Returns a row's `feed` without the folder of its text file, which may contain the user's name."""
+    """Returns a row's `feed` without the folder of its text file, which may contain the
+    user's name."""
     kind, _, path = feed.partition(" ")
-    return " ".join(filter(None, (kind, "the demo's README" if path == str(TEXT) else Path(path).name)))
+    return " ".join(
+        filter(
+            None, (kind, "the demo's README" if path == str(TEXT) else Path(path).name)
+        )
+    )
 
 
 def _title(row: Row) -> str:
     words = [f"prompt of {row['n_prompt']}"] if row["n_prompt"] else []
     words += [f"answer of {row['n_gen']}"] if row["n_gen"] else []
     together = f", {row['n_parallel']} together" if row["n_parallel"] > 1 else ""
-    return " and ".join(words) + (f" after {row['n_depth']}" if row["n_depth"] else "") + together
+    return (
+        " and ".join(words)
+        + (f" after {row['n_depth']}" if row["n_depth"] else "")
+        + together
+    )
 
 
 def _speed(row: Row) -> str:
-    return f"{row['median_ts']:.2f}" if "median_ts" in row else f"failed: {row['error']}"
+    return (
+        f"{row['median_ts']:.2f}" if "median_ts" in row else f"failed: {row['error']}"
+    )
 
 
 def _bound(row: Row) -> str:
-    return f"{row['bound_ts']:.2f} ({row['bound_reached_pct']:.0f} % reached)" if "bound_by" in row else "-"
+    return (
+        f"{row['bound_ts']:.2f} ({row['bound_reached_pct']:.0f} % reached)"
+        if "bound_by" in row
+        else "-"
+    )
 
 
 def _share(row: Row) -> str:

@@ -1,7 +1,8 @@
-"""Builds result rows: llama-bench's fields, the store's counters, and ratios of systems in the same round.
+"""Builds result rows: llama-bench's fields, the store's counters, and ratios of systems
+in the same round.
 
-Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). Scripts that read llama-bench's output by column
-name can therefore also read these rows.
+Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). Scripts that read
+llama-bench's output by column name can therefore also read these rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 from moegguf.bench import bound
-from moegguf.bench.series import FLASH_ATTN, KILLED, BenchedSystem, Outcome, Test, speeds, test_name
+from moegguf.bench.series import (
+    FLASH_ATTN,
+    KILLED,
+    BenchedSystem,
+    Outcome,
+    Test,
+    speeds,
+    test_name,
+)
 from moegguf.engine.stats import Stats
 from moegguf.options import BUDGETS
 
@@ -30,13 +39,22 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows. Fields in _AS_GIVEN are the user's
-# options. Fields in _ALWAYS are constant, because moegguf has no option for them.
+# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows.
+# Fields in _AS_GIVEN are the user's options. Fields in _ALWAYS are constant, because
+# moegguf has no option for them.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
 )  # fmt: skip
-_AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "repack")
+_AS_GIVEN = (
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "type_k",
+    "type_v",
+    "n_gpu_layers",
+    "repack",
+)
 _ALWAYS = {
     "cpu_mask": "0x0", "cpu_strict": False, "poll": 50, "n_cpu_moe": 0, "split_mode": "layer", "main_gpu": 0,
     "no_kv_offload": False, "tensor_split": "0.00", "lazy_mode": "auto", "embeddings": False, "no_host": False,
@@ -45,10 +63,11 @@ _ALWAYS = {
 
 
 class Figure(NamedTuple):
-    """One figure about the store, and its column in the table. The value in a row is the median over the repetitions of
-    all rounds."""
+    """One figure about the store, and its column in the table. The value in a row is
+    the median over the repetitions of all rounds."""
 
-    # Computes the figure from a repetition's counters and the file's read speed in bytes/s
+    # Computes the figure from a repetition's counters and the file's read speed in
+    # bytes/s
     of: Callable[[Stats, float], float]
     title: str = ""  # title of the figure's column in the table; "": no column
     factor: float = 1  # the table shows the value times this factor
@@ -58,17 +77,36 @@ class Figure(NamedTuple):
 FIGURES = {
     "hit_rate": Figure(lambda stats, _: stats.hit_rate, "hit %", 100, 1),
     "mb_per_token": Figure(lambda stats, _: stats.bytes_per_token / 1e6, "MB/token"),
-    "stall_ms_per_token": Figure(lambda stats, _: stats.stall_per_token_s * 1e3, "stall ms"),
-    "hook_ms_per_token": Figure(lambda stats, _: stats.hook_per_token_s * 1e3, "hook ms", 1, 3),
-    "compute_ms_per_token": Figure(lambda stats, _: (stats.eval_s - stats.stall_s) / max(1, stats.tokens) * 1e3),
+    "stall_ms_per_token": Figure(
+        lambda stats, _: stats.stall_per_token_s * 1e3, "stall ms"
+    ),
+    "hook_ms_per_token": Figure(
+        lambda stats, _: stats.hook_per_token_s * 1e3, "hook ms", 1, 3
+    ),
+    "compute_ms_per_token": Figure(
+        lambda stats, _: (stats.eval_s - stats.stall_s) / max(1, stats.tokens) * 1e3
+    ),
     "link_gb_per_s": Figure(lambda _, link: link / 1e9),
-    "link_bound_pct": Figure(lambda stats, link: stats.link_bound_share(link) * 100 if link else 0.0, "link %", 1, 1),
+    "link_bound_pct": Figure(
+        lambda stats, link: stats.link_bound_share(link) * 100 if link else 0.0,
+        "link %",
+        1,
+        1,
+    ),
     "evictions": Figure(lambda stats, _: stats.evictions),
-    "staged_mb_per_token": Figure(lambda stats, _: stats.bytes_staged / max(1, stats.tokens) / 1e6),
+    "staged_mb_per_token": Figure(
+        lambda stats, _: stats.bytes_staged / max(1, stats.tokens) / 1e6
+    ),
     "copies_overlapped_pct": Figure(lambda stats, _: stats.staging_overlap * 100),
-    "draft_acceptance": Figure(lambda stats, _: stats.draft_acceptance, "accepted %", 100, 1),
-    "tokens_per_draft_pass": Figure(lambda stats, _: stats.tokens_per_draft_pass, "tokens/pass"),
-    "mb_per_accepted_token": Figure(lambda stats, _: stats.bytes_per_accepted_token / 1e6, "MB/accepted"),
+    "draft_acceptance": Figure(
+        lambda stats, _: stats.draft_acceptance, "accepted %", 100, 1
+    ),
+    "tokens_per_draft_pass": Figure(
+        lambda stats, _: stats.tokens_per_draft_pass, "tokens/pass"
+    ),
+    "mb_per_accepted_token": Figure(
+        lambda stats, _: stats.bytes_per_accepted_token / 1e6, "MB/accepted"
+    ),
 }
 OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token")
 
@@ -81,13 +119,15 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-# GGUF key in a file with random weights: name of the model whose published expert reuse the weights imitate
+# GGUF key in a file with random weights: name of the model whose published expert reuse
+# the weights imitate
 LOCALITY_KEY = "moegguf.locality"
 
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:
-    """Returns the text of the field `routing`. The text names the model whose routing the random weights of a GGUF file
-    imitate. Returns "" if the metadata have no such name, or an unusual one."""
+    """Returns the text of the field `routing`. The text names the model whose routing
+    the random weights of a GGUF file imitate. Returns "" if the metadata have no such
+    name, or an unusual one."""
     name = metadata.get(LOCALITY_KEY)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name):
         return ""
@@ -95,8 +135,9 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """Returns one row for each test and system of one group of settings. In moegguf's rows, the field `against` holds
-    the ratios to each system of `--against`. In the rows of these other systems it is empty."""
+    """Returns one row for each test and system of one group of settings. In moegguf's
+    rows, the field `against` holds the ratios to each system of `--against`. In the
+    rows of these other systems it is empty."""
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(id(outcome.system), []).append(outcome)
@@ -109,9 +150,22 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
     for index, test in enumerate(outcomes[0].system.spec.tests):
         for group in groups.values():
             system = group[0].system
-            row = model | _of_settings(system, test) | _of_process(group, limit_bytes) | _figures(group, index)
+            row = (
+                model
+                | _of_settings(system, test)
+                | _of_process(group, limit_bytes)
+                | _figures(group, index)
+            )
             compared = others if system.compared else []
-            rows.append(row | {"against": {other[0].system.label: compare(group, other, index) for other in compared}})
+            rows.append(
+                row
+                | {
+                    "against": {
+                        other[0].system.label: compare(group, other, index)
+                        for other in compared
+                    }
+                }
+            )
     return rows
 
 
@@ -123,12 +177,17 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},
         "draft": "" if is_llama_cpp else spec.draft or "",
-        **{option: "" if is_llama_cpp else spec.loading.get(option, "") for option in BUDGETS.values()},
+        **{
+            option: "" if is_llama_cpp else spec.loading.get(option, "")
+            for option in BUDGETS.values()
+        },
         **shape,
         "test": test_name(shape),
         "model_filename": spec.model,
         "flash_attn": FLASH_ATTN[spec.flash_attn],
-        "devices": f"simulated link {spec.simulate_link}" if spec.simulate_link else "auto",
+        "devices": f"simulated link {spec.simulate_link}"
+        if spec.simulate_link
+        else "auto",
         "tensor_buft_overrides": "none" if is_llama_cpp else "experts=moegguf",
         "load_mode": "mmap" if spec.system in ("stock", "mmap") else "none",
         "no_op_offload": int(not is_llama_cpp),
@@ -139,8 +198,8 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
 
 
 def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
-    """Returns the fields about a system's processes, such as load times (median over all rounds) and peak memory
-    (maximum over all rounds)."""
+    """Returns the fields about a system's processes, such as load times (median over
+    all rounds) and peak memory (maximum over all rounds)."""
     results = [outcome.result for outcome in outcomes if not outcome.error]
     row: Row = {
         "rounds": len(results),
@@ -150,11 +209,24 @@ def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     }
     if not results:
         return row
-    gauges = ("n_slots", "n_ubatch_used", "budget_bytes", "planned_bytes", "placement", "predicted_ts")
+    gauges = (
+        "n_slots",
+        "n_ubatch_used",
+        "budget_bytes",
+        "planned_bytes",
+        "placement",
+        "predicted_ts",
+    )
     return row | {
         **{name: results[0][name] for name in gauges},
-        **{name: results[0]["decisions"].get(name, "") for name in ("policy", "predictor", "prefetch")},
-        **{name: median(result[name] for result in results) for name in ("load_s", "fill_s")},
+        **{
+            name: results[0]["decisions"].get(name, "")
+            for name in ("policy", "predictor", "prefetch")
+        },
+        **{
+            name: median(result[name] for result in results)
+            for name in ("load_s", "fill_s")
+        },
         "peak_rss_bytes": max(result["peak_rss_bytes"] for result in results),
     }
 
@@ -165,15 +237,22 @@ def _error(outcomes: Sequence[Outcome]) -> str:
 
 def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
     """Returns a system's speed and store figures in one test, over all rounds."""
-    tests = [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
+    tests = [
+        outcome.result["tests"][index] for outcome in outcomes if not outcome.error
+    ]
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
     row: Row = {"samples_ns": ns, "samples_ts": ts}
     if not tests:
         return row
-    token_ms = sorted(n / 1e6 for test in tests for sample in test["token_ns"] for n in sample) or [0.0]
+    token_ms = sorted(
+        n / 1e6 for test in tests for sample in test["token_ns"] for n in sample
+    ) or [0.0]
     store = [figures for test in tests for figures in test["figures"]]
-    figures = {name: median(each[name] for each in store) for name in (store[0] if store else ())}
+    figures = {
+        name: median(each[name] for each in store)
+        for name in (store[0] if store else ())
+    }
     if bound.FIGURES[0] in figures:
         row["bound_by"] = bound.bound_by(figures)
     return row | {
@@ -191,7 +270,11 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
 
 def _tests(outcomes: Sequence[Outcome], index: int) -> dict[int, Row]:
     """Returns {round: results of one test} for the runs that did not fail."""
-    return {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
+    return {
+        outcome.round: outcome.result["tests"][index]
+        for outcome in outcomes
+        if not outcome.error
+    }
 
 
 def _stall_ms(test: Row) -> float:
@@ -199,11 +282,13 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Returns the speed of `own` relative to `other` in the same round (median over rounds), and whether both systems
-    chose the same tokens. Also returns the relative stall, if both have stall figures and `other` stalled in every
-    round. If no round succeeded for both systems, returns only `other`'s error."""
+    """Returns the speed of `own` relative to `other` in the same round (median over
+    rounds), and whether both systems chose the same tokens. Also returns the relative
+    stall, if both have stall figures and `other` stalled in every round. If no round
+    succeeded for both systems, returns only `other`'s error."""
     theirs = _tests(other, index)
-    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs from the same round
+    # pairs from the same round.
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]
     row: Row = {"error": _error(other)}
     if not pairs:
         return row
@@ -212,7 +297,9 @@ def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row
     for a, b in pairs:
         for mine, others in zip(a["tokens"], b["tokens"], strict=True):
             same += [x == y for x, y in zip(mine, others, strict=True)]
-    stalls = [(_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]]
+    stalls = [
+        (_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]
+    ]
     if stalls and all(b > 0 for _, b in stalls):
         row["stall_ratio"] = median(a / b for a, b in stalls)
     return row | {
@@ -229,32 +316,50 @@ _NAMES = (*FIELDS, *OWN_FIELDS, "against")
 
 
 def _texts(row: Row) -> list[str]:
-    """Returns the row's values as strings in the order of _NAMES, with `against` as "mmap=9.812;resident=0.331"."""
+    """Returns the row's values as strings in the order of _NAMES, with `against` as
+    "mmap=9.812;resident=0.331"."""
     ratios = (
-        f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "") for name, found in row["against"].items()
+        f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "")
+        for name, found in row["against"].items()
     )
     values = [row.get(name, "") for name in _NAMES[:-1]]
     values = [int(value) if isinstance(value, bool) else value for value in values]
-    return [*(f"{value:.6f}" if isinstance(value, float) else str(value) for value in values), ";".join(ratios)]
+    return [
+        *(
+            f"{value:.6f}" if isinstance(value, float) else str(value)
+            for value in values
+        ),
+        ";".join(ratios),
+    ]
 
 
 def _as_csv(rows: Sequence[Row]) -> str:
     """Returns CSV: a header, then a line for each row with every value quoted."""
     out = StringIO()
     csv.writer(out, lineterminator="\n").writerow(_NAMES)
-    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(map(_texts, rows))
+    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(
+        map(_texts, rows)
+    )
     return out.getvalue()
 
 
 def _as_sql(rows: Sequence[Row]) -> str:
-    """Returns SQL that creates the table `llama_bench` (llama-bench's name), if it is missing, and inserts the
-    rows."""
+    """Returns SQL that creates the table `llama_bench` (llama-bench's name), if it is
+    missing, and inserts the rows."""
     types = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
-    firsts = {name: next((row[name] for row in rows if row.get(name) not in (None, "")), "") for name in _NAMES}
-    columns = ",\n".join(f"  {name} {types.get(type(value), 'TEXT')}" for name, value in firsts.items())
+    firsts = {
+        name: next((row[name] for row in rows if row.get(name) not in (None, "")), "")
+        for name in _NAMES
+    }
+    columns = ",\n".join(
+        f"  {name} {types.get(type(value), 'TEXT')}" for name, value in firsts.items()
+    )
     inserts = ""
     for row in rows:
-        values = ("'" + text.replace("'", "''") + "'" if text else "NULL" for text in _texts(row))
+        values = (
+            "'" + text.replace("'", "''") + "'" if text else "NULL"
+            for text in _texts(row)
+        )
         inserts += f"INSERT INTO llama_bench ({', '.join(_NAMES)}) VALUES ({', '.join(values)});\n"
     return f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);\n\n{inserts}"
 
@@ -265,9 +370,11 @@ def _object(row: Row) -> Row:
 
 
 Column = tuple[str, int, Callable[[Row], str]]
-"""Title, minimum width (negative: left-aligned), and a function that returns a row's text for this column."""
+"""Title, minimum width (negative: left-aligned), and a function that returns a row's
+text for this column."""
 
-# Columns that are shown only if some row differs from llama-bench's default. {field: (default, width, title)}
+# Columns that are shown only if some row differs from llama-bench's default. {field:
+# (default, width, title)}
 _UNUSUAL = {
     "n_batch": (2048, 7, "n_batch"), "n_ubatch": (512, 8, "n_ubatch"), "type_k": ("f16", 6, "type_k"),
     "type_v": ("f16", 6, "type_v"), "flash_attn": (-1, 3, "fa"),
@@ -275,11 +382,21 @@ _UNUSUAL = {
 
 
 def _plain(name: str, width: int, title: str) -> Column:
-    return title, width, lambda row: str(int(row[name]) if isinstance(row[name], bool) else row[name])
+    return (
+        title,
+        width,
+        lambda row: str(int(row[name]) if isinstance(row[name], bool) else row[name]),
+    )
 
 
-def _figure(title: str, name: str, factor: float, digits: int, width: int = 8) -> Column:
-    return title, width, lambda row: f"{row[name] * factor:.{digits}f}" if name in row else ""
+def _figure(
+    title: str, name: str, factor: float, digits: int, width: int = 8
+) -> Column:
+    return (
+        title,
+        width,
+        lambda row: f"{row[name] * factor:.{digits}f}" if name in row else "",
+    )
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
@@ -288,19 +405,29 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     for (title, width, _), *cells in zip(columns, *lines, strict=True):
         n = max(abs(width), len(title), *map(len, cells))
         rule = "-" * (n - 1) + ("-" if width < 0 else ":")
-        padded.append([cell.ljust(n) if width < 0 else cell.rjust(n) for cell in (title, rule, *cells)])
+        padded.append(
+            [
+                cell.ljust(n) if width < 0 else cell.rjust(n)
+                for cell in (title, rule, *cells)
+            ]
+        )
     return [f"| {' | '.join(cells)} |" for cells in zip(*padded, strict=True)]
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Returns a text table with a column for each key. There must be at least one row, and all rows must have the same
-    keys."""
+    """Returns a text table with a column for each key. There must be at least one row,
+    and all rows must have the same keys."""
 
     def text(value: object) -> str:
         return f"{value:.3f}" if isinstance(value, float) else str(value)
 
     columns = [
-        (name, -1 if isinstance(rows[0][name], str) else 1, lambda row, name=name: text(row[name])) for name in rows[0]
+        (
+            name,
+            -1 if isinstance(rows[0][name], str) else 1,
+            lambda row, name=name: text(row[name]),
+        )
+        for name in rows[0]
     ]
     return "\n".join(_table(columns, rows)) + "\n"
 
@@ -315,7 +442,11 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
         return f"{n / 1e6:.2f} M" if n < 10**9 else f"{n / 1e9:.2f} B"
 
     def speed(row: Row) -> str:
-        return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}" if "avg_ts" in row else _failed(row)
+        return (
+            f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
+            if "avg_ts" in row
+            else _failed(row)
+        )
 
     columns: list[Column] = [
         ("model", -30, lambda row: str(row.get("model_type", row["model_filename"]))),
@@ -331,7 +462,11 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
             columns.append(_plain(name, width, title))
     if len({row["repack"] for row in rows}) > 1 or not rows[0]["repack"]:
         columns.append(_plain("repack", 3, "rpk"))
-    columns += [_plain("system", -8, "system"), _plain("expert_cache", 6, "cache"), _plain("test", 15, "test")]
+    columns += [
+        _plain("system", -8, "system"),
+        _plain("expert_cache", 6, "cache"),
+        _plain("test", 15, "test"),
+    ]
     columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
     left_out = () if any(row.get("draft") for row in rows) else OF_DRAFTS
     for name, figure in FIGURES.items():
@@ -345,10 +480,15 @@ def _failed(row: Row) -> str:
 
 
 def _process_table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of load time and memory, with one line for each combination of model, system, budget, number of
-    threads and n_ubatch. Rows without a load time are left out."""
+    """Returns a table of load time and memory, with one line for each combination of
+    model, system, budget, number of threads and n_ubatch. Rows without a load time are
+    left out."""
     keys = ("model_filename", "system", "expert_cache", "n_threads", "n_ubatch")
-    seen = {tuple(row[key] for key in keys): row for row in reversed(rows) if "load_s" in row}
+    seen = {
+        tuple(row[key] for key in keys): row
+        for row in reversed(rows)
+        if "load_s" in row
+    }
     mib = 1 / (1 << 20)
     columns: list[Column] = [
         _plain("system", -7, "system"),
@@ -356,8 +496,20 @@ def _process_table(rows: Sequence[Row]) -> list[str]:
         _figure("load s", "load_s", 1, 2),
         _figure("peak MiB", "peak_rss_bytes", mib, 0),
         _figure("cgroup peak", "cgroup_peak_bytes", mib, 0, 11),
-        ("experts MiB", 11, lambda row: f"{row['budget_bytes'] * mib:.0f}" if row["budget_bytes"] else ""),
-        ("planned MiB", 11, lambda row: f"{row['planned_bytes'] * mib:.0f}" if row["planned_bytes"] else ""),
+        (
+            "experts MiB",
+            11,
+            lambda row: (
+                f"{row['budget_bytes'] * mib:.0f}" if row["budget_bytes"] else ""
+            ),
+        ),
+        (
+            "planned MiB",
+            11,
+            lambda row: (
+                f"{row['planned_bytes'] * mib:.0f}" if row["planned_bytes"] else ""
+            ),
+        ),
     ]
     return ["", *_table(columns, list(reversed(seen.values())))] if seen else []
 
@@ -374,11 +526,20 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         _plain("cache", 6, "cache"),
         _plain("other", -15, f"{compared} against"),
         ("ratio", 8, lambda pair: f"{pair['ratio']:.3f}x" if "ratio" in pair else ""),
-        ("each round", -10, lambda pair: " ".join(f"{ratio:.3f}" for ratio in pair.get("ratios", []))),
-        ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
+        (
+            "each round",
+            -10,
+            lambda pair: " ".join(f"{ratio:.3f}" for ratio in pair.get("ratios", [])),
+        ),
+        (
+            "stall",
+            8,
+            lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else "",
+        ),
         ("same tokens", -11, _same_tokens),
     ]
-    # The column is left out if there are no stall ratios, for example against plain llama.cpp
+    # The column is left out if there are no stall ratios, for example against plain
+    # llama.cpp
     if not any("stall_ratio" in pair for pair in pairs):
         del columns[5]
     return ["", *_table(columns, pairs)] if pairs else []
@@ -393,15 +554,20 @@ def _same_tokens(pair: Row) -> str:
 
 
 def _bound_table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of speeds, their bounds and the times that determine the bounds, followed by lines that explain
-    the columns. The table is narrow enough for a terminal."""
+    """Returns a table of speeds, their bounds and the times that determine the bounds,
+    followed by lines that explain the columns. The table is narrow enough for a
+    terminal."""
     bounded = [row for row in rows if "bound_by" in row]
     if not bounded:
         return []
     named = len({row["system"] for row in bounded}) > 1
 
     def system(row: Row) -> str:
-        return f"{row['system']} {row['expert_cache']}" if named else str(row["expert_cache"])
+        return (
+            f"{row['system']} {row['expert_cache']}"
+            if named
+            else str(row["expert_cache"])
+        )
 
     columns: list[Column] = [
         _plain("test", 1, "test"),
@@ -422,42 +588,69 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
         lines.append("copy: ms a token for the fewest bytes that the device lacks")
     if any(row["bound_weights_ms_per_token"] for row in bounded):
         columns.append(_figure("weights", "bound_weights_ms_per_token", 1, 3, 1))
-        lines.append(f"weights: ms a token for reading them from memory, at {_gb_per_s(bounded, 'bound_memory')}")
+        lines.append(
+            f"weights: ms a token for reading them from memory, at {_gb_per_s(bounded, 'bound_memory')}"
+        )
     return ["", *_table(columns, bounded), "", *lines]
 
 
 def _gb_per_s(rows: Sequence[Row], name: str) -> str:
-    """Formats a speed's median over the rows with three significant digits and "GB/s"."""
+    """Formats a speed's median over the rows with three significant digits and
+    "GB/s"."""
     return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
     notes = {f"{row['system']}: {row['note']}" for row in rows if row["note"]}
     notes |= {
-        f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
+        f"{row['system']} {row['expert_cache']}: {row['error']}"
+        for row in rows
+        if row["error"] not in ("", KILLED)
     }
     # {policy, predictor and prefetch of a run: the systems and budgets that used them}
     deciding: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.get("policy") and row["expert_cache"]:
             settings = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"
-            deciding.setdefault(settings, {})[f"{row['system']} {row['expert_cache']}"] = None
-    policies = [f"{settings}: {'; '.join(names)}" for settings, names in deciding.items()]
+            deciding.setdefault(settings, {})[
+                f"{row['system']} {row['expert_cache']}"
+            ] = None
+    policies = [
+        f"{settings}: {'; '.join(names)}" for settings, names in deciding.items()
+    ]
     limits = sorted({row["memory_limit_bytes"] for row in rows})
-    memory = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in limits]
+    memory = [
+        f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in limits
+    ]
     feeds = sorted({f"tokens: {row['feed']}" for row in rows})
-    routings = sorted({f"routing: {row['routing']}" for row in rows if row.get("routing")})
+    routings = sorted(
+        {f"routing: {row['routing']}" for row in rows if row.get("routing")}
+    )
     return ["", *sorted(notes), *policies, *memory, *feeds, *routings]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Returns llama-bench's table with the store's figures, then load time and memory, ratios, bounds, notes and the
-    build. Returns "" if there are no rows."""
+    """Returns llama-bench's table with the store's figures, then load time and memory,
+    ratios, bounds, notes and the build. Returns "" if there are no rows."""
     if not rows:
         return ""
-    build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})
-    lines = [*_main_table(rows), *_process_table(rows), *_ratio_table(rows), *_bound_table(rows), *_notes(rows)]
-    return "\n".join([*lines, "", f"build: {build['build_commit']} ({build['build_number']})"]) + "\n"
+    build = next(
+        (row for row in rows if "build_commit" in row),
+        {"build_commit": "unknown", "build_number": 0},
+    )
+    lines = [
+        *_main_table(rows),
+        *_process_table(rows),
+        *_ratio_table(rows),
+        *_bound_table(rows),
+        *_notes(rows),
+    ]
+    return (
+        "\n".join(
+            [*lines, "", f"build: {build['build_commit']} ({build['build_number']})"]
+        )
+        + "\n"
+    )
 
 
 FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {

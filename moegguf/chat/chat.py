@@ -1,5 +1,6 @@
-"""The interactive chat: a loop that answers typed messages and runs commands, which begin with a slash. Also contains
-the tables of commands. A command is never sent to the model."""
+"""The interactive chat: a loop that answers typed messages and runs commands, which
+begin with a slash. Also contains the tables of commands. A command is never sent to the
+model."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from moegguf.chat.reader import QUOTES, InputHistory, Reader, is_quoted_message, unquoted
+from moegguf.chat.reader import (
+    QUOTES,
+    InputHistory,
+    Reader,
+    is_quoted_message,
+    unquoted,
+)
 from moegguf.chat.session import begins_with_image, extract_images, print_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import text_of
@@ -32,19 +39,29 @@ _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 
 class Chat:
-    """A chat in the terminal: one conversation, one loaded model at a time, and the loop that reads input. `history`:
-    the messages and commands typed in this chat and earlier ones."""
+    """A chat in the terminal: one conversation, one loaded model at a time, and the
+    loop that reads input. `history`: the messages and commands typed in this chat and
+    earlier ones."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         self.model = model
         self.conversation = conversation
-        self.history = InputHistory(data_folder() / "history", enabled=read_settings().history)
-        words = [*COMMANDS, *(f"/set {name}" for name in sorted(SETTINGS)), *(f"/show {part}" for part in PARTS)]
-        self._reader = Reader(self.history, [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))])
+        self.history = InputHistory(
+            data_folder() / "history", enabled=read_settings().history
+        )
+        words = [
+            *COMMANDS,
+            *(f"/set {name}" for name in sorted(SETTINGS)),
+            *(f"/show {part}" for part in PARTS),
+        ]
+        self._reader = Reader(
+            self.history,
+            [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))],
+        )
 
     def run(self) -> int:
-        """Runs the chat until Ctrl-D, /bye or /exit, and returns exit code 0. The caller must have entered
-        `keyboard_echo_off`."""
+        """Runs the chat until Ctrl-D, /bye or /exit, and returns exit code 0. The
+        caller must have entered `keyboard_echo_off`."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
         self.print_model_line()
@@ -55,9 +72,11 @@ class Chat:
             return 0
 
     def print_model_line(self) -> None:
-        """Prints one line with the model's name and facts, such as its context length and its number of expert
-        slots."""
-        print_message(f"{self.conversation.entry.name}: {', '.join(self.model.facts())}")
+        """Prints one line with the model's name and facts, such as its context length
+        and its number of expert slots."""
+        print_message(
+            f"{self.conversation.entry.name}: {', '.join(self.model.facts())}"
+        )
 
     def _handle_input(self) -> None:
         try:
@@ -69,52 +88,74 @@ class Chat:
         text = unquoted(typed)
         if not text.strip():
             return
-        snapshot, reads_images = self.conversation.snapshot(), self.model.connection.reads_images
+        snapshot, reads_images = (
+            self.conversation.snapshot(),
+            self.model.connection.reads_images,
+        )
         is_command = text.lstrip().startswith("/") and not is_quoted_message(typed)
         try:
             if is_command and not (reads_images and begins_with_image(text)):
                 run_command(self, typed.strip())
             else:
-                self.conversation.add_user_message(*(extract_images(text) if reads_images else (text, [])))
+                self.conversation.add_user_message(
+                    *(extract_images(text) if reads_images else (text, []))
+                )
                 self.answer(snapshot)
-        except KeyboardInterrupt:  # Ctrl-C while a command runs, while a model loads, or before an answer begins
+        except KeyboardInterrupt:
+            # Ctrl-C while a command runs, while a model loads, or before an answer
+            # begins.
             self.conversation.restore(snapshot)
             print_message("")
         except (EOFError, BrokenPipeError):
             raise
-        except Exception as error:  # a bug must not end the chat and lose the conversation
+        except Exception as error:
+            # A bug must not end the chat and lose the conversation.
             is_expected = isinstance(error, MoeggufError | OSError | typer.BadParameter)
             if shows_tracebacks() and not is_expected:
                 raise
             self.conversation.restore(snapshot)
-            print_error(error, "" if is_expected else f"unexpected {type(error).__name__}: ")
+            print_error(
+                error, "" if is_expected else f"unexpected {type(error).__name__}: "
+            )
 
     def answer(self, snapshot: Snapshot) -> None:
-        """Answers the conversation's last message, and appends the answer. If an error or Ctrl-C ends the answer before
-        any text or thinking, restores `snapshot` instead."""
+        """Answers the conversation's last message, and appends the answer. If an error
+        or Ctrl-C ends the answer before any text or thinking, restores `snapshot`
+        instead."""
         conversation = self.conversation
         with self.model.spinner:
             self.model.prepare(conversation)
             answer = print_answer(self.model, conversation, "\n\n")
         if answer.error is not None:
             print_error(answer.error)
-        if answer.text or answer.thinking or not (answer.is_interrupted or answer.error):
+        if (
+            answer.text
+            or answer.thinking
+            or not (answer.is_interrupted or answer.error)
+        ):
             thinking = {"thinking": answer.thinking} if answer.thinking else {}
-            conversation.messages.append({"role": "assistant", "content": answer.text, **thinking})
+            conversation.messages.append(
+                {"role": "assistant", "content": answer.text, **thinking}
+            )
         else:
             conversation.restore(snapshot)
         if conversation.verbose:
             print_message("\n".join([*self.model.statistics(with_load=True), ""]))
 
     def check_thinking(self) -> bool:
-        """Returns True if the model supports thinking, or if the model's facts cannot be read. Otherwise prints a
-        warning and returns False."""
+        """Returns True if the model supports thinking, or if the model's facts cannot
+        be read. Otherwise prints a warning and returns False."""
         try:
-            if "thinking" in self.model.connection.details(self.conversation.entry).capabilities:
+            if (
+                "thinking"
+                in self.model.connection.details(self.conversation.entry).capabilities
+            ):
                 return True
         except MoeggufError:
             return True
-        print_message(f"warning: model '{self.conversation.entry.name}' does not support thinking output")
+        print_message(
+            f"warning: model '{self.conversation.entry.name}' does not support thinking output"
+        )
         return False
 
 
@@ -122,7 +163,8 @@ Command = Callable[[Chat, str], None]
 
 
 class Row(NamedTuple):
-    """A row of a command table {word: row}. A row without a `help` text is not shown in the help."""
+    """A row of a command table {word: row}. A row without a `help` text is not shown in
+    the help."""
 
     run: Command
     help: str = ""
@@ -131,8 +173,8 @@ class Row(NamedTuple):
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Runs a command line that begins with a slash. Raises MoeggufError, OSError or BadParameter if the command fails,
-    and EOFError to end the chat."""
+    """Runs a command line that begins with a slash. Raises MoeggufError, OSError or
+    BadParameter if the command fails, and EOFError to end the chat."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
     if word not in COMMANDS:
         print_message(f"Unknown command '{word}'. Type /? for help")
@@ -145,15 +187,26 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
-    """Returns the help text for a command table. `width`: width of the left column in characters. `before`: prefix of
-    each word."""
-    lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
+    """Returns the help text for a command table. `width`: width of the left column in
+    characters. `before`: prefix of each word."""
+    lines = (
+        f"  {before + (row.usage or word):<{width}}{row.help}"
+        for word, row in rows.items()
+        if row.help
+    )
     return "\n".join(["Available Commands:", *lines, ""])
 
 
 def _help(_chat: Chat, topic: str) -> None:
-    texts = {"set": SET_HELP, "show": SHOW_HELP, "shortcut": SHORTCUTS_HELP, "shortcuts": SHORTCUTS_HELP}
-    print_message(texts.get(topic.removeprefix("/"), _help_of(COMMANDS, 16) + MORE_HELP))
+    texts = {
+        "set": SET_HELP,
+        "show": SHOW_HELP,
+        "shortcut": SHORTCUTS_HELP,
+        "shortcuts": SHORTCUTS_HELP,
+    }
+    print_message(
+        texts.get(topic.removeprefix("/"), _help_of(COMMANDS, 16) + MORE_HELP)
+    )
 
 
 def _bye(_chat: Chat, _rest: str) -> None:
@@ -166,8 +219,9 @@ def _clear(chat: Chat, _rest: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    """Switches the conversation to the model `name`, and loads the model. If there is no such model, prints a message.
-    If the load fails, raises the error, and the caller switches back to the previous model."""
+    """Switches the conversation to the model `name`, and loads the model. If there is
+    no such model, prints a message. If the load fails, raises the error, and the caller
+    switches back to the previous model."""
     try:
         entry = chat.model.connection.names.find(name)
     except ModelNotFoundError:
@@ -181,8 +235,9 @@ def _load(chat: Chat, name: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    """Saves the conversation as a new model: the current model's files, its parameters plus the ones set in the chat,
-    the system message, and the messages without images."""
+    """Saves the conversation as a new model: the current model's files, its parameters
+    plus the ones set in the chat, the system message, and the messages without
+    images."""
     from moegguf.models.recipe import Recipe
 
     conversation = chat.conversation
@@ -190,7 +245,9 @@ def _save(chat: Chat, name: str) -> None:
         from_=conversation.entry.name,
         parameters={**conversation.entry.parameters, **conversation.parameters},
         system=conversation.system_text or None,
-        messages=tuple({**m, "content": text_of(m["content"])} for m in conversation.messages),
+        messages=tuple(
+            {**m, "content": text_of(m["content"])} for m in conversation.messages
+        ),
         license=conversation.entry.license,
     )
     chat.model.connection.names.create(name, recipe)
@@ -213,22 +270,32 @@ def _read(chat: Chat, name: str) -> None:
         with path.open("rb") as file:
             data = file.read(MAX_READ_BYTES + 1)
     except OSError as error:
-        raise OptionError(f"/read cannot read '{name}' ({error.strerror}); check the path.") from None
+        raise OptionError(
+            f"/read cannot read '{name}' ({error.strerror}); check the path."
+        ) from None
     if len(data) > MAX_READ_BYTES:
         raise OptionError(
             f"/read accepts files of up to {MAX_READ_BYTES >> 20} MiB, but '{name}' is larger; read a smaller file"
         )
     text = decode_text(data).rstrip("\n")
     if "\0" in text:
-        raise OptionError(f"/read accepts text files, but '{name}' is binary; read a text file")
+        raise OptionError(
+            f"/read accepts text files, but '{name}' is binary; read a text file"
+        )
     pending = chat.conversation.pending_text
     chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
-    print_message(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")
+    print_message(
+        f"Read '{name}' ({len(text):,} characters); it goes before your next message."
+    )
 
 
 def _strip_quotes(word: str) -> str:
     """Returns `word` without the pair of quotes around it, if any."""
-    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
+    return (
+        word[1:-1]
+        if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"
+        else word
+    )
 
 
 def _list_models(chat: Chat, prefix: str) -> None:
@@ -252,13 +319,17 @@ def _show(chat: Chat, part: str) -> None:
     if part in PARTS:
         PARTS[part].run(chat, "")
     else:
-        print_message(f"Unknown command '/show {part}'. Type /? for help" if part else SHOW_HELP)
+        print_message(
+            f"Unknown command '/show {part}'. Type /? for help" if part else SHOW_HELP
+        )
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
-    """Returns a command that prints the result of `text`. If the result is empty or None, the command prints that the
-    model has no `what`."""
-    return lambda chat, _: print_message(text(chat) or f"No {what} was specified for this model.")
+    """Returns a command that prints the result of `text`. If the result is empty or
+    None, the command prints that the model has no `what`."""
+    return lambda chat, _: print_message(
+        text(chat) or f"No {what} was specified for this model."
+    )
 
 
 def _show_parameters(chat: Chat, _rest: str) -> None:
@@ -266,7 +337,9 @@ def _show_parameters(chat: Chat, _rest: str) -> None:
     from moegguf.models.recipe import parameter_lines
 
     lines = ["Model defined parameters:"]
-    own = [f"  {line}" for line in parameter_lines(parameters_of(chat.conversation.entry))]
+    own = [
+        f"  {line}" for line in parameter_lines(parameters_of(chat.conversation.entry))
+    ]
     lines += own or ["  No additional parameters were specified for this model."]
     if user := parameter_lines(chat.conversation.user_parameters()):
         lines += ["", "User defined parameters:", *(f"  {line}" for line in user)]
@@ -278,12 +351,18 @@ def _set(chat: Chat, rest: str) -> None:
     if name in SETTINGS:
         SETTINGS[name].run(chat, value.strip())
     else:
-        print_message(f"Unknown setting '{name}'. Type /set for the settings" if name else SET_HELP)
+        print_message(
+            f"Unknown setting '{name}'. Type /set for the settings"
+            if name
+            else SET_HELP
+        )
 
 
-def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
-    """Returns a command that sets an attribute of the conversation (or of another `owner` in the chat) and prints a
-    message."""
+def _switch(
+    attribute: str, value: Any, message: str, owner: str = "conversation"
+) -> Command:
+    """Returns a command that sets an attribute of the conversation (or of another
+    `owner` in the chat) and prints a message."""
 
     def switch(chat: Chat, _rest: str) -> None:
         setattr(getattr(chat, owner), attribute, value)
@@ -299,7 +378,9 @@ def _set_parameter(chat: Chat, value: str) -> None:
         return
     name, *values = words
     try:
-        parsed = values if PARAMETERS.get(name) is list else parse_parameter(name, values[0])
+        parsed = (
+            values if PARAMETERS.get(name) is list else parse_parameter(name, values[0])
+        )
         check_ranges({name: parsed})
         chat.model.connection.check_parameter(name)
     except MoeggufError as error:
@@ -319,27 +400,45 @@ def _set_system(chat: Chat, value: str) -> None:
 
 def _set_format(chat: Chat, value: str) -> None:
     if not value:
-        print_message("Invalid or missing format. For 'json' mode use '/set format json'")
+        print_message(
+            "Invalid or missing format. For 'json' mode use '/set format json'"
+        )
         return
     chat.conversation.format = parse_format(value)
-    print_message(f"Set format to '{value}' mode." if value == "json" else "Set format to a JSON schema.")
+    print_message(
+        f"Set format to '{value}' mode."
+        if value == "json"
+        else "Set format to a JSON schema."
+    )
 
 
 def _set_think(chat: Chat, level: str) -> None:
     if level and level not in THINK_LEVELS:
-        print_message(f"Invalid level '{level}'. Use one of {', '.join(THINK_LEVELS)}, or no level.")
+        print_message(
+            f"Invalid level '{level}'. Use one of {', '.join(THINK_LEVELS)}, or no level."
+        )
     elif chat.check_thinking():
         chat.conversation.think = level or True
-        print_message(f"Set 'think' mode to '{level}'." if level else "Set 'think' mode.")
+        print_message(
+            f"Set 'think' mode to '{level}'." if level else "Set 'think' mode."
+        )
 
 
 SETTINGS = {
     "parameter": Row(_set_parameter, "Set a parameter", "parameter ..."),
     "system": Row(_set_system, "Set system message", "system <string>"),
-    "history": Row(_switch("enabled", True, "Set 'history' mode.", "history"), "Enable history"),
-    "nohistory": Row(_switch("enabled", False, "Set 'nohistory' mode.", "history"), "Disable history"),
-    "wordwrap": Row(_switch("word_wrap", True, "Set 'wordwrap' mode."), "Enable wordwrap"),
-    "nowordwrap": Row(_switch("word_wrap", False, "Set 'nowordwrap' mode."), "Disable wordwrap"),
+    "history": Row(
+        _switch("enabled", True, "Set 'history' mode.", "history"), "Enable history"
+    ),
+    "nohistory": Row(
+        _switch("enabled", False, "Set 'nohistory' mode.", "history"), "Disable history"
+    ),
+    "wordwrap": Row(
+        _switch("word_wrap", True, "Set 'wordwrap' mode."), "Enable wordwrap"
+    ),
+    "nowordwrap": Row(
+        _switch("word_wrap", False, "Set 'nowordwrap' mode."), "Disable wordwrap"
+    ),
     "format": Row(_set_format, "Enable JSON mode", "format json"),
     "noformat": Row(_switch("format", None, "Disabled format."), "Disable formatting"),
     "verbose": Row(_switch("verbose", True, "Set 'verbose' mode."), "Show LLM stats"),
@@ -348,18 +447,31 @@ SETTINGS = {
     "nothink": Row(_switch("think", False, "Set 'nothink' mode."), "Disable thinking"),
 }
 PARTS = {
-    "info": Row(lambda c, _: c.model.connection.print_info(c.conversation.entry), "Show details for this model"),
-    "license": Row(_show_text(lambda c: c.conversation.entry.license, "license"), "Show model license"),
+    "info": Row(
+        lambda c, _: c.model.connection.print_info(c.conversation.entry),
+        "Show details for this model",
+    ),
+    "license": Row(
+        _show_text(lambda c: c.conversation.entry.license, "license"),
+        "Show model license",
+    ),
     "modelfile": Row(
-        lambda c, _: print_message(c.model.connection.modelfile(c.conversation.entry)), "Show Modelfile for this model"
+        lambda c, _: print_message(c.model.connection.modelfile(c.conversation.entry)),
+        "Show Modelfile for this model",
     ),
     "parameters": Row(_show_parameters, "Show parameters for this model"),
     "system": Row(
-        _show_text(lambda c: (text := c.conversation.system_text) and f"{text}\n", "system message"),
+        _show_text(
+            lambda c: (text := c.conversation.system_text) and f"{text}\n",
+            "system message",
+        ),
         "Show system message",
     ),
     "template": Row(
-        _show_text(lambda c: c.model.connection.details(c.conversation.entry).template, "prompt template"),
+        _show_text(
+            lambda c: c.model.connection.details(c.conversation.entry).template,
+            "prompt template",
+        ),
         "Show prompt template",
     ),
 }
@@ -373,15 +485,21 @@ COMMANDS = {
     "/list": Row(_list_models, "List the models on this machine"),
     "/ls": Row(_list_models),
     "/regen": Row(_regen, "Answer the last message again"),
-    "/read": Row(_read, "Put a file's text before the next message", "/read <file>", "<file>"),
+    "/read": Row(
+        _read, "Put a file's text before the next message", "/read <file>", "<file>"
+    ),
     "/stats": Row(_statistics, "Figures of the last answer"),
-    "/experts": Row(lambda c, _: c.model.print_experts(), "Show which experts are in memory and used"),
+    "/experts": Row(
+        lambda c, _: c.model.print_experts(),
+        "Show which experts are in memory and used",
+    ),
     "/bye": Row(_bye, "Exit"),
     "/exit": Row(_bye),
     "/?": Row(_help, "Help for a command", "/?, /help"),
     "/help": Row(_help),
 }
-"""{command: row}, in the order of the help. Ollama's commands have Ollama's help texts."""
+"""{command: row}, in the order of the help. Ollama's commands have Ollama's help
+texts."""
 
 SET_HELP, SHOW_HELP = _help_of(SETTINGS, 23, "/set "), _help_of(PARTS, 19, "/show ")
 

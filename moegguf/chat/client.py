@@ -1,7 +1,8 @@
-"""An HTTP client for a running `moegguf serve`: sends JSON requests and reads JSON or JSON-lines responses.
+"""An HTTP client for a running `moegguf serve`: sends JSON requests and reads JSON or
+JSON-lines responses.
 
-By default, the address comes from MOEGGUF_HOST or OLLAMA_HOST, and the API key is the first one in MOEGGUF_API_KEY.
-`Client` does not interpret the contents of requests.
+By default, the address comes from MOEGGUF_HOST or OLLAMA_HOST, and the API key is the
+first one in MOEGGUF_API_KEY. `Client` does not interpret the contents of requests.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ Json = dict[str, Any]
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # long, because the server may have to load a model first
 CONNECT_S = 0.5
-KNOWN_S = 10.0  # time limit in seconds for each request that checks whether a server has a model
-MAX_ASKED_MODELS = 32  # maximum number of models that `running_server` looks up on the server
+# Time limit in seconds for each request that checks whether a server has a model.
+KNOWN_S = 10.0
+# Maximum number of models that `running_server` looks up on the server.
+MAX_ASKED_MODELS = 32
 MAX_ERROR_BYTES = 64 << 10
-WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # {address that a server binds to: address for clients}
+# {address that a server binds to: address for clients}.
+WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class ServerError(MoeggufError):
-    """The server returned an error, or a response that is not JSON. `status`: the HTTP status of an error response;
-    otherwise 0."""
+    """The server returned an error, or a response that is not JSON. `status`: the HTTP
+    status of an error response; otherwise 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -43,22 +47,28 @@ class ServerError(MoeggufError):
 
 
 class NoServerError(MoeggufError, ConnectionError):
-    """There is no server at the address, the server did not answer in time, or the connection was lost."""
+    """There is no server at the address, the server did not answer in time, or the
+    connection was lost."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Does not follow redirects, because the API key must not be sent to another server."""
+    """Does not follow redirects, because the API key must not be sent to another
+    server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class Client:
-    """A client for the server in `settings`. If `settings` is None, reads the settings from the environment."""
+    """A client for the server in `settings`. If `settings` is None, reads the settings
+    from the environment."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
-        self.host = replace(settings.host, host=WILDCARD_ADDRESSES.get(settings.host.host, settings.host.host))
+        self.host = replace(
+            settings.host,
+            host=WILDCARD_ADDRESSES.get(settings.host.host, settings.host.host),
+        )
         self.headers = {"Accept": "application/json"}
         self.api_key = settings.api_keys[0] if settings.api_keys else ""
         if self.api_key:
@@ -67,23 +77,34 @@ class Client:
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
     def get(self, path: str, timeout_s: float = GET_TIMEOUT_S) -> Any:
-        """Sends a GET request and returns the JSON of the response. Like the other requests, raises NoServerError or
-        ServerError."""
+        """Sends a GET request and returns the JSON of the response. Like the other
+        requests, raises NoServerError or ServerError."""
         with self._open(path, None, timeout_s) as response:
             return _parsed(response.read())
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S, method: str = "POST") -> Any:
-        """Sends `body` and returns the JSON of the response. If the response has several lines, returns the JSON of the
-        last line. Returns None for an empty response."""
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        timeout_s: float = POST_TIMEOUT_S,
+        method: str = "POST",
+    ) -> Any:
+        """Sends `body` and returns the JSON of the response. If the response has
+        several lines, returns the JSON of the last line. Returns None for an empty
+        response."""
         with self._open(path, body, timeout_s, method) as response:
             lines = [line for line in response.read().splitlines() if line.strip()]
         return _parsed(lines[-1]) if lines else None
 
     def stream(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = POST_TIMEOUT_S,
     ) -> Generator[Json]:
-        """Sends a POST request with `body`, or a GET request if `body` is None. Yields the JSON of each line of the
-        response as it arrives. Closing the generator aborts the request."""
+        """Sends a POST request with `body`, or a GET request if `body` is None. Yields
+        the JSON of each line of the response as it arrives. Closing the generator
+        aborts the request."""
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():
@@ -91,18 +112,30 @@ class Client:
 
     @contextmanager
     def _open(
-        self, path: str, body: Mapping[str, Any] | None, timeout_s: float, method: str | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+        method: str | None = None,
     ) -> Generator[HTTPResponse]:
         data = None if body is None else to_utf8(json.dumps(body, ensure_ascii=False))
-        headers = self.headers if data is None else {**self.headers, "Content-Type": "application/json"}
-        request = urllib.request.Request(self.host.url + path, data, headers, method=method)
+        headers = (
+            self.headers
+            if data is None
+            else {**self.headers, "Content-Type": "application/json"}
+        )
+        request = urllib.request.Request(
+            self.host.url + path, data, headers, method=method
+        )
         try:
             response = self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             raise ServerError(_error_message(error), error.code) from None
         except (OSError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise NoServerError(f"the server at {self.host.url} does not answer; wait, or restart it.") from None
+                raise NoServerError(
+                    f"the server at {self.host.url} does not answer; wait, or restart it."
+                ) from None
             raise self.no_server() from None
         with response:
             try:
@@ -118,15 +151,18 @@ class Client:
 
     def no_server(self) -> NoServerError:
         """Returns the error for an address at which no server answers."""
-        return NoServerError(f"no server is running at {self.host.url}; start one with `moegguf serve`.")
+        return NoServerError(
+            f"no server is running at {self.host.url}; start one with `moegguf serve`."
+        )
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """Returns a client for the server at the default address (MOEGGUF_HOST or OLLAMA_HOST) if that server is moegguf
-    and has the first MAX_ASKED_MODELS of `models`.
+    """Returns a client for the server at the default address (MOEGGUF_HOST or
+    OLLAMA_HOST) if that server is moegguf and has the first MAX_ASKED_MODELS of
+    `models`.
 
-    Returns None if there is no such server, or if one of the names is an existing path. Also prints a note if the
-    server rejects the API key.
+    Returns None if there is no such server, or if one of the names is an existing path.
+    Also prints a note if the server rejects the API key.
     """
     if any(os.path.exists(os.path.expanduser(name)) for name in models):
         return None
@@ -134,7 +170,8 @@ def running_server(models: Sequence[str]) -> Client | None:
     try:
         with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
             pass
-        if "moegguf" not in client.get("/api/version", KNOWN_S):  # Ollama uses the same port
+        # Ollama uses the same port.
+        if "moegguf" not in client.get("/api/version", KNOWN_S):
             return None
         for name in models[:MAX_ASKED_MODELS]:
             client.post("/api/show", {"model": name}, KNOWN_S)
@@ -150,12 +187,16 @@ def running_server(models: Sequence[str]) -> Client | None:
 
 
 def not_json() -> ServerError:
-    """Returns the error for a response that is not JSON, which a moegguf or Ollama server never sends."""
-    return ServerError("the server's response is not JSON; is another program at its address?")
+    """Returns the error for a response that is not JSON, which a moegguf or Ollama
+    server never sends."""
+    return ServerError(
+        "the server's response is not JSON; is another program at its address?"
+    )
 
 
 def _parsed(data: bytes) -> Any:
-    """Returns the JSON value in `data`. Raises ServerError if it is not JSON or is an error object."""
+    """Returns the JSON value in `data`. Raises ServerError if it is not JSON or is an
+    error object."""
     try:
         found = json.loads(data)
     except ValueError:
@@ -166,8 +207,8 @@ def _parsed(data: bytes) -> Any:
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:
-    """Returns the message in an error response, in Ollama's or OpenAI's format. If there is none, returns a sentence
-    with the HTTP status."""
+    """Returns the message in an error response, in Ollama's or OpenAI's format. If
+    there is none, returns a sentence with the HTTP status."""
     with error:
         try:
             detail = json.loads(error.read(MAX_ERROR_BYTES))["error"]

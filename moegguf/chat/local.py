@@ -1,4 +1,5 @@
-"""A model in this machine's catalog. `run` and the chat load it with their own `ModelManager`, without a server."""
+"""A model in this machine's catalog. `run` and the chat load it with their own
+`ModelManager`, without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import BUDGETS, load_options_of
-from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot, load_overrides
+from moegguf.serving.events import (
+    Event,
+    LoadedModel,
+    LoadOverrides,
+    Snapshot,
+    load_overrides,
+)
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import Workers
 from moegguf.terminal.messages import print_message
@@ -31,18 +38,18 @@ Result = TypeVar("Result")
 class LocalModel:
     """A model that this program loads into a worker process.
 
-    The model manager's event loop runs only while one of the methods waits for a result. The loop runs in the caller's
-    thread, so Ctrl-C interrupts it.
+    The model manager's event loop runs only while one of the methods waits for a
+    result. The loop runs in the caller's thread, so Ctrl-C interrupts it.
     """
 
     url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker process in advance, so that it initializes while this program finds and describes the
-        model."""
+        """Starts a worker process in advance, so that it initializes while this program
+        finds and describes the model."""
         self.spinner = spinner
-        # There is only one user, who can end this program at any time. So loads and cancelled answers need no time
-        # limit.
+        # There is only one user, who can end this program at any time. So loads and
+        # cancelled answers need no time limit.
         self._settings = replace(
             settings,
             loading={**settings.loading, "n_parallel": 1, "kv_tokens": 0},
@@ -60,14 +67,15 @@ class LocalModel:
         self._entry: ModelEntry  # entry of the loaded model
         self._overrides: LoadOverrides
         self._lease: Lease  # lease of the last answer
-        self._before: Snapshot | None = None  # state of the experts when the last answer began
+        # State of the experts when the last answer began.
+        self._before: Snapshot | None = None
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(coroutine)
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns facts from the headers of a model's files. Raises ModelNotFoundError, ModelFormatError or
-        ExpertIOError."""
+        """Returns facts from the headers of a model's files. Raises ModelNotFoundError,
+        ModelFormatError or ExpertIOError."""
         from moegguf.models.details import details
 
         return details(_here(entry))
@@ -84,13 +92,13 @@ class LocalModel:
         return self.names.modelfile(_here(entry))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns all parameters of the conversation, including the model's own. `ChatModel` reloads the model if one
-        of its loading parameters has changed."""
+        """Returns all parameters of the conversation, including the model's own.
+        `ChatModel` reloads the model if one of its loading parameters has changed."""
         return conversation.all_parameters()
 
     def load(self, conversation: Conversation) -> None:
-        """Loads the conversation's model. Unloads the current model first, because the memory may be too small for
-        both."""
+        """Loads the conversation's model. Unloads the current model first, because the
+        memory may be too small for both."""
         from moegguf.gguf.experts import read_layout
         from moegguf.serving.model_manager import ModelManager
         from moegguf.terminal.loading import warn_of_long_context
@@ -103,18 +111,29 @@ class LocalModel:
         layout = read_layout(self._entry.path)
         warn_of_long_context(layout, self._overrides.get("n_ctx"))
         if not layout.is_moe and BUDGETS["RAM"] in parameters:
-            print_message("note: this model has no experts, so a budget for experts has no effect.")
+            print_message(
+                "note: this model has no experts, so a budget for experts has no effect."
+            )
         settings = self._settings
-        if (n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")) is not None:
-            settings = replace(settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers})
+        if (
+            n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")
+        ) is not None:
+            settings = replace(
+                settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers}
+            )
         self._manager = ModelManager(
-            self.names, settings, workers=self._workers, on_load=self._show_load, on_warning=_print_warning
+            self.names,
+            settings,
+            workers=self._workers,
+            on_load=self._show_load,
+            on_warning=_print_warning,
         )
         self._run_or_unload(self._opened.enter_async_context(self._manager))
         self._run_or_unload(self._manager.load(self._entry, self._overrides))
 
     def _run_or_unload(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine that may load a model. If it fails or is interrupted, unloads the model."""
+        """Runs a coroutine that may load a model. If it fails or is interrupted,
+        unloads the model."""
         try:
             return self._run(coroutine)
         except BaseException:
@@ -139,7 +158,8 @@ class LocalModel:
 
     @property
     def size_bytes(self) -> int:
-        """The memory in bytes that the model needs according to its plan, or 0 while no model is loaded."""
+        """The memory in bytes that the model needs according to its plan, or 0 while no
+        model is loaded."""
         return self._state.size_bytes if self._state else 0
 
     @property
@@ -149,7 +169,8 @@ class LocalModel:
 
     @property
     def placement(self) -> Placement | None:
-        """The chosen placement of the experts. None if the plan compared no placements, or while no model is loaded."""
+        """The chosen placement of the experts. None if the plan compared no placements,
+        or while no model is loaded."""
         from moegguf.engine.cost import Placement
 
         found = self._state.plan.get("placement") if self._state else None
@@ -164,12 +185,13 @@ class LocalModel:
 
     @property
     def must_load(self) -> bool:
-        """True before the first load, and after a load that failed or was interrupted."""
+        """True before the first load, and after a load that failed or was
+        interrupted."""
         return self._manager is None
 
     def answer(self, conversation: Conversation) -> Generator[Event]:
-        """Yields the events of the answer. If the model's process has ended or its files have changed, reloads the
-        model first."""
+        """Yields the events of the answer. If the model's process has ended or its
+        files have changed, reloads the model first."""
         assert self._manager is not None
         self._lease = self._manager.lease(self._entry, self._overrides)
         self._run_or_unload(self._lease.__aenter__())
@@ -182,20 +204,22 @@ class LocalModel:
             self._run(self._lease.__aexit__())
 
     def rest(self, timeout_s: float | None) -> list[Event] | None:
-        """Returns the remaining events of a cancelled answer. Returns None if the answer does not end within
-        `timeout_s` seconds (None: no limit)."""
+        """Returns the remaining events of a cancelled answer. Returns None if the
+        answer does not end within `timeout_s` seconds (None: no limit)."""
         try:
             return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
         except TimeoutError:
             return None
 
     async def _snapshot(self, watch_s: float) -> Snapshot | None:
-        found = await self._manager.snapshots(self._entry, watch_s) if self._manager else []
+        found = (
+            await self._manager.snapshots(self._entry, watch_s) if self._manager else []
+        )
         return found[0] if found else None
 
     def experts(self) -> Snapshot | None:
-        """Returns the state of the experts, with their uses and loads since the last answer began (0 before the first
-        answer). Returns None if no model is loaded."""
+        """Returns the state of the experts, with their uses and loads since the last
+        answer began (0 before the first answer). Returns None if no model is loaded."""
         now = self._run(self._snapshot(math.inf))
         return now and now.since(self._before)
 

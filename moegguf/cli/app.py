@@ -1,6 +1,7 @@
 """The `moegguf` command: the table of its subcommands.
 
-The command modules import numpy, rich and model libraries only inside their functions, so that `--help` is fast.
+The command modules import numpy, rich and model libraries only inside their functions,
+so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ app = typer.Typer(
 
 
 def _version(requested: bool) -> None:
-    """Handles the flag --version: prints the version of this command, and a warning if a running server has another
-    version. Then exits. Does nothing if `requested` is False."""
+    """Handles the flag --version: prints the version of this command, and a warning if
+    a running server has another version. Then exits. Does nothing if `requested` is
+    False."""
     if not requested:
         return
     from moegguf.chat.client import Client
@@ -49,7 +51,9 @@ def _version(requested: bool) -> None:
     print(f"moegguf {__version__}")
     with suppress(MoeggufError):  # no server is running, or the server returns an error
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
-        version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
+        version = server.get(
+            "moegguf", f"Ollama {server.get('version', 'of an unknown version')}"
+        )
         if version != __version__:
             print_message(f"warning: the server runs another version: {version}")
     raise typer.Exit
@@ -59,7 +63,14 @@ def _version(requested: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            "-v",
+            callback=_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
     ] = False,
 ) -> None:
     """Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory."""
@@ -70,7 +81,10 @@ def root(
 
 def print_help(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND", help="A command such as `run` or `trace simulate`.")
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND", help="A command such as `run` or `trace simulate`."
+        ),
     ] = None,
 ) -> None:
     """Print the help of moegguf, or of a command."""
@@ -85,7 +99,9 @@ command("start", cls=ServeCommand, hidden=True)(serve)
 command(short_help="Start a coding agent with a model.")(launch)
 command(short_help="Fetch a model.")(model_commands.pull)
 command("list")(model_commands.list_models)
-command(short_help="List well-known models, and their speed here.")(model_commands.library)
+command(short_help="List well-known models, and their speed here.")(
+    model_commands.library
+)
 command("ls", hidden=True)(model_commands.list_models)
 command()(model_commands.show)
 command("rm", short_help="Remove models.")(model_commands.remove)
@@ -106,9 +122,11 @@ command("help", short_help="Print the help of a command.")(print_help)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command in `arguments` (None: the arguments of the process) and returns its exit code. The program
-    `moegguf` calls this function."""
-    return run_with_exit_code(lambda: app(arguments, prog_name="moegguf", standalone_mode=False))
+    """Runs the command in `arguments` (None: the arguments of the process) and returns
+    its exit code. The program `moegguf` calls this function."""
+    return run_with_exit_code(
+        lambda: app(arguments, prog_name="moegguf", standalone_mode=False)
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""`moegguf batch`: a file of requests in OpenAI's batch format, answered by a running server or by models loaded here.
+"""`moegguf batch`: a file of requests in OpenAI's batch format, answered by a running
+server or by models loaded here.
 
-Each answer is stored when it is complete. If a command that writes a file of answers is stopped or killed, running the
-same command again continues its work. Progress and the summary go to stderr.
+Each answer is stored when it is complete. If a command that writes a file of answers is
+stopped or killed, running the same command again continues its work. Progress and the
+summary go to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,8 +55,12 @@ WriteLine = Callable[[bytes], object]
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
-MODELS_PARALLEL = 32  # lowest limit on simultaneous requests to models loaded here, unless --parallel is given
-LINE_S = 10.0  # minimum number of seconds between two lines of progress if no progress bar can be shown
+# Lowest limit on simultaneous requests to models loaded here, unless --parallel is
+# given.
+MODELS_PARALLEL = 32
+# Minimum number of seconds between two lines of progress if no progress bar can be
+# shown.
+LINE_S = 10.0
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
 """Options of a load for which this command has flags."""
@@ -78,9 +90,10 @@ FLAGS = (
 def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    A running server that has the models answers after its other clients; otherwise, the models are loaded here. After
-    an interruption, the same command continues. Until the end, answers are in FILE.partial.db. The exit code is 1 if a
-    request failed, and its line has the reason.
+    A running server that has the models answers after its other clients; otherwise, the
+    models are loaded here. After an interruption, the same command continues. Until the
+    end, answers are in FILE.partial.db. The exit code is 1 if a request failed, and its
+    line has the reason.
     """
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS
@@ -92,13 +105,24 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     settings = replace(settings, loading=loading_options(given, LOADING))
     target = _output_path(requests, chosen["output"])
     with ExitStack() as opened:
-        write_line = None if target is not None else opened.enter_context(_open_stream(chosen["output"]))
+        write_line = (
+            None
+            if target is not None
+            else opened.enter_context(_open_stream(chosen["output"]))
+        )
         file = opened.enter_context(_open_requests(requests))
-        found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
+        found = Requests(
+            file,
+            ENDPOINTS,
+            {} if model is None else {"model": without_surrogates(model)},
+        )
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
-            answers.remove()  # a process that was killed just before its end may have left a journal
-            print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
+            # A process that was killed just before its end may have left a journal.
+            answers.remove()
+            print_message(
+                f"{target} has all {len(found.lines):,} answers already; nothing to do."
+            )
             return EXIT_FAILURE if done.failed else 0
         client = None if here else running_server(found.models)
         n_at_once = parallel or settings.batch_parallel
@@ -108,20 +132,26 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             given_models = []
             if model is not None:
                 entry, name = find_or_pull(model), without_surrogates(model)
-                # Requests contain the name without surrogates, so the model is also found by this name.
+                # Requests contain the name without surrogates, so the model is also
+                # found by this name.
                 given_models = [replace(entry, name=name)] if name != model else []
             n_at_once = parallel or max(n_at_once, n_parallel(), MODELS_PARALLEL)
             n_needed = max(1, min(len(found.lines), n_at_once))
-            settings = replace(settings, loading={**settings.loading, "n_parallel": n_needed})
+            settings = replace(
+                settings, loading={**settings.loading, "n_parallel": n_needed}
+            )
             answering = _answers_of_models_here(settings, given_models)
         return _answer_to_end(found, target, write_line, answers, n_at_once, answering)
 
 
 def _output_path(requests: str, output: str | None) -> Path | None:
-    """Returns the path of the file for all answers, or None if each answer is written immediately to stdout, a pipe or
-    a device. Raises BadParameter if the path is a folder, is in a missing folder, or is the file of requests."""
+    """Returns the path of the file for all answers, or None if each answer is written
+    immediately to stdout, a pipe or a device. Raises BadParameter if the path is a
+    folder, is in a missing folder, or is the file of requests."""
     source = Path(requests).expanduser()
-    if output == STANDARD or (output is None and (requests == STANDARD or not can_be_replaced(source))):
+    if output == STANDARD or (
+        output is None and (requests == STANDARD or not can_be_replaced(source))
+    ):
         return None
     path = Path(output).expanduser() if output else source.with_suffix(ANSWERS_SUFFIX)
     if path.is_dir() or not path.parent.is_dir():
@@ -129,17 +159,24 @@ def _output_path(requests: str, output: str | None) -> Path | None:
             f"{path} is not a file in an existing folder; create the folder, or name another file",
             param_hint="--output",
         )
-    if requests != STANDARD and path.exists() and source.exists() and path.samefile(source):
+    if (
+        requests != STANDARD
+        and path.exists()
+        and source.exists()
+        and path.samefile(source)
+    ):
         raise typer.BadParameter(
-            f"{path} is the file of requests; name another file for the answers", param_hint="--output"
+            f"{path} is the file of requests; name another file for the answers",
+            param_hint="--output",
         )
     return path if can_be_replaced(path) else None
 
 
 @contextmanager
 def _open_stream(output: str | None) -> Iterator[WriteLine]:
-    """Opens the output for answers: stdout, a descriptor of this process, a device, or a pipe that another process
-    reads. Yields a function that writes a line to the output. Raises BatchFileError if the output cannot be opened."""
+    """Opens the output for answers: stdout, a descriptor of this process, a device, or
+    a pipe that another process reads. Yields a function that writes a line to the
+    output. Raises BatchFileError if the output cannot be opened."""
     from moegguf.serving.batch.answers import write_all
     from moegguf.serving.batch.database import storing
 
@@ -171,11 +208,14 @@ def _write_to_stdout(line: bytes) -> None:
 
 
 def _open_for_writing(path: Path) -> int:
-    """Opens a pipe or a device for writing, without waiting for a reader. If `path` stands for a descriptor of this
-    process, duplicates the descriptor, because the path of a socket cannot be opened. Raises OSError for a block
-    device, for a descriptor that is open only for reading, and if the path cannot be opened."""
+    """Opens a pipe or a device for writing, without waiting for a reader. If `path`
+    stands for a descriptor of this process, duplicates the descriptor, because the path
+    of a socket cannot be opened. Raises OSError for a block device, for a descriptor
+    that is open only for reading, and if the path cannot be opened."""
     if named := DESCRIPTOR.fullmatch(os.path.abspath(path)):
-        number = ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
+        number = (
+            ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
+        )
         handle = os.dup(number)
         if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             os.close(handle)
@@ -189,12 +229,17 @@ def _open_for_writing(path: Path) -> int:
 
 
 def _open_requests(path: str) -> BinaryIO:
-    """Opens the file of requests. Stdin, or a file that is not seekable (such as a pipe), is first copied to a
-    temporary file. Raises BatchFileError if the requests cannot be read."""
+    """Opens the file of requests. Stdin, or a file that is not seekable (such as a
+    pipe), is first copied to a temporary file. Raises BatchFileError if the requests
+    cannot be read."""
     try:
-        source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
+        source: BinaryIO = (
+            sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
+        )
     except OSError as error:
-        raise BatchFileError(f"cannot read {path} ({error.strerror}); check the path.") from None
+        raise BatchFileError(
+            f"cannot read {path} ({error.strerror}); check the path."
+        ) from None
     if path != STANDARD and source.seekable():
         return source
     try:
@@ -210,11 +255,16 @@ def _open_requests(path: str) -> BinaryIO:
 
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
-    """Context manager that opens the journal (the database of finished answers) in the folder of `target`. Without
-    `target`, the journal is in a temporary folder. Raises BatchFileError or StorageError."""
+    """Context manager that opens the journal (the database of finished answers) in the
+    folder of `target`. Without `target`, the journal is in a temporary folder. Raises
+    BatchFileError or StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
-    with tempfile.TemporaryDirectory() if target is None else nullcontext(target.parent) as folder:
+    with (
+        tempfile.TemporaryDirectory()
+        if target is None
+        else nullcontext(target.parent) as folder
+    ):
         name = "stdout" if target is None else target.name
         with open_journal(Path(folder, name + JOURNAL_SUFFIX), requests) as journal:
             yield journal
@@ -222,8 +272,9 @@ def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
 
 @asynccontextmanager
 async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
-    """Yields a function that sends a request to a server and returns the reply. The requests have the lowest priority,
-    so the server answers other clients first. There is no time limit."""
+    """Yields a function that sends a request to a server and returns the reply. The
+    requests have the lowest priority, so the server answers other clients first. There
+    is no time limit."""
     import httpx2
 
     from moegguf.chat.client import not_json
@@ -232,7 +283,9 @@ async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
     headers = {**client.headers, "Content-Type": "application/json", "Priority": "u=7"}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     proxies = not client.host.is_loopback
-    async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=proxies) as session:
+    async with httpx2.AsyncClient(
+        headers=headers, limits=limits, timeout=None, trust_env=proxies
+    ) as session:
 
         async def answer(url: str, body: bytes) -> Reply:
             try:
@@ -247,9 +300,11 @@ async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
 
 
 @asynccontextmanager
-async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry]) -> AsyncIterator[Answer]:
-    """Yields a function that answers a request with a model that this command loads. The entries in `given` replace
-    entries of the catalog with the same names."""
+async def _answers_of_models_here(
+    settings: Settings, given: Sequence[ModelEntry]
+) -> AsyncIterator[Answer]:
+    """Yields a function that answers a request with a model that this command loads.
+    The entries in `given` replace entries of the catalog with the same names."""
     from moegguf.models.catalog import Catalog
     from moegguf.server.batches import new_state, reply_in_process
     from moegguf.serving.model_manager import ModelManager
@@ -260,15 +315,19 @@ async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry
 
 
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
-    """Returns the progress as text: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left".
+    """Returns the progress as text: "117 of 1,000 answered, 3 failed · 45 tokens/s ·
+    1m57s left".
 
-    The speed counts the tokens of answers, or the tokens of prompts if the answers have no tokens. `before`: the counts
-    at the start, `seconds` ago.
+    The speed counts the tokens of answers, or the tokens of prompts if the answers have
+    no tokens. `before`: the counts at the start, `seconds` ago.
     """
     failed = f", {now.failed:,} failed" if now.failed else ""
     parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]
     if (n_new := now.done - before.done) and seconds > 0:
-        n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
+        n_tokens = (
+            now.output_tokens - before.output_tokens
+            or now.input_tokens - before.input_tokens
+        )
         parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
         n_left = n_total - now.done
         parts += [f"{duration(round(n_left * seconds / n_new))} left"] if n_left else []
@@ -283,12 +342,17 @@ def _answer_to_end(
     n_parallel: int,
     answering: Answering,
 ) -> int:
-    """Answers the requests that have no answer yet. Returns the exit code: 0, EXIT_FAILURE if a request failed, or
-    EXIT_INTERRUPTED after Ctrl-C. Writes all answers to the file `target` at the end, or each answer immediately with
+    """Answers the requests that have no answer yet. Returns the exit code: 0,
+    EXIT_FAILURE if a request failed, or EXIT_INTERRUPTED after Ctrl-C. Writes all
+    answers to the file `target` at the end, or each answer immediately with
     `write_line`. Raises a MoeggufError that stops the whole batch."""
     from moegguf.serving.batch.answers import answer_requests, to_line
 
-    n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)
+    n_total, counts, before = (
+        len(requests.lines),
+        answers.counts,
+        replace(answers.counts),
+    )
     start_s = said_s = time.monotonic()
     if counts.done:
         print_message(f"continuing: {counts.done:,} of {n_total:,} are answered")
@@ -322,7 +386,9 @@ def _answer_to_end(
         return EXIT_INTERRUPTED
     tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
     where = "" if target is None else f" · {target}"
-    print_message(f"{text()} · {tokens} · {duration(round(time.monotonic() - start_s))}{where}")
+    print_message(
+        f"{text()} · {tokens} · {duration(round(time.monotonic() - start_s))}{where}"
+    )
     if target is not None:
         answers.finish(target)
     return EXIT_FAILURE if counts.failed else 0

@@ -1,5 +1,5 @@
-"""`moegguf bench`: its flags, and the runs that they select. Flags that also exist in llama-bench have the same
-names."""
+"""`moegguf bench`: its flags, and the runs that they select. Flags that also exist in
+llama-bench have the same names."""
 
 from __future__ import annotations
 
@@ -113,14 +113,17 @@ _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
 
 def split(values: Iterable[str]) -> list[str]:
-    """Returns the values of a flag that can be given several times, each time with one value or with several values
-    separated by commas. Leaves out blank values."""
-    return [word.strip() for value in values for word in value.split(",") if word.strip()]
+    """Returns the values of a flag that can be given several times, each time with one
+    value or with several values separated by commas. Leaves out blank values."""
+    return [
+        word.strip() for value in values for word in value.split(",") if word.strip()
+    ]
 
 
 def parse_ints(values: Iterable[str], flag: str) -> list[int]:
-    """Parses whole numbers in llama-bench's forms: "512", "128,256", "64-512*2", "1-8+1". Raises OptionError for any
-    other text, and for a range whose step never reaches its end."""
+    """Parses whole numbers in llama-bench's forms: "512", "128,256", "64-512*2",
+    "1-8+1". Raises OptionError for any other text, and for a range whose step never
+    reaches its end."""
     numbers: list[int] = []
     for word in split(values):
         match = _RANGE.fullmatch(word)
@@ -133,8 +136,12 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
         is_product = match[3] == "*"
         last = int(match[2]) if match[2] else at
         if at < last and ((is_product and (step < 2 or at < 1)) or step < 1):
-            least = "*2 or more, and a first number above 0" if is_product else "+1 or more"
-            raise OptionError(f"{flag} {word} never reaches its end; give a step of {least}.")
+            least = (
+                "*2 or more, and a first number above 0" if is_product else "+1 or more"
+            )
+            raise OptionError(
+                f"{flag} {word} never reaches its end; give a step of {least}."
+            )
         numbers.append(at)
         while (at := at * step if is_product else at + step) <= last:
             numbers.append(at)
@@ -142,8 +149,8 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
 
 
 def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
-    """Parses the values of -pg, such as "512,128": the numbers of prompt tokens and generated tokens. Raises
-    OptionError."""
+    """Parses the values of -pg, such as "512,128": the numbers of prompt tokens and
+    generated tokens. Raises OptionError."""
     pairs = []
     for value in values:
         numbers = parse_ints([value], "-pg")
@@ -156,21 +163,29 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def parse_tests(
-    n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
+    n_prompt: Sequence[str],
+    n_gen: Sequence[str],
+    pairs: Sequence[str],
+    n_depth: Sequence[str],
 ) -> list[tuple[int, int, int]]:
-    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the prompts of each depth come first, then
-    its generations, then its pairs. Tests with neither prompt tokens nor generated tokens are left out."""
+    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the prompts
+    of each depth come first, then its generations, then its pairs. Tests with neither
+    prompt tokens nor generated tokens are left out."""
     shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
     shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
     shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
-    return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
+    return [
+        (p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)
+    ]
 
 
 @flags("vram_cache", "mirror", "policy", "predictor", "prefetch", own=FLAGS)
 def bench(*, given: Given, **chosen: Any) -> None:
-    """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
+    """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the
+    link's bound.
 
-    Takes llama-bench's flags and prints its formats. `--against stock` alternates with llama.cpp.
+    Takes llama-bench's flags and prints its formats. `--against stock` alternates with
+    llama.cpp.
     """
     if chosen["preset"] or chosen["settings"]:
         _run_preset(chosen, given)
@@ -185,9 +200,14 @@ def bench(*, given: Given, **chosen: Any) -> None:
     rounds = chosen["rounds"]
     if output not in FORMATS:
         raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {output!r}.")
-    strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
-    # moegguf's own strategy (OWN) comes first if it is given, so that the other strategies alternate with it.
-    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))
+    strategies = [
+        find_strategy(name).name for name in split([chosen["strategy"]]) or [""]
+    ]
+    # moegguf's own strategy (OWN) comes first if it is given, so that the other
+    # strategies alternate with it.
+    chosen["strategy"], *beside = dict.fromkeys(
+        sorted(strategies, key=lambda name: name != OWN)
+    )
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None
@@ -195,17 +215,21 @@ def bench(*, given: Given, **chosen: Any) -> None:
     others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
     limit = _limit(chosen["memory_limit"], chosen["require_limit"])
     caches = split(chosen["expert_cache"])
-    groups = [make_systems(spec, caches, others, limit) for spec in _specs(chosen, given)]
-    rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
+    groups = [
+        make_systems(spec, caches, others, limit) for spec in _specs(chosen, given)
+    ]
+    rows = _measure(
+        groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"]
+    )
     typer.echo(_report(rows) if chosen["report"] else FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
 
 
 def _prepare_report(chosen: dict[str, Any]) -> None:
-    """Sets the defaults of --report: a comparison with this build's llama.cpp without the expert cache, and a bundled
-    text as input (unless --greedy is given). Raises OptionError unless there is exactly one model and the format is
-    md."""
+    """Sets the defaults of --report: a comparison with this build's llama.cpp without
+    the expert cache, and a bundled text as input (unless --greedy is given). Raises
+    OptionError unless there is exactly one model and the format is md."""
     from moegguf.bench.report import TEXT, WITHOUT
 
     if len(chosen["model"]) + len(chosen["hf_repo"]) != 1 or chosen["output"] != "md":
@@ -230,25 +254,36 @@ def _report(rows: list[dict[str, Any]]) -> str:
 
 
 def _run_preset(chosen: dict[str, Any], given: Given) -> None:
-    """Runs a preset and prints its results. The default model is the demo. Raises OptionError for several models, and
-    for flags that presets do not accept."""
+    """Runs a preset and prints its results. The default model is the demo. Raises
+    OptionError for several models, and for flags that presets do not accept."""
     from moegguf.bench.presets import run_preset
 
     taken = ("model", "hf_repo", "output", "preset", "settings")
-    others = [flag.flags.split()[-1] for flag in FLAGS if flag.name not in taken and chosen[flag.name] != flag.default]
+    others = [
+        flag.flags.split()[-1]
+        for flag in FLAGS
+        if flag.name not in taken and chosen[flag.name] != flag.default
+    ]
     others += [OPTIONS[name].flags[0] for name in given]
     if others:
-        raise OptionError(f"--preset allows only -m, -o and --set; leave out {', '.join(others)}.")
+        raise OptionError(
+            f"--preset allows only -m, -o and --set; leave out {', '.join(others)}."
+        )
     chosen["model"] = chosen["model"] or ["demo"] * (not chosen["hf_repo"])
     model, *more = _models(chosen)
     if more:
-        raise OptionError(f"--preset measures one model, but {1 + len(more)} are given.")
-    typer.echo(run_preset(chosen["preset"] or "", model, chosen["settings"], chosen["output"]), nl=False)
+        raise OptionError(
+            f"--preset measures one model, but {1 + len(more)} are given."
+        )
+    typer.echo(
+        run_preset(chosen["preset"] or "", model, chosen["settings"], chosen["output"]),
+        nl=False,
+    )
 
 
 def _models(chosen: dict[str, Any]) -> list[str]:
-    """Returns the path of each chosen model; for a split model, the path of its first file. Models of --hf-repo are
-    fetched if they are missing."""
+    """Returns the path of each chosen model; for a split model, the path of its first
+    file. Models of --hf-repo are fetched if they are missing."""
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
 
@@ -257,8 +292,9 @@ def _models(chosen: dict[str, Any]) -> list[str]:
 
 
 def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
-    """Returns a `Spec` for every combination of the chosen settings. Also prints a warning if other processes keep this
-    machine busy. Raises OptionError if there is no model or a flag has an invalid value."""
+    """Returns a `Spec` for every combination of the chosen settings. Also prints a
+    warning if other processes keep this machine busy. Raises OptionError if there is no
+    model or a flag has an invalid value."""
     from moegguf.bench.series import Spec, Test, combinations
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.machine import count_cpus, load_warning
@@ -272,21 +308,35 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
         "n_batch": parse_ints(chosen["n_batch"], "-b"),
         "n_ubatch": parse_ints(chosen["n_ubatch"], "-ub"),
         **{name: split(chosen[name]) for name in ("type_k", "type_v", "flash_attn")},
-        "n_threads": parse_ints([text for text in chosen["n_threads"] if text != "auto"], "-t") or [count_cpus()],
+        "n_threads": parse_ints(
+            [text for text in chosen["n_threads"] if text != "auto"], "-t"
+        )
+        or [count_cpus()],
     }
     if warning := load_warning():
         print_message(warning)
-    ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # checks both names before anything runs
-    tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
+    # Checks both names before anything runs.
+    ControllerOptions(given.get("policy", "auto"), given.get("predictor"))
+    tests = parse_tests(
+        chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"]
+    )
     as_given = (
         "repetitions", "strategy", "draft", "simulate_link", "simulate_threads", "seed", "delay_s", "bound", "verbose",
     )  # fmt: skip
     base = Spec(
         model=models[0],
-        tests=tuple(Test(*test, n) for n in parse_ints(chosen["parallel"], "--parallel") for test in tests),
+        tests=tuple(
+            Test(*test, n)
+            for n in parse_ints(chosen["parallel"], "--parallel")
+            for test in tests
+        ),
         repack=not chosen["no_repack"],
         store={"readers": chosen["readers"]}
-        | {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]},
+        | {
+            name: False
+            for name in ("overlap", "sweep", "direct")
+            if chosen[f"no_{name}"]
+        },
         feed="greedy" if chosen["greedy"] else "text" if chosen["text"] else "random",
         text=str(chosen["text"]) if chosen["text"] else None,
         warmup=not chosen["no_warmup"],
@@ -297,8 +347,9 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
 
 
 def _limit(size: str | None, require: bool) -> int | None:
-    """Returns the memory limit in bytes, or None if `size` is None. Raises OptionError for an invalid size. If this
-    machine cannot set the limit, raises OptionError with `require`; otherwise prints a message and returns None."""
+    """Returns the memory limit in bytes, or None if `size` is None. Raises OptionError
+    for an invalid size. If this machine cannot set the limit, raises OptionError with
+    `require`; otherwise prints a message and returns None."""
     from moegguf.bench.series import limit_fault
 
     if size is None:
@@ -316,17 +367,26 @@ def _limit(size: str | None, require: bool) -> int | None:
 
 
 def _measure(
-    groups: Sequence[Sequence[BenchedSystem]], rounds: int, limit: int | None, drop_cache: bool
+    groups: Sequence[Sequence[BenchedSystem]],
+    rounds: int,
+    limit: int | None,
+    drop_cache: bool,
 ) -> list[dict[str, Any]]:
-    """Runs all groups and returns their rows of results. After an interrupt, returns the rows of the finished runs."""
+    """Runs all groups and returns their rows of results. After an interrupt, returns
+    the rows of the finished runs."""
     from moegguf.bench.rows import make_rows
     from moegguf.bench.series import ProcessRunner, run_series
     from moegguf.bench.stock import stock_library
 
     outcomes: list[list[Outcome]] = [[] for _ in groups]
-    needs_stock = any(system.spec.system == "stock" for group in groups for system in group)
-    runner = ProcessRunner(limit, drop_cache, stock_library(print_message) if needs_stock else None)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM interrupts the runs like Ctrl-C
+    needs_stock = any(
+        system.spec.system == "stock" for group in groups for system in group
+    )
+    runner = ProcessRunner(
+        limit, drop_cache, stock_library(print_message) if needs_stock else None
+    )
+    # SIGTERM interrupts the runs like Ctrl-C.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for group, found in zip(groups, outcomes, strict=True):
             for outcome in run_series(group, rounds, runner, print_message):

@@ -1,4 +1,5 @@
-"""`moegguf launch`: starts a coding agent or a chat program that uses a model of the server at MOEGGUF_HOST."""
+"""`moegguf launch`: starts a coding agent or a chat program that uses a model of the
+server at MOEGGUF_HOST."""
 
 from __future__ import annotations
 
@@ -30,8 +31,16 @@ NOT_FOUND = 404  # HTTP status
 LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The program. Without NAME, the programs are listed.")]
-Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="The program's own arguments, after `--`.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME", help="The program. Without NAME, the programs are listed."
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="WORDS", help="The program's own arguments, after `--`."),
+]
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -39,22 +48,34 @@ ModelName = Annotated[
         help="The model, which is fetched if it is missing.  [default: the loaded model, or the newest]",
     ),
 ]  # fmt: skip
-Config = Annotated[bool, typer.Option("--config", help="Print the program's settings and start nothing.")]
+Config = Annotated[
+    bool,
+    typer.Option("--config", help="Print the program's settings and start nothing."),
+]
 
 
-def launch(name: Name = None, words: Words = None, model: ModelName = None, config: Config = False) -> int:
+def launch(
+    name: Name = None,
+    words: Words = None,
+    model: ModelName = None,
+    config: Config = False,
+) -> int:
     """Start a coding agent or a chat program with a model of this server.
 
-    If no server is running, one is started for the session. The files of other programs are not changed: settings are
-    passed in the environment, or printed for you to paste.
+    If no server is running, one is started for the session. The files of other programs
+    are not changed: settings are passed in the environment, or printed for you to
+    paste.
     """
     if name is None:
         for known, each in CLIENTS.items():
-            print(f"{known:<12}{each.title}{'' if each.start else ' (prints its settings)'}")
+            print(
+                f"{known:<12}{each.title}{'' if each.start else ' (prints its settings)'}"
+            )
         return 0
     if name not in CLIENTS:
         raise typer.BadParameter(
-            f"there is no program {name!r}; known programs: {', '.join(CLIENTS)}", param_hint="NAME"
+            f"there is no program {name!r}; known programs: {', '.join(CLIENTS)}",
+            param_hint="NAME",
         )
     from moegguf.chat.client import Client
 
@@ -72,18 +93,22 @@ def launch(name: Name = None, words: Words = None, model: ModelName = None, conf
         environment = {**os.environ, **start.environment}
         before = signal.signal(signal.SIGINT, _leave_to_program)
         try:
-            return subprocess.run([path, *start.arguments, *(words or ())], env=environment).returncode
+            return subprocess.run(
+                [path, *start.arguments, *(words or ())], env=environment
+            ).returncode
         finally:
             signal.signal(signal.SIGINT, before)
 
 
 def _leave_to_program(*_: object) -> None:
-    """Does nothing on Ctrl-C: the started program also receives the signal and handles it."""
+    """Does nothing on Ctrl-C: the started program also receives the signal and handles
+    it."""
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server, the model and the key for a program. With `to_print`, a placeholder replaces the API key.
-    Otherwise, if the server is on this machine and lacks `model`, fetches the model."""
+    """Returns the server, the model and the key for a program. With `to_print`, a
+    placeholder replaces the API key. Otherwise, if the server is on this machine and
+    lacks `model`, fetches the model."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -95,9 +120,11 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
 
 
 def _name_on_server(client: Client, model: str) -> str:
-    """Returns the name under which a server on this machine finds a model. If the server does not have the model,
-    fetches it, unless this user has it. Raises OptionError for a path, and if the server does not have the model
-    afterwards, because it uses other folders. Also raises the errors of `find_or_pull`, and ServerError."""
+    """Returns the name under which a server on this machine finds a model. If the
+    server does not have the model, fetches it, unless this user has it. Raises
+    OptionError for a path, and if the server does not have the model afterwards,
+    because it uses other folders. Also raises the errors of `find_or_pull`, and
+    ServerError."""
     from moegguf.models.names import name_or_none
     from moegguf.terminal.loading import find_or_pull
 
@@ -130,15 +157,18 @@ def _has_model(client: Client, name: str) -> bool:
 
 
 def _default_model(client: Client) -> str:
-    """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If the
-    server does not answer, returns the name of the newest model on this machine. Returns the demo only if the list from
-    which the name is taken has no other model."""
+    """Returns the name of a model that the server has loaded, or of the server's newest
+    model if none is loaded. If the server does not answer, returns the name of the
+    newest model on this machine. Returns the demo only if the list from which the name
+    is taken has no other model."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 
     try:
         loaded = client.get("/api/ps")["models"]
-        names = [str(each["name"]) for each in loaded or client.get("/api/tags")["models"]]
+        names = [
+            str(each["name"]) for each in loaded or client.get("/api/tags")["models"]
+        ]
     except MoeggufError:  # settings can also be printed if no server is running
         names = [entry.name for entry in Catalog().entries()]
     own = [name for name in names if name.partition(":")[0] != DEMO_NAME]
@@ -157,9 +187,10 @@ def _print_settings(program: LaunchClient, target: Target) -> None:
 
 @contextmanager
 def _running(client: Client) -> Iterator[None]:
-    """Context manager that uses the server at the client's address, or starts a server there for the duration of the
-    block. Raises OptionError or ServerError if the server at the address is not moegguf, and OptionError if a server
-    does not start. Raises NoServerError if no server answers and the address is not a loopback address."""
+    """Context manager that uses the server at the client's address, or starts a server
+    there for the duration of the block. Raises OptionError or ServerError if the server
+    at the address is not moegguf, and OptionError if a server does not start. Raises
+    NoServerError if no server answers and the address is not a loopback address."""
     from moegguf.chat.client import NoServerError
 
     try:
@@ -184,13 +215,16 @@ def _started(client: Client) -> Iterator[None]:
         raise client.no_server()
     log = data_folder() / LOG
     log.parent.mkdir(parents=True, exist_ok=True)
-    print_message(f"starting a server at {client.host.url}, which ends with this command (its log: {log})")
+    print_message(
+        f"starting a server at {client.host.url}, which ends with this command (its log: {log})"
+    )
     with log.open("wb") as file:
         server = subprocess.Popen(
             [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also stops the server
+    # SIGTERM also stops the server.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _wait(client, server)
         yield
@@ -205,8 +239,8 @@ def _started(client: Client) -> Iterator[None]:
 
 
 def _wait(client: Client, server: subprocess.Popen[bytes]) -> None:
-    """Waits until the server answers. Raises OptionError if the server's process ends, or if the server does not answer
-    within START_S seconds."""
+    """Waits until the server answers. Raises OptionError if the server's process ends,
+    or if the server does not answer within START_S seconds."""
     from moegguf.settings import data_folder
 
     end_s = time.monotonic() + START_S
@@ -216,4 +250,6 @@ def _wait(client: Client, server: subprocess.Popen[bytes]) -> None:
             return
         except MoeggufError:
             time.sleep(POLL_S)
-    raise OptionError(f"the server did not start; see {data_folder() / LOG} for the reason.")
+    raise OptionError(
+        f"the server did not start; see {data_folder() / LOG} for the reason."
+    )

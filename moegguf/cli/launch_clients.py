@@ -1,9 +1,10 @@
-"""Coding agents and chat programs that `moegguf launch` supports, and the settings with which each program uses a
-server.
+"""Coding agents and chat programs that `moegguf launch` supports, and the settings with
+which each program uses a server.
 
-No file of another program is changed. A program that reads settings from its environment or its arguments receives them
-that way, for this start only. For other programs the settings are printed, so that the user can add them to the
-program's own settings. docs/clients.md has links to the documentation of each program.
+No file of another program is changed. A program that reads settings from its
+environment or its arguments receives them that way, for this start only. For other
+programs the settings are printed, so that the user can add them to the program's own
+settings. docs/clients.md has links to the documentation of each program.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NO_KEY = "moegguf"  # sent if the user has set no API key, since some programs require one
+# Sent if the user has set no API key, since some programs require one.
+NO_KEY = "moegguf"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server and one of its models. `key` is an API key, NO_KEY if the user has set no key, or a placeholder for a
-    key in printed settings."""
+    """A server and one of its models. `key` is an API key, NO_KEY if the user has set
+    no key, or a placeholder for a key in printed settings."""
 
     url: str
     model: str
@@ -40,25 +42,46 @@ class Start:
 
 @dataclass(frozen=True)
 class LaunchClient:
-    """A program that can use a server. It has at least one of `start` and `settings`."""
+    """A program that can use a server. It has at least one of `start` and
+    `settings`."""
 
     title: str
     command: str = ""
-    start: Callable[[Target], Start] | None = None  # returns the variables and arguments for a server
-    settings: Callable[[Target], str] | None = None  # returns instructions with the settings that the user must enter
+    # Returns the variables and arguments for a server.
+    start: Callable[[Target], Start] | None = None
+    # Returns instructions with the settings that the user must enter.
+    settings: Callable[[Target], str] | None = None
 
 
 def _claude(to: Target) -> Start:
-    models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
-    access = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_AUTH_TOKEN": to.key, "ANTHROPIC_API_KEY": ""}
+    models = (
+        "ANTHROPIC_MODEL",
+        *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
+    )
+    access = {
+        "ANTHROPIC_BASE_URL": to.url,
+        "ANTHROPIC_AUTH_TOKEN": to.key,
+        "ANTHROPIC_API_KEY": "",
+    }
     return Start(access | dict.fromkeys(models, to.model))
 
 
 def _codex(to: Target) -> Start:
-    provider = {"name": "moegguf", "base_url": to.openai_url, "env_key": "MOEGGUF_LAUNCH_KEY", "wire_api": "responses"}
+    provider = {
+        "name": "moegguf",
+        "base_url": to.openai_url,
+        "env_key": "MOEGGUF_LAUNCH_KEY",
+        "wire_api": "responses",
+    }
     settings = {"model": to.model, "model_provider": "moegguf"}
-    settings |= {f"model_providers.moegguf.{name}": value for name, value in provider.items()}
-    words = (word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}"))
+    settings |= {
+        f"model_providers.moegguf.{name}": value for name, value in provider.items()
+    }
+    words = (
+        word
+        for name, value in settings.items()
+        for word in ("-c", f"{name}={json.dumps(value)}")
+    )
     return Start({"MOEGGUF_LAUNCH_KEY": to.key}, tuple(words))
 
 
@@ -79,7 +102,9 @@ def _aider(to: Target) -> Start:
 
 
 def _open_webui(to: Target) -> Start:
-    return Start({"OPENAI_API_BASE_URL": to.openai_url, "OPENAI_API_KEY": to.key}, ("serve",))
+    return Start(
+        {"OPENAI_API_BASE_URL": to.openai_url, "OPENAI_API_KEY": to.key}, ("serve",)
+    )
 
 
 def _cline(to: Target) -> str:
@@ -122,7 +147,12 @@ def _vscode(to: Target) -> str:
         "maxInputTokens": 28672,
         "maxOutputTokens": 4096,
     }
-    settings = {"name": "moegguf", "vendor": "customendpoint", "apiType": "chat-completions", "models": [model]}
+    settings = {
+        "name": "moegguf",
+        "vendor": "customendpoint",
+        "apiType": "chat-completions",
+        "models": [model],
+    }
     return f"""\
 In VS Code: "Chat: Manage Language Models", Add, Custom Endpoint.
 The key is {to.key}. Add the following entry to chatLanguageModels.json.

@@ -1,7 +1,8 @@
-"""`moegguf learn`: records a model's routing, and trains the networks and tables that the papers' strategies need.
+"""`moegguf learn`: records a model's routing, and trains the networks and tables that
+the papers' strategies need.
 
-Results go to stdout, progress to stderr. This module has only the flags and the tables; `bench.record` and `learning`
-do the work.
+Results go to stdout, progress to stderr. This module has only the flags and the tables;
+`bench.record` and `learning` do the work.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 TEXTS = Path(__file__).parents[1] / "learning" / "texts.jsonl"
 SOURCES = {"prompts": "--prompts", "trace": "--trace", "from_server": "--from-server"}
 Model = Annotated[
-    str, model_argument("A GGUF file (of a split model, the first file), `demo`, or a name from `moegguf list`.")
+    str,
+    model_argument(
+        "A GGUF file (of a split model, the first file), `demo`, or a name from `moegguf list`."
+    ),
 ]
 FEW_TOKENS = 1000  # below this number of recorded tokens, a warning is printed
 
@@ -55,11 +59,13 @@ LEARN_FLAGS = (
 
 
 @flags(*LOADING, own=LEARN_FLAGS)
-def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
+def learn(
+    model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any
+) -> None:
     """Train what the papers' strategies need for MODEL, and save it beside the model.
 
-    The model answers texts while its routing is recorded. Then networks are trained, and tested on texts that were
-    held out. Ctrl-C leaves earlier results unchanged.
+    The model answers texts while its routing is recorded. Then networks are trained,
+    and tested on texts that were held out. Ctrl-C leaves earlier results unchanged.
     """
     _limit_threads(given.get("n_threads"))
     from moegguf.gguf.experts import read_layout
@@ -71,24 +77,36 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
     sources = [flag for name, flag in SOURCES.items() if chosen[name]]
     if len(sources) > 1:
         flags_given = " and ".join(sources)
-        raise OptionError(f"{flags_given} cannot be given together: learning has one source; keep one of them.")
+        raise OptionError(
+            f"{flags_given} cannot be given together: learning has one source; keep one of them."
+        )
     path = find_model(model)
     layout = read_layout(path)
     if not layout.is_moe:
-        raise OptionError(f"{model} has no experts, so there is nothing to learn; name another model.")
+        raise OptionError(
+            f"{model} has no experts, so there is nothing to learn; name another model."
+        )
     with showing_progress() as progress:
         learning = _recorded(path, layout, strategies, given, chosen, progress)
-        learnt = [learning.learn(name, _reporting(progress, name)) for name in strategies]
+        learnt = [
+            learning.learn(name, _reporting(progress, name)) for name in strategies
+        ]
     if as_json:
-        print_json([asdict(one) | {"files": [str(file) for file in one.files]} for one in learnt])
+        print_json(
+            [
+                asdict(one) | {"files": [str(file) for file in one.files]}
+                for one in learnt
+            ]
+        )
         return
     _print_learnt(model, learning, learnt)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products to `n_threads`, by default to the number of idle processors (at
-    least 1) according to the load average. With more threads than idle processors, matrix products are slow.
-    Environment variables that the user has set are not changed. Must be called before numpy is imported."""
+    """Limits the threads of numpy's matrix products to `n_threads`, by default to the
+    number of idle processors (at least 1) according to the load average. With more
+    threads than idle processors, matrix products are slow. Environment variables that
+    the user has set are not changed. Must be called before numpy is imported."""
     from moegguf.engine.machine import count_cpus
 
     n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
@@ -104,8 +122,8 @@ def _recorded(
     chosen: Mapping[str, Any],
     progress: Progress,
 ) -> Learning:
-    """Returns the recorded requests from which strategies learn. The requests come from the trace that the user names,
-    or are recorded now into a temporary file."""
+    """Returns the recorded requests from which strategies learn. The requests come from
+    the trace that the user names, or are recorded now into a temporary file."""
     from moegguf.controller.artifacts import Artifacts
     from moegguf.learning.learn import TRACE_BYTES, Learning, most_tokens, needs_inputs
     from moegguf.settings import cache_folder
@@ -113,20 +131,29 @@ def _recorded(
 
     artifacts = Artifacts(layout)
     if chosen["trace"]:
-        return Learning(read(chosen["trace"], TRACE_BYTES), artifacts, seed=chosen["seed"])
+        return Learning(
+            read(chosen["trace"], TRACE_BYTES), artifacts, seed=chosen["seed"]
+        )
     prompts = _texts(chosen)
     shape = len(layout.layers), layout.hparams.n_embd
     most = most_tokens(*shape, strategies, chosen["tokens"])
     if most < chosen["tokens"]:
-        print_message(f"training has memory for the router inputs of {most:,} tokens; recording stops there")
+        print_message(
+            f"training has memory for the router inputs of {most:,} tokens; recording stops there"
+        )
     from moegguf.bench.record import RecordOptions, record
     from moegguf.settings import read_load_keywords
 
-    logging.getLogger("llama-cpp-python").setLevel(
-        logging.CRITICAL
-    )  # hides llama.cpp's log, because the bindings print only what this logger's level allows
+    # Hides llama.cpp's log, because the bindings print only what this logger's level
+    # allows.
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    options = RecordOptions(chosen["max_tokens"], needs_inputs(strategies), seed=chosen["seed"], most_tokens=most)
+    options = RecordOptions(
+        chosen["max_tokens"],
+        needs_inputs(strategies),
+        seed=chosen["seed"],
+        most_tokens=most,
+    )
     with tempfile.TemporaryDirectory(prefix="learn-", dir=cache_folder()) as folder:
         out = Path(folder) / "routing.npz"
         stats = record(
@@ -149,14 +176,16 @@ def _recorded(
 
 
 def _reporting(progress: Progress, stage: str) -> Progress:
-    """Returns a callback that reports progress with the name of the stage before each step."""
+    """Returns a callback that reports progress with the name of the stage before each
+    step."""
     return lambda step, share: progress(f"{stage}: {step}", share)
 
 
 def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
-    """Returns the texts whose routing is recorded: the prompts in a file, by default in a bundled file, or with
-    --from-server the turns of /v1/responses that a server has stored. Raises OptionError if the server is running, or
-    if no responses are stored."""
+    """Returns the texts whose routing is recorded: the prompts in a file, by default in
+    a bundled file, or with --from-server the turns of /v1/responses that a server has
+    stored. Raises OptionError if the server is running, or if no responses are
+    stored."""
     from moegguf.trace.prompts import Prompt, read_prompts
 
     if not chosen["from_server"]:
@@ -191,7 +220,16 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
     from moegguf.cli.trace_tables import print_notes, print_table
     from moegguf.learning.learn import JUDGED_SHARE, LAYER_EXPERTS
 
-    names = ("strategy", "tokens", "seconds", "validation", "right", "popularity", "hits", "LRU")
+    names = (
+        "strategy",
+        "tokens",
+        "seconds",
+        "validation",
+        "right",
+        "popularity",
+        "hits",
+        "LRU",
+    )
     lines = [
         [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}", _percent(one.validation),
          *map(_percent, (one.right, one.popularity, one.hits, one.lru))]

@@ -1,7 +1,8 @@
-"""The commands for models that are or can be on this machine: pull, list, library, show, rm, cp, create, estimate.
+"""The commands for models that are or can be on this machine: pull, list, library,
+show, rm, cp, create, estimate.
 
-Further commands are doctor, `contexts` for computed contexts on disk, and for models in a running server ps, stop and
-budget.
+Further commands are doctor, `contexts` for computed contexts on disk, and for models in
+a running server ps, stop and budget.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from urllib.parse import quote
 
 import typer
 
-from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, flags, model_argument
+from moegguf.cli.options import (
+    OFTEN,
+    AsJson,
+    Flag,
+    Given,
+    Insecure,
+    Model,
+    Prefix,
+    flags,
+    model_argument,
+)
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
 from moegguf.text import decode_text, to_utf8
@@ -22,7 +33,9 @@ from moegguf.text import decode_text, to_utf8
 if TYPE_CHECKING:
     from moegguf.engine.kv_block_store import StoredBlock
 
-Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
+Name = Annotated[
+    str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")
+]
 Loaded = Annotated[str, model_argument("A name from `moegguf ps`.")]
 
 
@@ -46,7 +59,9 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
     from moegguf.terminal.tables import print_json, print_model_list
 
     entries = Catalog().entries(prefix)
-    print_json([list_facts(entry) for entry in entries]) if as_json else print_model_list(entries)
+    print_json(
+        [list_facts(entry) for entry in entries]
+    ) if as_json else print_model_list(entries)
 
 
 def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
@@ -75,8 +90,19 @@ SHOWN = {
     "template": "its chat template", "system": "its system message",
 }  # fmt: skip
 SHOW_FLAGS = (
-    *(Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool) for name, what in SHOWN.items()),
-    Flag("verbose", "--verbose -v", None, OFTEN, "Also print all metadata and tensors.", False, bool),
+    *(
+        Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool)
+        for name, what in SHOWN.items()
+    ),
+    Flag(
+        "verbose",
+        "--verbose -v",
+        None,
+        OFTEN,
+        "Also print all metadata and tensors.",
+        False,
+        bool,
+    ),
 )
 
 
@@ -91,7 +117,9 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
 
     wanted = [name for name in SHOWN if chosen[name]]
     if len(wanted) > 1:
-        raise typer.BadParameter(f"only one of {', '.join(f'--{name}' for name in wanted)} can be given; keep one")
+        raise typer.BadParameter(
+            f"only one of {', '.join(f'--{name}' for name in wanted)} can be given; keep one"
+        )
     if not wanted:
         facts = model_facts(model, verbose=chosen["verbose"])
         print_json(facts) if as_json else print_model(facts)
@@ -108,7 +136,9 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
     typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
-def remove(models: Annotated[list[str], model_argument("Names from `moegguf list`.")]) -> None:
+def remove(
+    models: Annotated[list[str], model_argument("Names from `moegguf list`.")],
+) -> None:
     """Remove models: their names, and the files that no other name uses."""
     from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
@@ -116,15 +146,20 @@ def remove(models: Annotated[list[str], model_argument("Names from `moegguf list
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        with suppress(MoeggufError):  # no server is running, or the server does not have the model
+        # No server is running, or the server does not have the model.
+        with suppress(MoeggufError):
             Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")
 
 
 def copy(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A name from `moegguf list`.")],
-    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The new name.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A name from `moegguf list`.")
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="The new name.")
+    ],
 ) -> None:
     """Give a model another name. No data is copied."""
     from moegguf.models.catalog import Catalog
@@ -134,9 +169,14 @@ def copy(
 
 
 def create(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the new model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Name of the new model.")
+    ],
     file: Annotated[
-        typer.FileBinaryRead, typer.Option("--file", "-f", metavar="MODELFILE", help="The Modelfile. - reads stdin.")
+        typer.FileBinaryRead,
+        typer.Option(
+            "--file", "-f", metavar="MODELFILE", help="The Modelfile. - reads stdin."
+        ),
     ] = "Modelfile",  # type: ignore[assignment]  # the file's name: typer opens the file
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
@@ -149,13 +189,33 @@ def create(
 
 def push(model: Name, insecure: Insecure = False) -> None:
     """Not supported: upload models with Hugging Face's own tools."""
-    raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
+    raise typer.BadParameter(
+        "push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`"
+    )
 
 
 DEVICE_FLAGS = (
-    Flag("device_memory", "--device-memory", "SIZE", OFTEN, "Memory of a device to predict for, such as 24GB."),
-    Flag("device_bandwidth", "--device-bandwidth", "SIZE/s", OFTEN, "Bandwidth of that memory, such as 448GB/s."),
-    Flag("link", "--link", "SIZE/s[,LATENCY]", OFTEN, "Link between host and device. 24GB/s: PCIe 4 x16."),
+    Flag(
+        "device_memory",
+        "--device-memory",
+        "SIZE",
+        OFTEN,
+        "Memory of a device to predict for, such as 24GB.",
+    ),
+    Flag(
+        "device_bandwidth",
+        "--device-bandwidth",
+        "SIZE/s",
+        OFTEN,
+        "Bandwidth of that memory, such as 448GB/s.",
+    ),
+    Flag(
+        "link",
+        "--link",
+        "SIZE/s[,LATENCY]",
+        OFTEN,
+        "Link between host and device. 24GB/s: PCIe 4 x16.",
+    ),
 )
 
 
@@ -167,11 +227,15 @@ PLANNED = (
 
 
 @flags(*PLANNED, own=DEVICE_FLAGS)
-def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
-    """Estimate the memory and speed of a model without loading it, or fetching it from Hugging Face.
+def estimate(
+    model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any
+) -> None:
+    """Estimate the memory and speed of a model without loading it, or fetching it from
+    Hugging Face.
 
-    --device-memory, --device-bandwidth and --link together describe a device that this machine may lack. The estimate
-    then also shows where experts would be placed, and the speeds.
+    --device-memory, --device-bandwidth and --link together describe a device that this
+    machine may lack. The estimate then also shows where experts would be placed, and
+    the speeds.
     """
     from moegguf.engine.machine import load_warning
     from moegguf.terminal.facts import SupposedDevice, estimate_model
@@ -189,16 +253,25 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
         print_message(warning)
 
 
-Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measure the disk of this model.")]
-
-
-Checked = Annotated[
-    bool, typer.Option("--check", help="Run the demo model with few slots, and check the expert store's bookkeeping.")
+Measured = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Measure the disk of this model.")
 ]
 
 
-def doctor(model: Measured = None, as_json: AsJson = False, check: Checked = False) -> None:
-    """Print what a bug report needs: CPU, memory, disk speed, build, backends. With --check, check the expert store."""
+Checked = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Run the demo model with few slots, and check the expert store's bookkeeping.",
+    ),
+]
+
+
+def doctor(
+    model: Measured = None, as_json: AsJson = False, check: Checked = False
+) -> None:
+    """Print what a bug report needs: CPU, memory, disk speed, build, backends. With
+    --check, check the expert store."""
     from moegguf.engine.doctor import check_store, diagnose
     from moegguf.terminal.tables import print_doctor, print_json
 
@@ -209,12 +282,16 @@ def doctor(model: Measured = None, as_json: AsJson = False, check: Checked = Fal
     print_json(facts) if as_json else print_doctor(facts)
 
 
-contexts = typer.Typer(name="contexts", help="List the computed contexts that are kept on disk, or delete them.")
+contexts = typer.Typer(
+    name="contexts",
+    help="List the computed contexts that are kept on disk, or delete them.",
+)
 
 
 @contexts.callback(invoke_without_command=True)
 def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the computed contexts that are kept on disk, by model, or delete them with `clear`."""
+    """List the computed contexts that are kept on disk, by model, or delete them with
+    `clear`."""
     if context.invoked_subcommand is not None:
         return
     from moegguf.quantities import human_bytes, human_time, utc_time
@@ -247,22 +324,36 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
 
 @contexts.command()
 def clear(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model from `moegguf contexts`.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Delete the contexts of all models.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model from `moegguf contexts`."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Delete the contexts of all models.")
+    ] = False,
 ) -> None:
-    """Delete a model's contexts, or with --all every model's. A loaded model keeps the contexts that are in memory."""
+    """Delete a model's contexts, or with --all every model's. A loaded model keeps the
+    contexts that are in memory."""
     if every == (model is not None):
         given = f"{model!r} and --all are both" if every else "neither is"
-        raise typer.BadParameter(f"give either a MODEL that `moegguf contexts` lists, or --all, but {given} given")
+        raise typer.BadParameter(
+            f"give either a MODEL that `moegguf contexts` lists, or --all, but {given} given"
+        )
     from moegguf.quantities import human_bytes
 
     found = _by_model()
     if model is not None and model not in found:
-        raise ModelNotFoundError(f"no contexts of {model!r} are kept; `moegguf contexts` lists the models.")
-    blocks = [block for name, each in found.items() if model in (None, name) for block in each]
+        raise ModelNotFoundError(
+            f"no contexts of {model!r} are kept; `moegguf contexts` lists the models."
+        )
+    blocks = [
+        block for name, each in found.items() if model in (None, name) for block in each
+    ]
     for block in blocks:
         block.path.unlink(missing_ok=True)
-    typer.echo(f"deleted {human_bytes(sum(block.n_bytes for block in blocks))} of contexts")
+    typer.echo(
+        f"deleted {human_bytes(sum(block.n_bytes for block in blocks))} of contexts"
+    )
 
 
 def _by_model() -> dict[str, list[StoredBlock]]:
@@ -275,20 +366,32 @@ def _by_model() -> dict[str, list[StoredBlock]]:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded, and the number of prompt tokens that they reused."""
+    """List the models that a running server has loaded, and the number of prompt tokens
+    that they reused."""
     from moegguf.chat.client import Client
     from moegguf.quantities import human_bytes, human_time, percent, processor_split
     from moegguf.terminal.tables import print_columns, print_json
 
-    models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
+    models = [
+        m
+        for m in Client().get("/api/ps")["models"]
+        if m["name"].lower().startswith(prefix.lower())
+    ]
     if as_json:
         print_json(models)
         return
-    rows, seen = [], set()  # seen: processes that already have a row; further rows of a process are marked "(shared)"
+    # seen: processes that already have a row; further rows of a process are marked
+    # "(shared)".
+    rows, seen = [], set()
     for model in models:
         moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
-        never = expires.year > datetime.now().year + 100  # "never" is sent as a date centuries in the future
-        until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
+        # "never" is sent as a date centuries in the future.
+        never = expires.year > datetime.now().year + 100
+        until = (
+            "Stopping..."
+            if model.get("stopping")
+            else human_time(None if never else expires)
+        )
         pid, tokens = moe.get("pid", model["name"]), moe.get("prompt_tokens", {})
         rows.append((
             model["name"], model["digest"][:12], human_bytes(model["size"]) + " (shared)" * (pid in seen),
@@ -297,8 +400,31 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
             f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-", until,
         ))  # fmt: skip
         seen.add(pid)
-    header = ("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL")
-    print_columns(header, rows, drop=("ID", "REUSED", "HITS", "CONTEXT", "EXPERTS", "PROCESSOR", "UNTIL", "SIZE"))
+    header = (
+        "NAME",
+        "ID",
+        "SIZE",
+        "PROCESSOR",
+        "EXPERTS",
+        "HITS",
+        "CONTEXT",
+        "REUSED",
+        "UNTIL",
+    )
+    print_columns(
+        header,
+        rows,
+        drop=(
+            "ID",
+            "REUSED",
+            "HITS",
+            "CONTEXT",
+            "EXPERTS",
+            "PROCESSOR",
+            "UNTIL",
+            "SIZE",
+        ),
+    )
 
 
 def stop(model: Loaded) -> None:
@@ -307,7 +433,10 @@ def stop(model: Loaded) -> None:
     from moegguf.models.names import parse_name
 
     client, name = Client(), parse_name(model).canonical
-    if not any(loaded["name"].lower() == name.lower() for loaded in client.get("/api/ps")["models"]):
+    if not any(
+        loaded["name"].lower() == name.lower()
+        for loaded in client.get("/api/ps")["models"]
+    ):
         raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
     client.post("/api/generate", {"model": name, "keep_alive": 0})
 
@@ -316,7 +445,10 @@ def budget(
     model: Loaded,
     expert_cache: Annotated[
         str | None,
-        typer.Argument(metavar="BUDGET", help='RAM for experts: "50%", "2GiB", or "auto" (as much as at load).'),
+        typer.Argument(
+            metavar="BUDGET",
+            help='RAM for experts: "50%", "2GiB", or "auto" (as much as at load).',
+        ),
     ] = None,
     vram_cache: Annotated[
         str | None,
@@ -327,21 +459,33 @@ def budget(
         ),
     ] = None,
 ) -> None:
-    """Show or change the memory for a loaded model's experts in a running server, even while the model answers."""
+    """Show or change the memory for a loaded model's experts in a running server, even
+    while the model answers."""
     from moegguf.chat.client import Client
     from moegguf.quantities import format_bytes
 
     budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
     given = {name: value for name, value in budgets.items() if value is not None}
     path = f"/budget?model={quote(to_utf8(model), safe='')}"
-    now = Client().post("/budget", {"model": model, **given}, method="PUT") if given else Client().get(path)
-    parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
+    now = (
+        Client().post("/budget", {"model": model, **given}, method="PUT")
+        if given
+        else Client().get(path)
+    )
+    parts = [
+        f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"
+    ]
     if now["vram_cache_bytes"]:
         parts[0] += " in RAM"
-        parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
+        parts.insert(
+            0,
+            f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM",
+        )
         if now["staging_bytes"]:
             parts[0] += f", {format_bytes(now['staging_bytes'])} of it to stage prompts"
     for part, name in ((-1, "expert_cache"), (0, "vram_cache")):
         if name in given and now[f"{name}_bytes"] >= now[f"max_{name}_bytes"]:
             parts[part] += ", the most that it was loaded with"
-    print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
+    print_message(
+        f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all"
+    )

@@ -1,5 +1,6 @@
-"""Creates the flags of commands from the table of options, and defines types of arguments that several commands use.
-Imports only modules that load fast, because `--help` needs this module."""
+"""Creates the flags of commands from the table of options, and defines types of
+arguments that several commands use. Imports only modules that load fast, because
+`--help` needs this module."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typer.core import TyperCommand
 from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option
 
 OFTEN = "Options"
-"""Title of the help panel for the most used flags, and for flags that have no other panel."""
+"""Title of the help panel for the most used flags, and for flags that have no other
+panel."""
 
 Given = dict[str, Any]
 """{name of an option: its value}, for the options on the command line."""
@@ -24,24 +26,45 @@ OF_THE_MODEL = ("mmproj", "lora_path")
 """Load options whose values are files that belong to one model."""
 
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
-_TYPES: dict[str, Any] = {"whole": int, "number": float, "switch": bool, "threads": int, "paths": list[str]}
+_TYPES: dict[str, Any] = {
+    "whole": int,
+    "number": float,
+    "switch": bool,
+    "threads": int,
+    "paths": list[str],
+}
 
 
 class Command(TyperCommand):
-    """A command whose help has a panel for each group of flags. The help for arguments does not show Python types."""
+    """A command whose help has a panel for each group of flags. The help for arguments
+    does not show Python types."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Returns the words of the usage line, without braces."""
-        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+        return [
+            piece.replace("{", "").replace("}", "")
+            for piece in super().collect_usage_pieces(ctx)
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then the flags by panel. The panel of the most common flags comes first."""
-        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", OFTEN, *GROUPS)}
+        """Writes the arguments, then the flags by panel. The panel of the most common
+        flags comes first."""
+        panels: dict[str, list[tuple[str, str]]] = {
+            name: [] for name in ("Arguments", OFTEN, *GROUPS)
+        }
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 is_argument = param.param_type_name == "argument"
-                panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or OFTEN
-                panels[panel].append((_TYPE_OF_PYTHON.sub("", record[0]), record[1]) if is_argument else record)
+                panel = (
+                    "Arguments"
+                    if is_argument
+                    else getattr(param, "rich_help_panel", None) or OFTEN
+                )
+                panels[panel].append(
+                    (_TYPE_OF_PYTHON.sub("", record[0]), record[1])
+                    if is_argument
+                    else record
+                )
         for title, records in panels.items():
             if records:
                 with formatter.section(title):
@@ -49,11 +72,11 @@ class Command(TyperCommand):
 
 
 class Flag(NamedTuple):
-    """A flag of one command. If the value is a list, the flag can be given several times. Some commands also split each
-    value at commas.
+    """A flag of one command. If the value is a list, the flag can be given several
+    times. Some commands also split each value at commas.
 
-    kind: type of the value. If `kind` is None, the value is a list of strings if the default is a list, and otherwise a
-    string or None.
+    kind: type of the value. If `kind` is None, the value is a list of strings if the
+    default is a list, and otherwise a string or None.
 
     settings: further keyword arguments of `typer.Option`.
     """
@@ -70,14 +93,23 @@ class Flag(NamedTuple):
     def option(self) -> Any:
         """Returns typer's object for the flag."""
         return typer.Option(
-            *self.flags.split(), metavar=self.metavar, help=self.help, rich_help_panel=self.group, **self.settings
+            *self.flags.split(),
+            metavar=self.metavar,
+            help=self.help,
+            rich_help_panel=self.group,
+            **self.settings,
         )
 
     def parameter(self) -> inspect.Parameter:
         """Returns the parameter that the flag has in the command's signature."""
-        kind = self.kind or (list[str] if isinstance(self.default, list) else str | None)
+        kind = self.kind or (
+            list[str] if isinstance(self.default, list) else str | None
+        )
         return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, self.option()]
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[kind, self.option()],
         )
 
 
@@ -85,20 +117,34 @@ def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
         "min": option.least,
-        "max": option.most if option.scope == "server" or option.most == 1 else None,  # other limits are checked later
+        # Other limits are checked later.
+        "max": option.most if option.scope == "server" or option.most == 1 else None,
         "parser": parse_threads if option.kind == "threads" else None,
     }
     kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
     metavar = option.metavar or None
-    return Flag(option.name, " ".join(option.flags), metavar, group, option.full_help, None, kind | None, settings)
+    return Flag(
+        option.name,
+        " ".join(option.flags),
+        metavar,
+        group,
+        option.full_help,
+        None,
+        kind | None,
+        settings,
+    )
 
 
-def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that adds the flags of the options `names`, and the flags in `own`, to a command.
+def flags(
+    *names: str, own: Sequence[Flag] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that adds the flags of the options `names`, and the flags in
+    `own`, to a command.
 
-    The command receives the dict `given` with the values of the options that the user has set, converted to the types
-    of the Python API. It receives the values of `own` flags as keyword arguments of the same names. Before the command
-    runs, OptionError or BudgetError is raised for an option whose text is invalid.
+    The command receives the dict `given` with the values of the options that the user
+    has set, converted to the types of the Python API. It receives the values of `own`
+    flags as keyword arguments of the same names. Before the command runs, OptionError
+    or BudgetError is raised for an option whose text is invalid.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +152,11 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
         def call(**values: Any) -> Any:
             from moegguf.settings import parse_option
 
-            given = {name: value for name in names if (value := values.pop(name, None)) not in (None, [])}
+            given = {
+                name: value
+                for name in names
+                if (value := values.pop(name, None)) not in (None, [])
+            }
             for name, text in given.items():
                 if isinstance(text, str):
                     given[name] = parse_option(name, text, OPTIONS[name].flags[0])
@@ -114,67 +164,99 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
 
         signature = inspect.signature(command, eval_str=True)
         taken = {"given", "chosen", *(flag.name for flag in own)}
-        parameters = [each for each in signature.parameters.values() if each.name not in taken]
-        parameters += [flag.parameter() for flag in (*own, *(_flag_of(OPTIONS[name]) for name in names))]
+        parameters = [
+            each for each in signature.parameters.values() if each.name not in taken
+        ]
+        parameters += [
+            flag.parameter()
+            for flag in (*own, *(_flag_of(OPTIONS[name]) for name in names))
+        ]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.__annotations__ = {
+            parameter.name: parameter.annotation for parameter in parameters
+        }
         return call
 
     return add
 
 
 def loading_options(given: Given, names: Sequence[str]) -> Given:
-    """Removes the options `names` from `given` and returns them as options for loading a model. An option whose scope
-    is not "load" is left out if its value is 0, so that its default applies. Raises OptionError or BudgetError for an
-    invalid value, which can also come from an environment variable."""
+    """Removes the options `names` from `given` and returns them as options for loading
+    a model. An option whose scope is not "load" is left out if its value is 0, so that
+    its default applies. Raises OptionError or BudgetError for an invalid value, which
+    can also come from an environment variable."""
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.load_spec import LoadSpec
 
     taken = {name: given.pop(name) for name in names if name in given}
-    taken = {name: value for name, value in taken.items() if value != 0 or OPTIONS[name].scope == "load"}
+    taken = {
+        name: value
+        for name, value in taken.items()
+        if value != 0 or OPTIONS[name].scope == "load"
+    }
     LoadSpec.of(taken, commands=True)
     ControllerOptions(taken.get("policy", "auto"), taken.get("predictor"))
     return taken
 
 
 def parse_threads(text: str) -> int | None:
-    """Parses a number of threads. Returns None for "auto". Raises typer.BadParameter for any other text, and for a
-    number outside the range from 1 to MAX_THREADS."""
+    """Parses a number of threads. Returns None for "auto". Raises typer.BadParameter
+    for any other text, and for a number outside the range from 1 to MAX_THREADS."""
     if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_THREADS:
-        raise typer.BadParameter(f"{text!r} is neither a number from 1 to {MAX_THREADS} nor 'auto'.")
+        raise typer.BadParameter(
+            f"{text!r} is neither a number from 1 to {MAX_THREADS} nor 'auto'."
+        )
     return int(text)
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names that begin with `incomplete`, ignoring case, for completion in a shell: models on this machine,
-    then models of the library."""
+    """Returns the names that begin with `incomplete`, ignoring case, for completion in
+    a shell: models on this machine, then models of the library."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import library
 
-    names = [*(entry.name.removesuffix(":latest") for entry in Catalog().entries()), *(each.name for each in library())]
+    names = [
+        *(entry.name.removesuffix(":latest") for entry in Catalog().entries()),
+        *(each.name for each in library()),
+    ]
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 
 def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
     """Returns typer's object for an argument that shells complete with model names."""
-    return typer.Argument(autocompletion=complete_model, metavar=metavar, help=help, **settings)
+    return typer.Argument(
+        autocompletion=complete_model, metavar=metavar, help=help, **settings
+    )
 
 
 Model = Annotated[str, model_argument(
     "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file (of a split model,"
     " the first file), or `demo`.")]  # fmt: skip
-Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only models whose names begin with PREFIX.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for scripts.")]
-Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
+Prefix = Annotated[
+    str,
+    typer.Argument(metavar="PREFIX", help="Only models whose names begin with PREFIX."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout, for scripts.")
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", hidden=True, help="Accepted, as Ollama has it; no effect."
+    ),
+]
 
 
 def hub_name(repository: str) -> str:
-    """Returns the full name of the model on Hugging Face that "USER/REPOSITORY[:QUANT]" names, as in llama.cpp's `-hf`.
-    Raises typer.BadParameter if the text does not name a repository."""
+    """Returns the full name of the model on Hugging Face that "USER/REPOSITORY[:QUANT]"
+    names, as in llama.cpp's `-hf`. Raises typer.BadParameter if the text does not name
+    a repository."""
     from moegguf.models.names import hub_name_of
 
     if (name := hub_name_of(repository)) is None:
-        raise typer.BadParameter(f"-hf must be USER/REPOSITORY[:QUANT], but is {repository!r}.")
+        raise typer.BadParameter(
+            f"-hf must be USER/REPOSITORY[:QUANT], but is {repository!r}."
+        )
     return name.canonical

@@ -1,4 +1,5 @@
-"""`moegguf run`: one answer on stdout, or a chat when there is no prompt and stdin and stdout are a terminal.
+"""`moegguf run`: one answer on stdout, or a chat when there is no prompt and stdin and
+stdout are a terminal.
 
 The answer goes to stdout, statistics and errors go to stderr.
 """
@@ -13,12 +14,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, hub_name, model_argument
+from moegguf.cli.options import (
+    OF_THE_MODEL,
+    OFTEN,
+    Command,
+    Flag,
+    Given,
+    flags,
+    hub_name,
+    model_argument,
+)
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.options import LOAD_PARAMETERS, MODEL, OPTIONS, OUTPUT
 from moegguf.quantities import parse_duration
 from moegguf.terminal.keyboard import keyboard_echo_off
-from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, print_card_note, with_files
+from moegguf.terminal.loading import (
+    find_or_pull,
+    parse_format,
+    parse_think,
+    print_card_note,
+    with_files,
+)
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 from moegguf.text import decode_text
@@ -30,15 +46,17 @@ if TYPE_CHECKING:
     from moegguf.settings import Settings
 
 PS_TIMEOUT_S = 1.0  # seconds within which a server must list its loaded models
-EXIT_TIMEOUT_S = 0.5  # seconds that a cancelled answer has to end, after CANCEL_TIMEOUT_S, before moegguf exits
+# Seconds that a cancelled answer has to end, after CANCEL_TIMEOUT_S, before moegguf
+# exits.
+EXIT_TIMEOUT_S = 0.5
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Returns the prompt: piped input and `words`, joined by a space. A blank part is left out. Returns "" if `words`
-    are given and both parts are blank.
+    """Returns the prompt: piped input and `words`, joined by a space. A blank part is
+    left out. Returns "" if `words` are given and both parts are blank.
 
-    If there are no words and no piped text, returns None for a chat, or raises BadParameter if stdin or stdout is not a
-    terminal.
+    If there are no words and no piped text, returns None for a chat, or raises
+    BadParameter if stdin or stdout is not a terminal.
     """
     terminal = sys.stdin.isatty()
     piped = "" if terminal else decode_text(sys.stdin.buffer.read())
@@ -56,11 +74,14 @@ def _read_prompt(words: Sequence[str]) -> str | None:
 
 
 def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
-    """Prints the answer to `prompt`, then statistics if the conversation is verbose. Returns the exit code. If the
-    answer ended with an error, raises this error instead of printing statistics."""
+    """Prints the answer to `prompt`, then statistics if the conversation is verbose.
+    Returns the exit code. If the answer ended with an error, raises this error instead
+    of printing statistics."""
     from moegguf.chat.session import extract_images, print_answer
 
-    conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
+    conversation.add_user_message(
+        *(extract_images(prompt) if model.connection.reads_images else (prompt, []))
+    )
     answer = print_answer(model, conversation, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not answer.error:
         print_message("\n" + "\n".join(model.statistics(with_load=True)))
@@ -75,7 +96,10 @@ NAMES = "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:
 ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
 Prompt = Annotated[
     list[str] | None,
-    typer.Argument(metavar="PROMPT", help='The prompt, after piped input. "" only loads the model in a server.'),
+    typer.Argument(
+        metavar="PROMPT",
+        help='The prompt, after piped input. "" only loads the model in a server.',
+    ),
 ]
 FLAGS = (
     Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "Same as PROMPT."),
@@ -100,25 +124,35 @@ FLAGS = (
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
 OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
-"""Names of settings that apply to a model that this command loads, unless the model's entry or a flag sets them."""
+"""Names of settings that apply to a model that this command loads, unless the model's
+entry or a flag sets them."""
 
 
 class RunCommand(Command):
     """The command `run`, whose flag `--think` may be given without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` after replacing `--think` with `--think=true`. Arguments after `--` are not changed."""
+        """Parses `args` after replacing `--think` with `--think=true`. Arguments after
+        `--` are not changed."""
         end = args.index("--") if "--" in args else len(args)
-        return super().parse_args(ctx, [THINK + "=true" if word == THINK else word for word in args[:end]] + args[end:])
+        return super().parse_args(
+            ctx,
+            [THINK + "=true" if word == THINK else word for word in args[:end]]
+            + args[end:],
+        )
 
 
 def model_and_words(
-    model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
+    model: str | None,
+    prompt: Sequence[str],
+    model_file: str | None,
+    hub_model: str | None,
 ) -> tuple[str, list[str]]:
-    """Returns the model's name and the words of the prompt. With --model or --hf-repo, all words belong to the prompt.
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo,
+    all words belong to the prompt.
 
-    Raises BadParameter when no model is named, when both --model and --hf-repo are given, or when the value of
-    --hf-repo does not name a repository.
+    Raises BadParameter when no model is named, when both --model and --hf-repo are
+    given, or when the value of --hf-repo does not name a repository.
     """
     if model_file and hub_model:
         raise typer.BadParameter("give --model or --hf-repo, not both.")
@@ -134,25 +168,44 @@ def model_and_words(
     return model, words[1:]
 
 
-@flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
-def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
-    """Answer PROMPT on stdout, or chat if there is no PROMPT. A running server that has the model answers."""
+@flags(
+    *(
+        name
+        for name, option in OPTIONS.items()
+        if option.flags and option.scope in ("load", "request")
+    ),
+    own=FLAGS,
+)
+def run(
+    model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any
+) -> int:
+    """Answer PROMPT on stdout, or chat if there is no PROMPT. A running server that has
+    the model answers."""
     _check(given, chosen["keep_alive"])
-    name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
+    name, words = model_and_words(
+        model, prompt or [], chosen["model_file"], chosen["hub_model"]
+    )
     of_loading = [name for name in given if OPTIONS[name].scope == "load"]
-    is_here = chosen["local"] or chosen["verbose"] > 1 or bool(set(of_loading) - {"n_ctx"})
+    is_here = (
+        chosen["local"] or chosen["verbose"] > 1 or bool(set(of_loading) - {"n_ctx"})
+    )
     loading = {name: given.pop(name) for name in of_loading if name not in PARAMETERS}
     files = {name: loading.pop(name) for name in OF_THE_MODEL if name in loading}
     parameters = {PARAMETERS.get(name, name): value for name, value in given.items()}
     verbose, keep_alive = chosen["verbose"], chosen["keep_alive"]
-    settings = {name: chosen[name] for name in ("system", "hide_thinking", "context_shift")} | {
+    settings = {
+        name: chosen[name] for name in ("system", "hide_thinking", "context_shift")
+    } | {
         "format": None if chosen["format"] is None else parse_format(chosen["format"]),
         "think": None if chosen["think"] is None else parse_think(chosen["think"]),
         "word_wrap": not chosen["no_word_wrap"],
         "verbose": verbose > 0,
     }
-    text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    with keyboard_echo_off() if text is None else nullcontext():  # keys typed during the load are kept for the chat
+    text = _read_prompt(
+        words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]]
+    )
+    # Keys typed during the load are kept for the chat.
+    with keyboard_echo_off() if text is None else nullcontext():
         from moegguf.chat.client import Client, running_server
         from moegguf.chat.local import LocalModel
         from moegguf.chat.served import ServedModel
@@ -162,7 +215,11 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
             from moegguf.models.names import parse_name
 
             kept = {} if keep_alive is None else {"keep_alive": keep_alive}
-            Client().post("/api/generate", {"model": parse_name(name).canonical, "prompt": "", "stream": False} | kept)
+            Client().post(
+                "/api/generate",
+                {"model": parse_name(name).canonical, "prompt": "", "stream": False}
+                | kept,
+            )
             return 0
         client = None if is_here else running_server([name])
         if is_here:
@@ -174,7 +231,9 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
             connection = ServedModel(client, name, keep_alive, spinner)
         else:  # starts a worker in the background
             debug = environment.debug or verbose > 1
-            connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
+            connection = LocalModel(
+                replace(environment, loading=loading, debug=debug), spinner
+            )
         from moegguf.chat.conversation import Conversation
         from moegguf.chat.model import ChatModel
 
@@ -185,12 +244,16 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 entry = with_files(find_or_pull(name), **files)
                 parameters = _defaults(environment, entry) | parameters
                 if sys.stderr.isatty() or verbose:
-                    print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
-            if parameters.get("num_ctx") == 0:  # --ctx 0: the context length that the model was trained with
+                    print_card_note(
+                        loading | {"n_gpu_layers": parameters.get("num_gpu")}
+                    )
+            # --ctx 0: the context length that the model was trained with.
+            if parameters.get("num_ctx") == 0:
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
-            if text is None or client is None:  # a server loads the model itself when it answers a prompt
+            # A server loads the model itself when it answers a prompt.
+            if text is None or client is None:
                 chat_model.load(conversation)
                 spinner.close()
             if text is not None:
@@ -207,7 +270,10 @@ def _print_copy_note(name: str) -> None:
 
     with suppress(MoeggufError, TypeError, KeyError):
         client = Client()
-        loaded = [str(model["name"]).lower() for model in client.get("/api/ps", PS_TIMEOUT_S)["models"]]
+        loaded = [
+            str(model["name"]).lower()
+            for model in client.get("/api/ps", PS_TIMEOUT_S)["models"]
+        ]
         if parse_name(name).key in loaded:
             print_message(
                 f"note: the server at {client.host.url} has {name} in memory, too. This command loads another copy;"
@@ -216,15 +282,24 @@ def _print_copy_note(name: str) -> None:
 
 
 def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
-    """Returns the request parameters that the environment sets and the model's entry does not set. The caller applies
-    these parameters to a model that this command loads."""
-    found = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
-    return {name: value for name, value in found.items() if value not in (None, "") and name not in entry.parameters}
+    """Returns the request parameters that the environment sets and the model's entry
+    does not set. The caller applies these parameters to a model that this command
+    loads."""
+    found = {
+        PARAMETERS.get(name, name): getattr(environment, name)
+        for name in OF_THE_ENVIRONMENT
+    }
+    return {
+        name: value
+        for name, value in found.items()
+        if value not in (None, "") and name not in entry.parameters
+    }
 
 
 def _check(given: Given, keep_alive: str | None) -> None:
-    """Raises BadParameter for an invalid value of --keepalive or --strategy, for --max-tokens 0, and for a request
-    option above its upper limit. If typer checked these limits, the help would list them."""
+    """Raises BadParameter for an invalid value of --keepalive or --strategy, for
+    --max-tokens 0, and for a request option above its upper limit. If typer checked
+    these limits, the help would list them."""
     if keep_alive is not None:
         try:
             parse_duration(keep_alive)
@@ -232,12 +307,14 @@ def _check(given: Given, keep_alive: str | None) -> None:
             raise typer.BadParameter(str(error), param_hint="--keepalive") from None
     if given.get("num_predict") == 0:
         raise typer.BadParameter(
-            "an answer must have 1 token or more, but 0 are given; -1 means no limit.", param_hint="--max-tokens"
+            "an answer must have 1 token or more, but 0 are given; -1 means no limit.",
+            param_hint="--max-tokens",
         )
     for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):
         if option.most is not None and given[option.name] > option.most:
             raise typer.BadParameter(
-                f"it must be at most {option.most:.0f}, but is {given[option.name]}.", param_hint=option.flags[0]
+                f"it must be at most {option.most:.0f}, but is {given[option.name]}.",
+                param_hint=option.flags[0],
             )
     if "strategy" in given:
         from moegguf.controller.strategies import find_strategy

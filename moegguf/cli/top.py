@@ -1,4 +1,5 @@
-"""`moegguf top`: shows the models of a running server, live in a terminal, or once for scripts.
+"""`moegguf top`: shows the models of a running server, live in a terminal, or once for
+scripts.
 
 The screen (top_screen.py) is redrawn for each line that the server sends on `/live`.
 """
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
     from moegguf.cli.top_screen import ModelView
 
 FRAMES_PER_S = 2  # requested snapshots per second of each model
-STREAM_TIMEOUT_S = 20.0  # seconds to wait for a line; the server sends at least one every few seconds
+# Seconds to wait for a line; the server sends at least one every few seconds.
+STREAM_TIMEOUT_S = 20.0
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False, as_json: AsJson = False
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame and exit.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Watch the experts of the models that a running server has loaded."""
     from moegguf.chat.client import Client
@@ -39,7 +44,8 @@ def top(
 
 
 def print_once(client: Client, *, as_json: bool) -> None:
-    """Prints one frame with every layer, or with `as_json` the statistics, plan and experts of each model as JSON.
+    """Prints one frame with every layer, or with `as_json` the statistics, plan and
+    experts of each model as JSON.
 
     In JSON an expert is a digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
     """
@@ -63,8 +69,8 @@ def print_once(client: Client, *, as_json: bool) -> None:
 
 
 def watch(client: Client) -> None:
-    """Draws the screen for each line of `/live`, until `q` or Ctrl-C is pressed. Raises NoServerError if there is no
-    server or the connection is lost."""
+    """Draws the screen for each line of `/live`, until `q` or Ctrl-C is pressed. Raises
+    NoServerError if there is no server or the connection is lost."""
     from rich.console import Console
     from rich.live import Live
 
@@ -76,12 +82,15 @@ def watch(client: Client) -> None:
     console = Console(highlight=False)
 
     def frame() -> Screen:
-        return Screen(client.host.url, models.values(), height=console.height, keys="q quits")
+        return Screen(
+            client.host.url, models.values(), height=console.height, keys="q quits"
+        )
 
     live = Live(frame(), console=console, screen=True, auto_refresh=False)
     try:
         with interrupt_on_q():
-            live.start()  # no `with`, since after Ctrl-C in start() nothing would call stop()
+            # No `with`, since after Ctrl-C in start() nothing would call stop().
+            live.start()
             for line in stream:
                 apply_line(models, line)
                 live.update(frame(), refresh=True)
@@ -93,7 +102,8 @@ def watch(client: Client) -> None:
 
 
 def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
-    """Updates `models` with a line of `/live`: a snapshot of one model, or the list of loaded models."""
+    """Updates `models` with a line of `/live`: a snapshot of one model, or the list of
+    loaded models."""
     from moegguf.cli.top_screen import ModelView
 
     if "loaded_models" in line:
@@ -107,17 +117,20 @@ def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
 
 @contextmanager
 def interrupt_on_q() -> Iterator[None]:
-    """Context manager in which the key `q` raises KeyboardInterrupt, as Ctrl-C does. Does nothing if stdin is not a
-    terminal."""
-    if sys.stdin is None or not sys.stdin.isatty():  # keys cannot be read, so only Ctrl-C quits
+    """Context manager in which the key `q` raises KeyboardInterrupt, as Ctrl-C does.
+    Does nothing if stdin is not a terminal."""
+    # Keys cannot be read, so only Ctrl-C quits.
+    if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     from moegguf.terminal.keyboard import keyboard_echo_off
 
     def read_keys() -> None:
-        while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # b"" (terminal closed) also ends the loop
+        # b"" (terminal closed) also ends the loop.
+        while os.read(sys.stdin.fileno(), 1) not in b"qQ":
             pass
-        os.kill(os.getpid(), signal.SIGINT)  # interrupts the main thread, which waits for a line
+        # Interrupts the main thread, which waits for a line.
+        os.kill(os.getpid(), signal.SIGINT)
 
     with keyboard_echo_off():
         threading.Thread(target=read_keys, name="moegguf-keys", daemon=True).start()

@@ -1,7 +1,9 @@
-"""`moegguf trace`: record a model's routing or import it, and replay it with other policies and budgets.
+"""`moegguf trace`: record a model's routing or import it, and replay it with other
+policies and budgets.
 
-Results go to stdout, progress to stderr. This module has the flags; `bench.record`, `trace.importing` and
-`trace.analysis` do the work, and `trace_tables` prints the tables.
+Results go to stdout, progress to stderr. This module has the flags; `bench.record`,
+`trace.importing` and `trace.analysis` do the work, and `trace_tables` prints the
+tables.
 """
 
 from __future__ import annotations
@@ -33,16 +35,33 @@ trace = typer.Typer(name="trace", rich_markup_mode=None)
 
 @trace.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
-    """Record a model's routing or import it; replay it with other policies and budgets."""
+    """Record a model's routing or import it; replay it with other policies and
+    budgets."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILES", exists=True, dir_okay=False, help="Files with recorded routing.")
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS."
+    ),
 ]
-File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILES",
+        exists=True,
+        dir_okay=False,
+        help="Files with recorded routing.",
+    ),
+]
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace."
+    ),
+]
 
 RECORD_FLAGS = (
     Flag("prompts", "--prompts", "FILE", OFTEN,
@@ -80,7 +99,8 @@ IMPORT_FLAGS = (
          1, int, {"min": 0}),
 )  # fmt: skip
 FORMATS = ("table", "csv", "json")
-LOADING = ("expert_cache", "n_threads")  # load options of every command that records routing
+# Load options of every command that records routing.
+LOADING = ("expert_cache", "n_threads")
 SIMULATE_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
          "Strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve, moegguf."
@@ -123,8 +143,8 @@ SIMULATE_FLAGS = (
 
 @contextmanager
 def showing_progress() -> Iterator[Progress]:
-    """Context manager that yields a callback. The callback shows progress: one changing line on a terminal, otherwise a
-    line for each stage."""
+    """Context manager that yields a callback. The callback shows progress: one changing
+    line on a terminal, otherwise a line for each stage."""
     from moegguf.terminal.progress import Spinner
 
     last = ""
@@ -154,26 +174,38 @@ def showing_progress() -> Iterator[Progress]:
 
 
 def check_writable(out: Path, *sources: Path) -> None:
-    """Raises OptionError if the folder of `out` does not exist, if `out` exists but is not a regular file, or if `out`
-    is one of `sources`. Called before any work is done."""
+    """Raises OptionError if the folder of `out` does not exist, if `out` exists but is
+    not a regular file, or if `out` is one of `sources`. Called before any work is
+    done."""
     if not out.absolute().parent.is_dir():
-        raise OptionError(f"there is no folder {str(out.parent)!r} for --out; create it first.")
+        raise OptionError(
+            f"there is no folder {str(out.parent)!r} for --out; create it first."
+        )
     if not can_be_replaced(out):
         raise OptionError(
             f"--out must name a file, but {str(out)!r} is not a regular file; give a file's path, not a folder, pipe or"
             " device."
         )
     if out.exists() and any(out.samefile(source) for source in sources):
-        raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
+        raise OptionError(
+            f"--out {str(out)!r} would overwrite an input file; give another name."
+        )
 
 
-def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
-    """Parses shares such as "10%,25%" or "0.1". Removes duplicates unless `of_each` is True, which means that each
-    share belongs to one of several devices. Raises OptionError for a share that is not above 0% and up to 100%."""
+def parse_shares(
+    text: str, option: str = "--expert-cache", of_each: bool = False
+) -> list[float]:
+    """Parses shares such as "10%,25%" or "0.1". Removes duplicates unless `of_each` is
+    True, which means that each share belongs to one of several devices. Raises
+    OptionError for a share that is not above 0% and up to 100%."""
     shares = []
     for word in split([text]) or [text]:
         try:
-            share = float(word.removesuffix("%")) / 100 if word.endswith("%") else float(word)
+            share = (
+                float(word.removesuffix("%")) / 100
+                if word.endswith("%")
+                else float(word)
+            )
         except ValueError:
             share = 0.0
         if not 0 < share <= 1:
@@ -204,7 +236,8 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     check_writable(out, prompts)
     path = find_model(model)
     prompt_list = read_prompts(prompts)
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # hides llama.cpp's log
+    # Hides llama.cpp's log.
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     layout = read_layout(path)
     warn_of_long_context(layout, chosen["ctx"])
     with showing_progress() as progress:
@@ -212,7 +245,12 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
             path,
             prompt_list,
             out,
-            RecordOptions(*(chosen[name] for name in ("max_tokens", "inputs", "temperature", "seed"))),
+            RecordOptions(
+                *(
+                    chosen[name]
+                    for name in ("max_tokens", "inputs", "temperature", "seed")
+                )
+            ),
             progress=progress,
             n_ctx=chosen["ctx"] or None,
             flash_attn=read_load_keywords(commands=True).get("flash_attn"),
@@ -221,16 +259,21 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
             **given,
         )
     size = format_bytes(out.stat().st_size)
-    print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
+    print_message(
+        f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}"
+    )
 
 
-@trace.command("import", cls=Command, short_help="Convert routing that another program recorded.")
+@trace.command(
+    "import", cls=Command, short_help="Convert routing that another program recorded."
+)
 @flags(own=IMPORT_FLAGS)
 def import_(files: Files, *, given: Given, **chosen: Any) -> None:
-    """Convert routing that transformers, vLLM or another program recorded in FILES to a trace.
+    """Convert routing that transformers, vLLM or another program recorded in FILES to a
+    trace.
 
-    An array file (.npz, .npy, .safetensors) holds one request, and a table (.csv, .jsonl) any number of requests. See
-    docs/testbed.md.
+    An array file (.npz, .npy, .safetensors) holds one request, and a table (.csv,
+    .jsonl) any number of requests. See docs/testbed.md.
     """
     from moegguf.models.catalog import find_model
     from moegguf.quantities import parse_size
@@ -270,12 +313,15 @@ def show(file: File, as_json: AsJson = False) -> None:
 
 @trace.command(cls=Command, short_help="Replay with other policies and budgets.")
 @flags(own=SIMULATE_FLAGS)
-def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
-    """Replay TRACE with other policies and budgets. The store and the controller are the real ones; there is no model
-    and no disk. Every expert has the average size of the model's experts.
+def simulate(
+    file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
+) -> None:
+    """Replay TRACE with other policies and budgets. The store and the controller are
+    the real ones; there is no model and no disk. Every expert has the average size of
+    the model's experts.
 
-    With --vram-cache, a simulated GPU has a cache of experts above the cache in RAM. With --tensor-split, several GPUs
-    share the layers.
+    With --vram-cache, a simulated GPU has a cache of experts above the cache in RAM.
+    With --tensor-split, several GPUs share the layers.
     """
     from moegguf.cli.trace_tables import as_csv, print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions
@@ -289,12 +335,19 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     strategies = split(chosen["strategy"])
     save = chosen["save"]
     prefetch = chosen["prefetch"]
-    # A value with "=" has the policies of two tiers (vram=NAME,ram=NAME), so its comma does not separate values.
-    policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
+    # A value with "=" has the policies of two tiers (vram=NAME,ram=NAME), so its comma
+    # does not separate values.
+    policies = [
+        name
+        for text in chosen["policy"]
+        for name in ([text] if "=" in text else split([text]))
+    ]
     predictors = split(chosen["predictor"])
     _check(chosen, strategies, policies, predictors)
     shares = parse_shares(chosen["expert_cache"])
-    full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
+    full = TraceAnalysis.open(
+        file, find_model(model) if model else None, chosen["predictors"]
+    )
     analysis = full.limited(chosen["tokens"])
     options = SimOptions(
         link_bytes_per_s=(chosen["link"] or 0) * 1e9,  # 0: transfers take no time
@@ -304,7 +357,9 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     if not strategies:
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
 
-    def print_rows(rows: list[Row], as_table: Callable[[list[Row], str], None], used: str) -> None:
+    def print_rows(
+        rows: list[Row], as_table: Callable[[list[Row], str], None], used: str
+    ) -> None:
         if output == "csv":
             typer.echo(as_csv(rows), nl=False)
         elif output == "json":
@@ -312,10 +367,15 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         else:
             as_table(rows, used)
 
-    named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
+    named = (
+        policies if chosen["policy"] else ["all"],
+        predictors if chosen["predictor"] else ["none"],
+    )
     if chosen["vram_cache"] is not None:
         with showing_progress() as progress:
-            rows = analysis.simulate_tiers(*named, _device_budgets(analysis, chosen), shares, options, progress)
+            rows = analysis.simulate_tiers(
+                *named, _device_budgets(analysis, chosen), shares, options, progress
+            )
         print_rows(rows, print_tiers, analysis.sample_size(full))
         return
     choosing, reported = analysis.halves() if save else (analysis, analysis)
@@ -324,8 +384,13 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         def replayed(of: TraceAnalysis) -> list[Row]:
             if not strategies:
                 return of.simulate(*named, shares, options, progress)
-            parts = policies[0] if policies else "auto", predictors[0] if predictors else None
-            return of.simulate_strategies(strategies, shares, options, *parts, prefetch, progress)
+            parts = (
+                policies[0] if policies else "auto",
+                predictors[0] if predictors else None,
+            )
+            return of.simulate_strategies(
+                strategies, shares, options, *parts, prefetch, progress
+            )
 
         results = replayed(reported)
         if save:
@@ -334,23 +399,37 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     print_rows(results, print_simulation, reported.sample_size(full))
     if save:
         path = choosing.save(chosen_by, results, alone)
-        print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
+        print_message(
+            f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others"
+        )
 
 
-def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str], predictors: list[str]) -> None:
-    """Raises OptionError for an unknown output format, for options that exclude each other, and for options that need
-    another option."""
+def _check(
+    chosen: Mapping[str, Any],
+    strategies: list[str],
+    policies: list[str],
+    predictors: list[str],
+) -> None:
+    """Raises OptionError for an unknown output format, for options that exclude each
+    other, and for options that need another option."""
     if chosen["output"] not in FORMATS:
-        raise OptionError(f"-o must be one of {', '.join(FORMATS)}, but is {chosen['output']!r:.40}.")
+        raise OptionError(
+            f"-o must be one of {', '.join(FORMATS)}, but is {chosen['output']!r:.40}."
+        )
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):
         raise OptionError(
             "--save measures for `auto`, which chooses built-in policies and predictors; leave out FILE.py:CLASS."
         )
     if chosen["vram_cache"] is not None:
         if chosen["save"] or strategies:
-            raise OptionError("--save and --strategy apply only to slots in RAM; leave out --vram-cache.")
+            raise OptionError(
+                "--save and --strategy apply only to slots in RAM; leave out --vram-cache."
+            )
         return
-    of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
+    of_gpus = {
+        "--device-link": bool(chosen["device_link"]),
+        "--tensor-split": chosen["tensor_split"] is not None,
+    }
     of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
     for flag in (flag for flag, is_given in of_gpus.items() if is_given):
         raise OptionError(
@@ -366,13 +445,25 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
         )
 
 
-def _device_budgets(analysis: TraceAnalysis, chosen: Mapping[str, Any]) -> dict[float, tuple[DeviceSlots, ...]]:
+def _device_budgets(
+    analysis: TraceAnalysis, chosen: Mapping[str, Any]
+) -> dict[float, tuple[DeviceSlots, ...]]:
     from moegguf.engine.simulated_devices import simulated_budgets
 
     proportions = chosen["tensor_split"]
     try:
-        split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
+        split_of = (
+            [float(word) for word in proportions.split(",")]
+            if proportions is not None
+            else []
+        )
     except ValueError:
-        raise OptionError(f"--tensor-split must be proportions such as '3,1', but is {proportions!r}.") from None
-    shares = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=proportions is not None)
-    return simulated_budgets(analysis.trace.shape, shares, split_of, chosen["device_link"])
+        raise OptionError(
+            f"--tensor-split must be proportions such as '3,1', but is {proportions!r}."
+        ) from None
+    shares = parse_shares(
+        chosen["vram_cache"], "--vram-cache", of_each=proportions is not None
+    )
+    return simulated_budgets(
+        analysis.trace.shape, shares, split_of, chosen["device_link"]
+    )

@@ -1,8 +1,10 @@
-"""Hit rates of a model: measured on its own routing, or published by others for a few models. A measurement also
-determines which policy and predictor the policy "auto" stands for.
+"""Hit rates of a model: measured on its own routing, or published by others for a few
+models. A measurement also determines which policy and predictor the policy "auto"
+stands for.
 
-A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped with
-moegguf. A policy that did not beat LRU in the measurement is not chosen.
+A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the
+demo model's file is shipped with moegguf. A policy that did not beat LRU in the
+measurement is not chosen.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # a policy replaces LRU only if its hit rate is at least this much higher; less may be noise
-NEAR_SHARE = 0.05  # two shares of experts in memory are treated as equal if they differ by at most this
+# A policy replaces LRU only if its hit rate is at least this much higher; less may be
+# noise.
+LEAST_GAIN = 0.005
+# Two shares of experts in memory are treated as equal if they differ by at most this.
+NEAR_SHARE = 0.05
 
 T = TypeVar("T")
 
@@ -35,9 +40,10 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# The choices for a model without a measurement. UNMEASURED is for one sequence at a time. It had the best results in
-# replays of the demo model's routing, of the routing of random weights, and of synthetic routing that imitates
-# published expert reuse. In a live run the watchdog switches prefetching off when it does not save enough time.
+# The choices for a model without a measurement. UNMEASURED is for one sequence at a
+# time. It had the best results in replays of the demo model's routing, of the routing
+# of random weights, and of synthetic routing that imitates published expert reuse. In a
+# live run the watchdog switches prefetching off when it does not save enough time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
@@ -46,26 +52,35 @@ UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
-    The policy is chosen according to `hit_rates`. `ranges` and `bound` were measured on other requests, so they are
-    independent of the choice. A policy's range extends from the 1st to the 99th percentile of the hit rates of these
-    other requests. `about["ranges"]` is the number of these requests.
+    The policy is chosen according to `hit_rates`. `ranges` and `bound` were measured on
+    other requests, so they are independent of the choice. A policy's range extends from
+    the 1st to the 99th percentile of the hit rates of these other requests.
+    `about["ranges"]` is the number of these requests.
     """
 
     fingerprint: str  # fingerprint of the model's routers
-    hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
-    predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
+    # {policy: {share of experts in slots: hit rate}}.
+    hit_rates: Mapping[str, Mapping[float, float]]
+    # {policy: predictor that the policy was measured with}.
+    predictors: Mapping[str, str] = field(default_factory=dict)
     # Facts about the measurement, such as the numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
-    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
-    bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}
+    # {policy: {share: range}}.
+    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(
+        default_factory=dict
+    )
+    # {share in slots: hit rate of Belady's optimal policy}.
+    bound: Mapping[float, float] = field(default_factory=dict)
 
     def choose(self, share: float) -> ControllerChoice:
-        """Returns the policy with the highest hit rate at the measured share nearest to `share` (of experts with
-        slots), and the predictor that the policy was measured with. The choice has no prefetching, because hit rates do
-        not show whether prefetching saves time.
+        """Returns the policy with the highest hit rate at the measured share nearest to
+        `share` (of experts with slots), and the predictor that the policy was measured
+        with. The choice has no prefetching, because hit rates do not show whether
+        prefetching saves time.
 
-        Policies that are below LRU at any measured share, or were measured at other shares than LRU, are left out.
-        Returns LRU if it was not measured, or if the best hit rate does not exceed LRU's by at least LEAST_GAIN.
+        Policies that are below LRU at any measured share, or were measured at other
+        shares than LRU, are left out. Returns LRU if it was not measured, or if the
+        best hit rate does not exceed LRU's by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -82,9 +97,9 @@ class Measured:
         return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
     def range_at(self, share: float) -> tuple[float, float] | None:
-        """Returns the range (low, high) of hit rates of the policy that `choose` returns for this share, interpolated
-        between the measured shares. Neither end exceeds Belady's bound. Returns None if the policy's range was not
-        measured."""
+        """Returns the range (low, high) of hit rates of the policy that `choose`
+        returns for this share, interpolated between the measured shares. Neither end
+        exceeds Belady's bound. Returns None if the policy's range was not measured."""
         ranges = self.ranges.get(self.choose(share).policy)
         if not ranges:
             return None
@@ -95,10 +110,13 @@ class Measured:
 
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
-    """Returns the hit rate at `share`, by linear interpolation of `rates`, {share: hit rate}. Limits `share` to [0, 1]
-    first. The hit rate is 0 at share 0, and 1 at share 1 unless `rates` has a different value there."""
+    """Returns the hit rate at `share`, by linear interpolation of `rates`, {share: hit
+    rate}. Limits `share` to [0, 1] first. The hit rate is 0 at share 0, and 1 at share
+    1 unless `rates` has a different value there."""
     share = min(max(share, 0.0), 1.0)
-    for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
+    for (x0, y0), (x1, y1) in pairwise(
+        ((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))
+    ):
         if share <= x1 and x1 > x0:
             return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
     return 1.0
@@ -111,37 +129,64 @@ def write_measured(path: Path, measured: Measured) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns the value with floats rounded to five decimal places. Keys that are floats (shares) become short strings,
-    and tuples become lists."""
+    """Returns the value with floats rounded to five decimal places. Keys that are
+    floats (shares) become short strings, and tuples become lists."""
     if isinstance(value, dict):
-        return {f"{key:g}" if isinstance(key, float) else key: _rounded(part) for key, part in value.items()}
+        return {
+            f"{key:g}" if isinstance(key, float) else key: _rounded(part)
+            for key, part in value.items()
+        }
     if isinstance(value, tuple):
         return [_rounded(part) for part in value]
     return round(value, 5) if isinstance(value, float) else value
 
 
 def read_measured(path: Path) -> Measured:
-    """Reads a measurement from its JSON file. Raises OptionError, with the path, if the file cannot be read or is not a
-    valid measurement."""
+    """Reads a measurement from its JSON file. Raises OptionError, with the path, if the
+    file cannot be read or is not a valid measurement."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:
-            raise ValueError(f"its version must be {VERSION}, but is {facts['version']}")
-        rates = {_name(name): _by_share(table, _share) for name, table in facts["hit_rates"].items()}
-        ranges = {_name(name): _by_share(table, _ends) for name, table in facts.get("ranges", {}).items()}
+            raise ValueError(
+                f"its version must be {VERSION}, but is {facts['version']}"
+            )
+        rates = {
+            _name(name): _by_share(table, _share)
+            for name, table in facts["hit_rates"].items()
+        }
+        ranges = {
+            _name(name): _by_share(table, _ends)
+            for name, table in facts.get("ranges", {}).items()
+        }
         bound = _by_share(facts.get("bound", {}), _share)
-        predictors = {_name(name): _name(predictor) for name, predictor in facts["predictors"].items()}
-        return Measured(str(facts["fingerprint"]), rates, predictors, facts["about"], ranges, bound)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise OptionError(f"{path} is not a measurement of policies ({error}); delete it or measure again.") from error
+        predictors = {
+            _name(name): _name(predictor)
+            for name, predictor in facts["predictors"].items()
+        }
+        return Measured(
+            str(facts["fingerprint"]), rates, predictors, facts["about"], ranges, bound
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise OptionError(
+            f"{path} is not a measurement of policies ({error}); delete it or measure again."
+        ) from error
 
 
 def _name(value: Any) -> str:
-    """Returns `value` as the name of a policy or predictor. Raises ValueError for "FILE.py:CLASS", because using such a
-    name would run the file's code."""
+    """Returns `value` as the name of a policy or predictor. Raises ValueError for
+    "FILE.py:CLASS", because using such a name would run the file's code."""
     name = str(value)
     if names_file(name):
-        raise ValueError(f"{name!r:.60} is not the name of a built-in policy or predictor")
+        raise ValueError(
+            f"{name!r:.60} is not the name of a built-in policy or predictor"
+        )
     return name
 
 
@@ -159,7 +204,9 @@ def _ends(value: Any) -> tuple[float, float]:
 
 def _share(value: Any) -> float:
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"shares and hit rates must be from 0 to 1, but one is {value!r:.40}")
+        raise ValueError(
+            f"shares and hit rates must be from 0 to 1, but one is {value!r:.40}"
+        )
     return float(value)
 
 
@@ -186,12 +233,21 @@ class HitCurve:
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
-        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. Adds
-        the points in `reached`, and removes the curve's points whose shares are within NEAR_SHARE of them."""
+        """Returns the curve corrected by `reached`, the hit rates of answers on this
+        machine, {share: hit rate}. Adds the points in `reached`, and removes the
+        curve's points whose shares are within NEAR_SHARE of them."""
         if not reached:
             return self
-        others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}
-        return replace(self, rates={**others, **reached}, source=f"{self.source}, and of answers here")
+        others = {
+            at: rate
+            for at, rate in self.rates.items()
+            if all(abs(at - share) > NEAR_SHARE for share in reached)
+        }
+        return replace(
+            self,
+            rates={**others, **reached},
+            source=f"{self.source}, and of answers here",
+        )
 
 
 PUBLISHED = (
@@ -211,38 +267,56 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ...], bool]:
-    """Returns the published curves of models with these numbers of experts, and True. If there are none, returns all
-    published curves, and False."""
-    same = tuple(curve for curve in PUBLISHED if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used))
+def published_for(
+    n_expert: int, n_expert_used: int
+) -> tuple[tuple[HitCurve, ...], bool]:
+    """Returns the published curves of models with these numbers of experts, and True.
+    If there are none, returns all published curves, and False."""
+    same = tuple(
+        curve
+        for curve in PUBLISHED
+        if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used)
+    )
     return same or PUBLISHED, bool(same)
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """Returns one published curve: the one with the median hit rate at a share of 0.25 (of two middle ones, the lower).
-    The candidates are the curves that `published_for` returns."""
+    """Returns one published curve: the one with the median hit rate at a share of 0.25
+    (of two middle ones, the lower). The candidates are the curves that `published_for`
+    returns."""
     curves, same = published_for(n_expert, n_expert_used)
     ordered = sorted(curves, key=lambda curve: curve.at(0.25))
     chosen = ordered[(len(ordered) - 1) // 2]
-    kind = "published for" if same else "not known for this model; the middle of those published:"
+    kind = (
+        "published for"
+        if same
+        else "not known for this model; the middle of those published:"
+    )
     return replace(chosen, source=f"{kind} {chosen.source}")
 
 
 def reached_range(
     layout: ExpertLayout, n_slots: int, curve: HitCurve, reached: Mapping[float, float]
 ) -> HitRange | None:
-    """Returns the hit rate of `curve`, which `HitCurve.corrected` has corrected by `reached`, as a range. Returns None
-    if every expert has a slot, or if no answer has reached a hit rate with about this number of slots."""
+    """Returns the hit rate of `curve`, which `HitCurve.corrected` has corrected by
+    `reached`, as a range. Returns None if every expert has a slot, or if no answer has
+    reached a hit rate with about this number of slots."""
     share = n_slots / max(1, layout.n_expert_total)
     if share >= 1 or all(abs(at - share) > NEAR_SHARE for at in reached):
         return None
-    return HitRange(curve.at(share), curve.at(share), "reached by answers of this model on this machine")
+    return HitRange(
+        curve.at(share),
+        curve.at(share),
+        "reached by answers of this model on this machine",
+    )
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the range from the lowest to the highest hit rate that published curves give for this number of slots.
-    Uses the curves of models of this shape, or all curves if none has this shape. If there are fewer slots than the
-    experts that one token uses over all layers, the range begins at 0, because LRU then has almost no hits."""
+    """Returns the range from the lowest to the highest hit rate that published curves
+    give for this number of slots. Uses the curves of models of this shape, or all
+    curves if none has this shape. If there are fewer slots than the experts that one
+    token uses over all layers, the range begins at 0, because LRU then has almost no
+    hits."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)
@@ -255,6 +329,7 @@ def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
 
 
 def typical_hit_rate(layout: ExpertLayout, n_slots: int) -> float:
-    """Returns the middle of the published range. This figure is for comparing plans, not for predicting a speed."""
+    """Returns the middle of the published range. This figure is for comparing plans,
+    not for predicting a speed."""
     found = published_range(layout, n_slots)
     return (found.low + found.high) / 2

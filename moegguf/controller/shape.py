@@ -1,4 +1,5 @@
-"""The shape of a model's routing: numbers of layers and experts, and the sizes that predictors and prefetching need."""
+"""The shape of a model's routing: numbers of layers and experts, and the sizes that
+predictors and prefetching need."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from moegguf.gguf.experts import ExpertLayout
 class MoeShape:
     """The shape of a model's routing.
 
-    Tables over experts are (n_layer, n_expert), with one row for each layer of the model. Rows of layers without
-    experts are unused. Distances between layers count only layers with experts.
+    Tables over experts are (n_layer, n_expert), with one row for each layer of the
+    model. Rows of layers without experts are unused. Distances between layers count
+    only layers with experts.
     """
 
     n_layer: int

@@ -1,8 +1,8 @@
-"""Defines strategies by name, from four papers and other sources. A strategy names an eviction policy, a predictor,
-prefetching options, and switches of the store.
+"""Defines strategies by name, from four papers and other sources. A strategy names an
+eviction policy, a predictor, prefetching options, and switches of the store.
 
-Each of these parts can also be chosen separately. docs/evidence/strategies.md cites the passage in the papers for each
-part.
+Each of these parts can also be chosen separately. docs/evidence/strategies.md cites the
+passage in the papers for each part.
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ Prefetch = PrefetchOptions | bool | None
 
 @dataclass(frozen=True)
 class Strategy:
-    """The settings of a strategy. The policy "auto" and settings that are None are replaced by the choices that were
-    measured to be best for the model, or by defaults if nothing was measured."""
+    """The settings of a strategy. The policy "auto" and settings that are None are
+    replaced by the choices that were measured to be best for the model, or by defaults
+    if nothing was measured."""
 
     name: str
     about: str
     policy: str = "auto"
     predictor: str | None = None
     prefetch: Prefetch = None
-    store: StoreOptions = field(default_factory=StoreOptions)  # only the options in SWITCHES belong to the strategy
+    # Only the options in SWITCHES belong to the strategy.
+    store: StoreOptions = field(default_factory=StoreOptions)
 
     @property
     def switches(self) -> dict[str, Any]:
         """{name of a store's switch: its value in this strategy}."""
         return {name: getattr(self.store, name) for name in SWITCHES}
 
-    def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
-        """Returns the policy, the predictor (each a name or an object) and prefetching. The strategy's settings replace
-        the policy "auto", and None for the other two arguments.
+    def parts(
+        self, policy: Any, predictor: Any, prefetch: Prefetch
+    ) -> tuple[Any, Any, Prefetch]:
+        """Returns the policy, the predictor (each a name or an object) and prefetching.
+        The strategy's settings replace the policy "auto", and None for the other two
+        arguments.
 
-        If `prefetch` is True and the strategy prefetches, the strategy's prefetching options are used.
+        If `prefetch` is True and the strategy prefetches, the strategy's prefetching
+        options are used.
         """
         own_way = prefetch is None or (prefetch is True and bool(self.prefetch))
         return (
@@ -54,7 +60,13 @@ class Strategy:
 
 def _prefetch(window: int, again: bool, by_proximity: bool = False) -> PrefetchOptions:
     return PrefetchOptions(
-        window, again, NO_LIMIT, least_probability=0.0, by_proximity=by_proximity, watchdog=False, waste_weight=0.0
+        window,
+        again,
+        NO_LIMIT,
+        least_probability=0.0,
+        by_proximity=by_proximity,
+        watchdog=False,
+        waste_weight=0.0,
     )
 
 
@@ -85,8 +97,11 @@ STRATEGIES = {
 
 
 def find_strategy(name: str) -> Strategy:
-    """Returns the strategy with this name; "" means moegguf's own strategy. Raises OptionError for an unknown name."""
+    """Returns the strategy with this name; "" means moegguf's own strategy. Raises
+    OptionError for an unknown name."""
     found = STRATEGIES.get(name or OWN)
     if found is None:
-        raise OptionError(f"there is no strategy {name[:60]!r}; known strategies: {', '.join(STRATEGIES)}.")
+        raise OptionError(
+            f"there is no strategy {name[:60]!r}; known strategies: {', '.join(STRATEGIES)}."
+        )
     return found

@@ -1,9 +1,9 @@
-"""Reads and writes files of trained predictors, EAM collections and expert uses: safetensors, with facts as JSON in the
-header.
+"""Reads and writes files of trained predictors, EAM collections and expert uses:
+safetensors, with facts as JSON in the header.
 
-Reading a file cannot execute code, unlike reading a pickle. A file is ignored, with one warning, if it is damaged, too
-large, or made for another model, shape or version. A file without an array or fact that its reader needs is ignored
-in the same way.
+Reading a file cannot execute code, unlike reading a pickle. A file is ignored, with one
+warning, if it is damaged, too large, or made for another model, shape or version. A
+file without an array or fact that its reader needs is ignored in the same way.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Weights:
-    """The arrays in a file, such as the trained arrays of a predictor, and facts about them."""
+    """The arrays in a file, such as the trained arrays of a predictor, and facts about
+    them."""
 
     arrays: Arrays
-    # {name: JSON value}, such as options of the training run or the meaning of the arrays
+    # {name: JSON value}, such as options of the training run or the meaning of the
+    # arrays
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        """Returns the array `name` as float32. Raises ValueError if it is missing, has the wrong shape or holds numbers
-        that are not finite."""
+        """Returns the array `name` as float32. Raises ValueError if it is missing, has
+        the wrong shape or holds numbers that are not finite."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape:
             what = "is missing" if found is None else f"has {found.shape}"
@@ -54,14 +56,23 @@ class Weights:
         return np.ascontiguousarray(found, np.float32)
 
 
-def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
-    """Writes the file atomically. Raises OSError; an existing file is then unchanged, and no temporary file remains.
+def save(
+    path: str | os.PathLike[str],
+    predictor: str,
+    fingerprint: str,
+    shape: MoeShape,
+    weights: Weights,
+) -> None:
+    """Writes the file atomically. Raises OSError; an existing file is then unchanged,
+    and no temporary file remains.
 
-    `predictor` is the name of the predictor, or of another kind of file, such as "uses". `fingerprint` identifies the
-    model's routers (`gguf.fingerprint`).
+    `predictor` is the name of the predictor, or of another kind of file, such as
+    "uses". `fingerprint` identifies the model's routers (`gguf.fingerprint`).
     """
     path = Path(path)
-    arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
+    arrays = {
+        name: np.ascontiguousarray(array) for name, array in weights.arrays.items()
+    }
     head: dict[str, Any] = {
         "version": FORMAT_VERSION,
         "predictor": predictor,
@@ -75,8 +86,8 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the facts in a file's header. Returns an empty dict, without a warning, if they cannot be read. Does not
-    check anything else in the file."""
+    """Returns the facts in a file's header. Returns an empty dict, without a warning,
+    if they cannot be read. Does not check anything else in the file."""
     try:
         with safe_open(path, "numpy") as file:
             facts = json.loads((file.metadata() or {})["moegguf"])["facts"]
@@ -86,18 +97,34 @@ def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load(
-    path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, build: Callable[[Weights], T]
+    path: str | os.PathLike[str],
+    predictor: str,
+    fingerprint: str,
+    shape: MoeShape,
+    build: Callable[[Weights], T],
 ) -> T | None:
-    """Returns `build(weights)` for the file's weights. Returns None, after one warning, if the file cannot be used.
+    """Returns `build(weights)` for the file's weights. Returns None, after one warning,
+    if the file cannot be used.
 
-    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit the model. `Weights.array` raises
-    ValueError for an array that does not fit.
+    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit
+    the model. `Weights.array` raises ValueError for an array that does not fit.
     """
     try:
         return build(_read(Path(path), predictor, fingerprint, shape))
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        warnings.warn(f"the file {str(path)!r} is not used: {why}; continuing without it.", stacklevel=2)
+        warnings.warn(
+            f"the file {str(path)!r} is not used: {why}; continuing without it.",
+            stacklevel=2,
+        )
         return None
 
 
@@ -113,7 +140,11 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
             raise ValueError(
                 "it was written by an old version of moegguf or by another program; make it again with `moegguf learn`"
             )
-        expected = {"version": FORMAT_VERSION, "predictor": predictor, "fingerprint": fingerprint}
+        expected = {
+            "version": FORMAT_VERSION,
+            "predictor": predictor,
+            "fingerprint": fingerprint,
+        }
         for key, value in expected.items():
             if head.get(key) != value:
                 raise ValueError(
@@ -131,7 +162,9 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
                 )
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = head.get("facts")
-    if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):
+    if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(
+        facts, dict
+    ):
         raise ValueError(
             "its contents do not match their checksum, so it is damaged; make it again with `moegguf learn`"
         )
@@ -139,8 +172,8 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
 
 
 def _checksum(head: Mapping[str, Any], arrays: Arrays) -> str:
-    """Returns the SHA-256, in hex digits, of the header without its checksum and of the names, types, shapes and bytes
-    of the arrays."""
+    """Returns the SHA-256, in hex digits, of the header without its checksum and of the
+    names, types, shapes and bytes of the arrays."""
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())

@@ -1,7 +1,7 @@
 """Explains why a graphics card of this machine is not used, and what to do about it.
 
-`find_cards` finds the cards that the operating system lists. `describe_cards` compares them with the devices that ggml
-has found.
+`find_cards` finds the cards that the operating system lists. `describe_cards` compares
+them with the devices that ggml has found.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from moegguf.native import library
 from moegguf.settings import read_load_keywords
 
 LEAST_DRIVER = {12: 525, 13: 580}
-"""{major version of the CUDA runtime: major version of the oldest NVIDIA driver that supports it}"""
-BACKENDS = {"NVIDIA": ("CUDA", "Vulkan"), "AMD": ("ROCm", "Vulkan"), "Intel": ("SYCL", "Vulkan")}
-AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # PCI vendor ids, as sysfs writes them
-LEAST_CARD_BYTES = 2 << 30  # AMD GPUs that report less memory, or none, are treated as part of a processor
+"""{major version of the CUDA runtime: major version of the oldest NVIDIA driver that
+supports it}"""
+BACKENDS = {
+    "NVIDIA": ("CUDA", "Vulkan"),
+    "AMD": ("ROCm", "Vulkan"),
+    "Intel": ("SYCL", "Vulkan"),
+}
+# PCI vendor ids, as sysfs writes them.
+AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"
+# AMD GPUs that report less memory, or none, are treated as part of a processor.
+LEAST_CARD_BYTES = 2 << 30
 UNKNOWN = "unknown"
 
 
@@ -31,8 +38,10 @@ class Card:
     """A graphics card or accelerator that the operating system lists."""
 
     vendor: str  # "NVIDIA", "AMD" or "Intel"
-    driver: str = UNKNOWN  # version of NVIDIA's driver; "": not loaded; UNKNOWN: not found, or another vendor
-    is_reachable: bool = True  # False: there is no device node, as in a container without access
+    # Version of NVIDIA's driver; "": not loaded; UNKNOWN: not found, or another vendor.
+    driver: str = UNKNOWN
+    # False: there is no device node, as in a container without access.
+    is_reachable: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,13 @@ class Build:
     backends: Sequence[str]  # names from BACKENDS
     devices: Sequence[BackendDevice]
     problems: library.BackendProblems
-    cuda: int | None = None  # major version of the CUDA runtime; None if it is not loaded
+    # Major version of the CUDA runtime; None if it is not loaded.
+    cuda: int | None = None
 
 
 def find_cards(root: Path = ROOT) -> list[Card]:
-    """Returns at most one card from each vendor. GPUs that are built into Intel's and AMD's processors are left out."""
+    """Returns at most one card from each vendor. GPUs that are built into Intel's and
+    AMD's processors are left out."""
     found = list(_pci_vendors(root))
     nodes = root / "dev"
     is_reachable = any(nodes.glob("dri/renderD*"))
@@ -66,15 +77,18 @@ def find_cards(root: Path = ROOT) -> list[Card]:
 
 
 def _pci_vendors(root: Path) -> Iterator[str]:
-    """Yields the PCI vendor id of each display controller and accelerator, except GPUs that are built into a
-    processor."""
+    """Yields the PCI vendor id of each display controller and accelerator, except GPUs
+    that are built into a processor."""
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         if not file_text(device / "class").startswith(("0x03", "0x12")):
             continue
         vendor = file_text(device / "vendor").strip()
         memory = file_text(device / "mem_info_vram_total").strip()
-        is_part_of_intel = vendor == INTEL and ":00:" in device.name  # PCI bus 0, as in 0000:00:02.0
-        is_part_of_amd = vendor == AMD and (not memory.isdigit() or int(memory) < LEAST_CARD_BYTES)
+        # PCI bus 0, as in 0000:00:02.0.
+        is_part_of_intel = vendor == INTEL and ":00:" in device.name
+        is_part_of_amd = vendor == AMD and (
+            not memory.isdigit() or int(memory) < LEAST_CARD_BYTES
+        )
         if not is_part_of_intel and not is_part_of_amd:
             yield vendor
 
@@ -94,10 +108,11 @@ def read_build() -> Build:
 
 
 def describe_cards(cards: Sequence[Card], build: Build) -> str:
-    """Returns a message about a card, GPU or backend plug-in that is not used, or about a GPU whose backend (MUSA) was
-    never tried with moegguf.
+    """Returns a message about a card, GPU or backend plug-in that is not used, or about
+    a GPU whose backend (MUSA) was never tried with moegguf.
 
-    Returns "" if there is nothing to report, for example if ggml has found a GPU of a backend other than MUSA.
+    Returns "" if there is nothing to report, for example if ggml has found a GPU of a
+    backend other than MUSA.
     """
     own = [device for device in build.devices if device.backend not in ("CPU", "RPC")]
     for device in own:
@@ -120,7 +135,9 @@ def _describe_card(card: Card, build: Build) -> str:
     if is_nvidia:
         there += f" (driver {card.driver})"
     if not card.is_reachable:
-        node, option = ("nvidia0", "--gpus all") if is_nvidia else ("dri", "--device /dev/dri")
+        node, option = (
+            ("nvidia0", "--gpus all") if is_nvidia else ("dri", "--device /dev/dri")
+        )
         return (
             f"{there}, but /dev/{node} is missing: start the container with `{option}`, or load the"
             " card's driver outside of one."
@@ -133,8 +150,8 @@ def _describe_card(card: Card, build: Build) -> str:
 
 
 def _driver_number(card: Card) -> int:
-    """Returns the driver's major version: 580 for 580.65. If the version is unknown, returns the highest version in
-    LEAST_DRIVER."""
+    """Returns the driver's major version: 580 for 580.65. If the version is unknown,
+    returns the highest version in LEAST_DRIVER."""
     if card.driver == UNKNOWN:
         return max(LEAST_DRIVER.values())
     return int(card.driver.partition(".")[0])
@@ -179,8 +196,9 @@ def _describe_integrated(device: BackendDevice) -> str:
 
 
 def card_note(placement: str | None = None) -> str:
-    """Returns the result of `describe_cards` for this machine. Returns "" if the placement (the argument, or
-    MOEGGUF_PLACEMENT) is "cpu", or if CUDA_VISIBLE_DEVICES hides all devices.
+    """Returns the result of `describe_cards` for this machine. Returns "" if the
+    placement (the argument, or MOEGGUF_PLACEMENT) is "cpu", or if CUDA_VISIBLE_DEVICES
+    hides all devices.
 
     Raises LibraryError.
     """

@@ -2,12 +2,13 @@
 
 Models need these states if llama.cpp cannot roll their states back.
 
-If a token of a draft is rejected, the sequence returns to its checkpoint, the state from before the pass. The accepted
-tokens of the draft are then evaluated again.
+If a token of a draft is rejected, the sequence returns to its checkpoint, the state
+from before the pass. The accepted tokens of the draft are then evaluated again.
 
-A second sequence of the context has the checkpoint. Saving a checkpoint copies no bytes, because both sequences use one
-state. If a second sequence uses a state, llama.cpp writes the next state of the first sequence to another place. The
-context therefore needs memory for twice as many states.
+A second sequence of the context has the checkpoint. Saving a checkpoint copies no
+bytes, because both sequences use one state. If a second sequence uses a state,
+llama.cpp writes the next state of the first sequence to another place. The context
+therefore needs memory for twice as many states.
 """
 
 from __future__ import annotations
@@ -21,31 +22,40 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """The checkpoints of a context; a sequence has at most one. parts: access to the context's memory, which must
-    consist of cells and recurrent states. n_seq_max: number of sequences that can have a checkpoint; the context must
-    have twice as many sequences."""
+    """The checkpoints of a context; a sequence has at most one. parts: access to the
+    context's memory, which must consist of cells and recurrent states. n_seq_max:
+    number of sequences that can have a checkpoint; the context must have twice as many
+    sequences."""
 
     def __init__(self, parts: MemoryParts, n_seq_max: int) -> None:
         self._parts, self._n_seq_max = parts, n_seq_max
-        self._ends: dict[int, int] = {}  # {sequence: number of tokens before its checkpoint}
+        # {sequence: number of tokens before its checkpoint}.
+        self._ends: dict[int, int] = {}
 
     @classmethod
     def of(cls, llm: UpstreamLlama, n_seq_max: int) -> Checkpoints | None:
-        """Returns the checkpoints of the model's context. Returns None if its memory has other parts than cells and
-        recurrent states, such as the cells of a sliding window, because these parts cannot return to a checkpoint."""
+        """Returns the checkpoints of the model's context. Returns None if its memory
+        has other parts than cells and recurrent states, such as the cells of a sliding
+        window, because these parts cannot return to a checkpoint."""
         parts = MemoryParts(llm)
         return cls(parts, n_seq_max) if parts.all == CELLS | RECURRENT else None
 
     def save(self, sequence: int) -> None:
-        """Makes the current state of a sequence its checkpoint. The sequence must have a state and no checkpoint."""
+        """Makes the current state of a sequence its checkpoint. The sequence must have
+        a state and no checkpoint."""
         self._parts.copy(RECURRENT, sequence, self._n_seq_max + sequence)
         self._ends[sequence] = self._parts.end(CELLS, sequence)
 
     def restore(self, sequence: int, n_tokens: int) -> int | None:
-        """Returns a sequence to its checkpoint if the checkpoint is after at most `n_tokens` tokens, and removes the
-        checkpoint. Returns the number of tokens that the sequence then has, or None if nothing was restored."""
+        """Returns a sequence to its checkpoint if the checkpoint is after at most
+        `n_tokens` tokens, and removes the checkpoint. Returns the number of tokens that
+        the sequence then has, or None if nothing was restored."""
         end = self._ends.get(sequence)
-        if end is None or not 0 < end <= n_tokens or self._parts.end(CELLS, sequence) < end:
+        if (
+            end is None
+            or not 0 < end <= n_tokens
+            or self._parts.end(CELLS, sequence) < end
+        ):
             return None
         self._parts.remove(CELLS, sequence, end)
         self._parts.remove(RECURRENT, sequence)

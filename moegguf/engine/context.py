@@ -1,8 +1,11 @@
-"""The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time.
+"""The llama.cpp context of a loaded model: evaluates tokens and images, one call at a
+time.
 
-A context may have several sequences. Sequence 0 belongs to the `Llama` itself; its tokens are in `input_ids`, and
-`n_tokens` is their number. Before each pass, the pass's tokens are announced to the expert store, if the store needs
-them, and the number of threads may change. This module knows nothing about prompts, sampling, or how a model is loaded.
+A context may have several sequences. Sequence 0 belongs to the `Llama` itself; its
+tokens are in `input_ids`, and `n_tokens` is their number. Before each pass, the pass's
+tokens are announced to the expert store, if the store needs them, and the number of
+threads may change. This module knows nothing about prompts, sampling, or how a model is
+loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ import numpy as np
 
 from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.error_log import llama_log
-from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
+from moegguf.engine.projector import (
+    PLACEHOLDER,
+    ContextImages,
+    ImagePrompt,
+    ImageSpan,
+    Projector,
+)
 from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.rollback import Rollback
 from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
@@ -49,43 +58,51 @@ Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
 _NO_MEMORY = "llama_decode returned -2"
 _FAILED = "llama_decode returned -3"  # a backend could not compute the graph
-_ABORTED = "llama_decode returned 2"  # our abort callback stopped the pass, after a failure or cancel()
+# Our abort callback stopped the pass, after a failure or cancel().
+_ABORTED = "llama_decode returned 2"
 
 
 class ClosedModel:
-    """Replaces the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute raises
-    ClosedError."""
+    """Replaces the model, its context, its tokenizer and its vocabulary after close().
+    Reading an attribute raises ClosedError."""
 
     def __getattr__(self, _name: str) -> Any:
         raise ClosedError("the model is closed; load it again.")
 
 
 class Requests:
-    """Numbers the requests of one context. Calls that generate text run one after the other (`run`).
+    """Numbers the requests of one context. Calls that generate text run one after the
+    other (`run`).
 
-    Each such call is one request: its first evaluation is the prompt, and all later evaluations belong to the phase
-    DECODE. Outside such a call, an evaluation in an empty context begins a new request, and later evaluations of single
-    tokens belong to DECODE. llama.cpp reports neither the number nor the phase of a request, so this class provides
-    them for routing events.
+    Each such call is one request: its first evaluation is the prompt, and all later
+    evaluations belong to the phase DECODE. Outside such a call, an evaluation in an
+    empty context begins a new request, and later evaluations of single tokens belong to
+    DECODE. llama.cpp reports neither the number nor the phase of a request, so this
+    class provides them for routing events.
     """
 
     def __init__(self) -> None:
         self.sequence = -1
         self._changed = threading.Condition()
-        self._owner: tuple[int, object] | None = None  # id of the thread, and an object unique to the running request
+        # Id of the thread, and an object unique to the running request.
+        self._owner: tuple[int, object] | None = None
         self._at_prompt = self._generating = False
 
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """Runs `steps` as one request, until the last step or until the generator is closed.
+        """Runs `steps` as one request, until the last step or until the generator is
+        closed.
 
-        Waits while another thread's request is running, but not for an unfinished request of the calling thread.
+        Waits while another thread's request is running, but not for an unfinished
+        request of the calling thread.
 
-        If the thread begins another request before this request has ended, the next step of this request raises
-        GenerationCancelled.
+        If the thread begins another request before this request has ended, the next
+        step of this request raises GenerationCancelled.
         """
         request = threading.get_ident(), object()
         with self._changed:
-            self._changed.wait_for(lambda: self._owner is None or self._owner[0] == request[0])
+            self._changed.wait_for(
+                lambda: self._owner is None or self._owner[0] == request[0]
+            )
             self._owner = request
         self._at_prompt = self._generating = True
         try:
@@ -109,17 +126,24 @@ class Requests:
                     self._changed.notify_all()
 
     def begin(self) -> int:
-        """Begins a request outside `run`, such as one for `eval_sequences` or an embedding. Returns its number."""
+        """Begins a request outside `run`, such as one for `eval_sequences` or an
+        embedding. Returns its number."""
         self.sequence += 1
         return self.sequence
 
     def next_phase(self, n_past: int, n_tokens: int) -> Phase:
-        """Returns the phase of the next `n_tokens` tokens, which follow the first `n_past` tokens of the context.
+        """Returns the phase of the next `n_tokens` tokens, which follow the first
+        `n_past` tokens of the context.
 
-        If the tokens begin a new request, adds one to `self.sequence`, the number of the current request. The first
-        request is number 0. Call this method once for each evaluation.
+        If the tokens begin a new request, adds one to `self.sequence`, the number of
+        the current request. The first request is number 0. Call this method once for
+        each evaluation.
         """
-        if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
+        if (
+            self._at_prompt
+            or (n_past == 0 and not self._generating)
+            or self.sequence < 0
+        ):
             self._at_prompt = False
             self.sequence += 1
             return Phase.PREFILL
@@ -127,36 +151,55 @@ class Requests:
 
 
 class Context:
-    """Evaluates tokens and images in the llama.cpp context of `llm`. `loader` provides the session, the controller and
-    the compute threads.
+    """Evaluates tokens and images in the llama.cpp context of `llm`. `loader` provides
+    the session, the controller and the compute threads.
 
-    mmproj: path of the file with the model's projector, which turns images into embeddings.
+    mmproj: path of the file with the model's projector, which turns images into
+    embeddings.
 
-    Evaluations raise typed errors, such as ExpertIOError, GenerationCancelled, ForkError and ClosedError. They raise
-    CallbackError if a listener to this model's routing events has raised an exception, or if a policy, predictor or
-    listener of this model is the caller.
+    Evaluations raise typed errors, such as ExpertIOError, GenerationCancelled,
+    ForkError and ClosedError. They raise CallbackError if a listener to this model's
+    routing events has raised an exception, or if a policy, predictor or listener of
+    this model is the caller.
     """
 
-    def __init__(self, llm: UpstreamLlama, loader: Loader, mmproj: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        llm: UpstreamLlama,
+        loader: Loader,
+        mmproj: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
-        self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
-        self.controller = loader.controller  # decides which experts to keep and fetch; None: there is no expert store
+        self._session, self._threads, self._mmproj = (
+            loader.session,
+            loader.threads,
+            mmproj,
+        )
+        # Decides which experts to keep and fetch; None: there is no expert store.
+        self.controller = loader.controller
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
-        self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # sliding window in tokens; 0: there is none
+        # Sliding window in tokens; 0: there is none.
+        self._n_swa = self._bindings.llama_model_n_swa(llm.model)
         self._rollback = Rollback(
             loader.load_plan.plan.n_rs_seq,
             min(llm.context_params.n_ubatch, llm.n_batch),
             own_cells=not shares_cells(loader.load_plan.layout),
-            checkpoints=Checkpoints.of(self._llm, loader.n_seq_max) if loader.load_plan.plan.n_checkpoints else None,
+            checkpoints=Checkpoints.of(self._llm, loader.n_seq_max)
+            if loader.load_plan.plan.n_checkpoints
+            else None,
         )
         self._evaluated: tuple[int, ...] = (0,)  # sequences of the last pass
         if llm._is_stateful:
-            llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls this to remove tokens
+            # The base class calls this to remove tokens.
+            llm._ctx.kv_cache_seq_rm = self._remove
         self._batch = PassBatch(llm.n_batch)
         # Maximum number of tokens with logits in a pass.
-        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)
-        self._chunk_rows: list[int] = []  # indices of the last pass's tokens that have logits
+        self.n_logits = min(
+            llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch
+        )
+        # Indices of the last pass's tokens that have logits.
+        self._chunk_rows: list[int] = []
         self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
@@ -167,18 +210,21 @@ class Context:
         self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0
         self.eval_s = 0.0  # total seconds of all evaluations
         self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
-        # Called with the llama_batch after each pass of `eval` or `eval_sequences` that has not failed.
+        # Called with the llama_batch after each pass of `eval` or `eval_sequences` that
+        # has not failed.
         self.after_pass: Callable[[Any], object] | None = None
-        # called after each batch of `eval` with three arguments: 0 (the sequence), its tokens, and the number of new
-        # tokens
+        # called after each batch of `eval` with three arguments: 0 (the sequence), its
+        # tokens, and the number of new tokens
         self.after_eval: Callable[[int, Tokens, int], object] | None = None
 
     def check_open(self) -> None:
-        """Raises ClosedError if the model is closed. Raises ForkError in a child process that was forked after the
-        model was loaded, if the model has an expert store."""
+        """Raises ClosedError if the model is closed. Raises ForkError in a child
+        process that was forked after the model was loaded, if the model has an expert
+        store."""
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
-        if self._session is not None and self._session.forked:  # fork() does not copy the store's threads
+        # Fork() does not copy the store's threads.
+        if self._session is not None and self._session.forked:
             raise ForkError(
                 "the model was loaded before fork(); load it in this process, or start this process with spawn."
             )
@@ -186,14 +232,19 @@ class Context:
     def stats(self) -> Stats:
         """Returns the counters since the model was loaded, as `Llama.stats` does."""
         self.check_open()
-        stats = self._session.stats(self.eval_s) if self._session else Stats(eval_s=self.eval_s)
+        stats = (
+            self._session.stats(self.eval_s)
+            if self._session
+            else Stats(eval_s=self.eval_s)
+        )
         n_threads = self._threads.n_threads if self._threads else self._llm.n_threads
         drafted: dict[str, Any] = self.drafted
         return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
-        """Raises CallbackError if the caller is a policy, predictor or listener of this model. Such a call would never
-        return, because the model waits until its callback has returned."""
+        """Raises CallbackError if the caller is a policy, predictor or listener of this
+        model. Such a call would never return, because the model waits until its
+        callback has returned."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(
                 "a policy, predictor or listener cannot use the model that calls it, because the model would wait"
@@ -201,12 +252,14 @@ class Context:
             )
 
     def pause_fill(self, on: bool) -> None:
-        """Pauses (True) or resumes (False) the filling of free slots in the background (`Store.pause_fill`)."""
+        """Pauses (True) or resumes (False) the filling of free slots in the background
+        (`Store.pause_fill`)."""
         if self._session is not None:
             self._session.store.pause_fill(on)
 
     def check_weights(self) -> None:
-        """Raises CapabilityError if the model has no weights (vocab_only). Also raises ClosedError and ForkError."""
+        """Raises CapabilityError if the model has no weights (vocab_only). Also raises
+        ClosedError and ForkError."""
         self.check_open()
         if self._llm.model_params.vocab_only:
             raise CapabilityError(
@@ -215,12 +268,15 @@ class Context:
             )
 
     def check_generates(self) -> None:
-        """Raises CapabilityError if the model cannot generate: it has no weights, or it only computes embeddings and so
-        has no KV cache. Also raises ClosedError and ForkError."""
+        """Raises CapabilityError if the model cannot generate: it has no weights, or it
+        only computes embeddings and so has no KV cache. Also raises ClosedError and
+        ForkError."""
         self.check_weights()
         if self._llm._ctx.memory is None:
             arch = self._llm.metadata.get("general.architecture", "such")
-            raise CapabilityError(f"{arch} models embed text and do not generate text; use another model.")
+            raise CapabilityError(
+                f"{arch} models embed text and do not generate text; use another model."
+            )
 
     # Requests.
 
@@ -230,14 +286,18 @@ class Context:
         return self._requests.sequence + 1
 
     def begin_request(self) -> int:
-        """Begins a request that `eval_sequences` evaluates. Returns the request's number in routing events."""
+        """Begins a request that `eval_sequences` evaluates. Returns the request's
+        number in routing events."""
         return self._requests.begin()
 
-    def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
-        """Returns a generator that runs `steps`, which evaluate tokens, as one request. Requests of other threads wait
-        until this request ends.
+    def as_request(
+        self, steps: Generator[Step, Any, None], keeps_logits: bool = False
+    ) -> Generator[Step, Any, None]:
+        """Returns a generator that runs `steps`, which evaluate tokens, as one request.
+        Requests of other threads wait until this request ends.
 
-        keeps_logits: the request may start from the logits that the previous request left.
+        keeps_logits: the request may start from the logits that the previous request
+        left.
 
         Raises CallbackError, ClosedError or ForkError.
         """
@@ -254,10 +314,14 @@ class Context:
     # Evaluations.
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens of sequence 0, `n_batch` at a time. A failure restores the sequence to its earlier tokens,
-        so that the call can be repeated, but empties a sequence with a recurrent state."""
+        """Evaluates tokens of sequence 0, `n_batch` at a time. A failure restores the
+        sequence to its earlier tokens, so that the call can be repeated, but empties a
+        sequence with a recurrent state."""
         with self._guarded():
-            llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
+            llm, phase = (
+                self._llm,
+                self._requests.next_phase(self._llm.n_tokens, len(tokens)),
+            )
             self.images.truncate(llm.n_tokens)
             # This removes the cells left by a failed pass.
             if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):
@@ -267,16 +331,24 @@ class Context:
                 )
             for begin in range(0, len(tokens), llm.n_batch):
                 batch = tokens[begin : begin + llm.n_batch]
-                self._evaluate([SequenceTokens(0, batch, llm.n_tokens, self._requests.sequence, phase)])
+                self._evaluate(
+                    [
+                        SequenceTokens(
+                            0, batch, llm.n_tokens, self._requests.sequence, phase
+                        )
+                    ]
+                )
                 if self.after_eval is not None:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
-        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index in the pass of each chunk's
-        last token before its draft, or None if the KV cache has no room for the tokens. `logits` accepts this index.
-        The draft tokens directly follow that token. After an exception the caller must truncate the sequences, because
-        some of the tokens may be in the context. After a pass with drafts the caller must also truncate the sequences,
-        because rejected draft tokens stay in the context."""
+        """Evaluates up to `n_batch` tokens of several sequences together. Returns the
+        index in the pass of each chunk's last token before its draft, or None if the KV
+        cache has no room for the tokens. `logits` accepts this index. The draft tokens
+        directly follow that token. After an exception the caller must truncate the
+        sequences, because some of the tokens may be in the context. After a pass with
+        drafts the caller must also truncate the sequences, because rejected draft
+        tokens stay in the context."""
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -286,13 +358,17 @@ class Context:
         return None
 
     def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
-        """Evaluates the chunks in one call of llama_decode. Returns the index in the pass of each chunk's last token
-        before its draft."""
+        """Evaluates the chunks in one call of llama_decode. Returns the index in the
+        pass of each chunk's last token before its draft."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
         self._evaluated = tuple(chunk.sequence for chunk in chunks)
-        rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
+        rows = self._batch.fill(
+            chunks,
+            self.images.position,
+            all_logits=llm._logits_all and len(chunks) == 1,
+        )
         n_logits = np.count_nonzero(self._batch.logits[: self._batch.batch.n_tokens])
         if n_logits > self.n_logits:  # llama.cpp would abort the process
             raise OptionError(
@@ -301,11 +377,16 @@ class Context:
             )
         self._announce(chunks)
         self._rollback.before_pass(chunks)
-        self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
+        self.computed(
+            lambda: llm._ctx.decode(self._batch),
+            sum(chunk.n_evaluated for chunk in chunks),
+        )
         self._rollback.note_pass(chunks)
         if self.after_pass is not None:
             self.after_pass(self._batch.batch)
-        self._chunk_rows = np.flatnonzero(self._batch.logits[: self._batch.batch.n_tokens]).tolist()
+        self._chunk_rows = np.flatnonzero(
+            self._batch.logits[: self._batch.batch.n_tokens]
+        ).tolist()
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)
@@ -313,31 +394,46 @@ class Context:
         if own is not None and own.wants_logits:
             llm._requires_eval = False
             if llm._logits_all and len(chunks) == 1:
-                logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(len(own.tokens), llm.n_vocab()))
+                logits = np.ctypeslib.as_array(
+                    llm._ctx.get_logits(), shape=(len(own.tokens), llm.n_vocab())
+                )
                 llm.scores[own.n_past : llm.n_tokens] = logits
         return rows
 
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Announces the next pass to the controller. Also announces its tokens, with their requests and phases, to the
-        store if the store needs them."""
+        """Announces the next pass to the controller. Also announces its tokens, with
+        their requests and phases, to the store if the store needs them."""
         first, session = chunks[0], self._session
         if session is None:
             return
         decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
         if self.controller is not None:
-            n_tokens = sum(chunk.n_evaluated for chunk in chunks) if decodes else len(chunks)
-            self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, n_tokens)
+            n_tokens = (
+                sum(chunk.n_evaluated for chunk in chunks) if decodes else len(chunks)
+            )
+            self.controller.before_tokens(
+                Phase.DECODE if decodes else Phase.PREFILL, n_tokens
+            )
         if not session.store.context.awaits_tokens(first.request, first.phase):
             return
-        n, each = self._batch.batch.n_tokens, [chunk for chunk in chunks for _ in range(chunk.n_evaluated)]
-        sequences, phases = [chunk.request for chunk in each], [chunk.phase for chunk in each]
-        tokens, outputs = self._batch.tokens[:n].tolist(), self._batch.logits[:n].tolist()
+        n, each = (
+            self._batch.batch.n_tokens,
+            [chunk for chunk in chunks for _ in range(chunk.n_evaluated)],
+        )
+        sequences, phases = (
+            [chunk.request for chunk in each],
+            [chunk.phase for chunk in each],
+        )
+        tokens, outputs = (
+            self._batch.tokens[:n].tolist(),
+            self._batch.logits[:n].tolist(),
+        )
         session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
-        """Evaluates the image at `span` of `prompt`. Sequence 0 must already hold the tokens before the image. request:
-        the request's number in routing events. Raises the same errors as an evaluation, and OptionError for a damaged
-        image."""
+        """Evaluates the image at `span` of `prompt`. Sequence 0 must already hold the
+        tokens before the image. request: the request's number in routing events. Raises
+        the same errors as an evaluation, and OptionError for a damaged image."""
         with self._guarded():
             llm, projector = self._llm, self.open_projector()
             assert projector is not None
@@ -348,23 +444,31 @@ class Context:
             self.truncate(span.begin)
             self._evaluated = (0,)
             self._rollback.clear()
-            sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
-            self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
+            sizes = (
+                self.images.position(span.begin),
+                llm.n_batch,
+                llm.context_params.n_ubatch,
+            )
+            self.computed(
+                lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens
+            )
             llm.input_ids[span.begin : span.end] = PLACEHOLDER
             llm.n_tokens = span.end
             self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
-        """Returns the projector, loading it on the first call; None without `mmproj`. Raises ModelFormatError."""
-        with self._projector_lock:  # another thread may count a prompt's tokens at the same time
+        """Returns the projector, loading it on the first call; None without `mmproj`.
+        Raises ModelFormatError."""
+        # Another thread may count a prompt's tokens at the same time.
+        with self._projector_lock:
             if self._projector is None and self._mmproj:
                 self.check_open()
                 self._projector = Projector(self._mmproj, self._llm)
             return self._projector
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
-        """Runs `call` as one request and returns its result. `call` evaluates the tokens itself. tokens: the tokens
-        that `call` evaluates; empty if unknown."""
+        """Runs `call` as one request and returns its result. `call` evaluates the
+        tokens itself. tokens: the tokens that `call` evaluates; empty if unknown."""
         with self._guarded():
             self._rollback.clear()
             self._llm._requires_eval = True
@@ -374,8 +478,8 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """Chooses the number of threads, runs `call`, which evaluates `n_tokens` tokens (0: unknown), and returns its
-        result."""
+        """Chooses the number of threads, runs `call`, which evaluates `n_tokens` tokens
+        (0: unknown), and returns its result."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()
@@ -386,21 +490,29 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the lock while the `with` block evaluates tokens. A failure restores sequence 0 to its earlier tokens.
-        With a recurrent state, it instead empties the sequence of the failed pass, or all sequences if the pass had
-        several. Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
+        """Holds the lock while the `with` block evaluates tokens. A failure restores
+        sequence 0 to its earlier tokens. With a recurrent state, it instead empties the
+        sequence of the failed pass, or all sequences if the pass had several. Known
+        failures of llama.cpp become typed errors; other errors are raised unchanged."""
         self.check_caller()
         with self.lock:
             self.check_weights()
-            session, llm, before, start_s = self._session, self._llm, self._llm.n_tokens, time.perf_counter()
+            session, llm, before, start_s = (
+                self._session,
+                self._llm,
+                self._llm.n_tokens,
+                time.perf_counter(),
+            )
             if session is not None:
-                session.raise_failure()  # a failure, or an exception in a callback, since the last call
+                # A failure, or an exception in a callback, since the last call.
+                session.raise_failure()
             self._chunk_rows = []
             try:
                 yield
                 if session is not None:
                     session.raise_failure()
-            except BaseException as error:  # also on KeyboardInterrupt: no token may remain half computed
+            except BaseException as error:
+                # Also on KeyboardInterrupt: no token may remain half computed.
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
                     self._drop_failed()
@@ -421,14 +533,18 @@ class Context:
     def check_adapter(self) -> None:
         """Raises OptionError for a model without a LoRA adapter."""
         if self._llm._lora_adapter is None:
-            raise OptionError("a scale needs a LoRA adapter, which this model was loaded without; give lora_path.")
+            raise OptionError(
+                "a scale needs a LoRA adapter, which this model was loaded without; give lora_path."
+            )
 
     def scale_adapter(self, scale: float | None) -> None:
-        """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
+        """Sets the scale of the model's LoRA adapter for tokens that are evaluated from
+        now on.
 
-        None restores the scale that was set at load time, and 0 switches the adapter off. Tokens that are already in
-        the context were evaluated with an earlier scale, which this class does not record. Does nothing for a model
-        without an adapter.
+        None restores the scale that was set at load time, and 0 switches the adapter
+        off. Tokens that are already in the context were evaluated with an earlier
+        scale, which this class does not record. Does nothing for a model without an
+        adapter.
         """
         llm, bindings = self._llm, self._bindings
         if llm._lora_adapter is None:
@@ -438,15 +554,19 @@ class Context:
             return
         adapters = (bindings.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
         with self.lock:
-            bindings.llama_set_adapters_lora(llm.ctx, adapters, int(wanted != 0), (c.c_float * 1)(wanted))
+            bindings.llama_set_adapters_lora(
+                llm.ctx, adapters, int(wanted != 0), (c.c_float * 1)(wanted)
+            )
             self.lora_scale, llm._requires_eval = wanted, True
 
     # Logits.
 
     def check_logits(self, row: int = -1) -> None:
-        """Raises OptionError unless the current request has evaluated the token with this index.
+        """Raises OptionError unless the current request has evaluated the token with
+        this index.
 
-        `row`: an index that `eval_sequences` has returned; -1: the last token of sequence 0.
+        `row`: an index that `eval_sequences` has returned; -1: the last token of
+        sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(
@@ -455,17 +575,20 @@ class Context:
             )
 
     def logits(self, row: int = -1) -> Floats:
-        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises the same errors as
-        `check_logits`."""
+        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises
+        the same errors as `check_logits`."""
         self.check_logits(row)
-        return np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),))
+        return np.ctypeslib.as_array(
+            self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),)
+        )
 
     # The KV cache. `n_tokens` is a number of tokens from the beginning of a sequence.
 
     def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can be rolled back by at
-        most as many tokens as there are valid snapshots. With a sliding window, cells that the next token needs must
-        not have been reused."""
+        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent
+        state can be rolled back by at most as many tokens as there are valid snapshots.
+        With a sliding window, cells that the next token needs must not have been
+        reused."""
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if position == 0:
             return True
@@ -473,19 +596,24 @@ class Context:
         if self._llm._is_stateful:
             n_lost = self._end(sequence) - position
             return n_lost == 0 or 0 < n_lost <= self._rollback.n_back(sequence)
-        first = self._bindings.llama_memory_seq_pos_min(memory, sequence) if self._n_swa else 0
+        first = (
+            self._bindings.llama_memory_seq_pos_min(memory, sequence)
+            if self._n_swa
+            else 0
+        )
         return bool(first <= max(0, position - self._n_swa + 1))
 
     @property
     def returns_to_checkpoints(self) -> bool:
-        """True if a sequence returns to a checkpoint when drafted tokens are rejected, because llama.cpp cannot roll
-        its state back."""
+        """True if a sequence returns to a checkpoint when drafted tokens are rejected,
+        because llama.cpp cannot roll its state back."""
         return self._rollback.checkpoints is not None
 
     def return_to_checkpoint(self, n_tokens: int, sequence: int) -> int:
-        """Restores the checkpoint that the last pass saved, if a sequence cannot be cut to its first `n_tokens` and the
-        checkpoint has no more tokens. Returns the number of tokens to which the caller should cut the sequence: the
-        checkpoint's number, or `n_tokens` if nothing was restored."""
+        """Restores the checkpoint that the last pass saved, if a sequence cannot be cut
+        to its first `n_tokens` and the checkpoint has no more tokens. Returns the
+        number of tokens to which the caller should cut the sequence: the checkpoint's
+        number, or `n_tokens` if nothing was restored."""
         checkpoints = self._rollback.checkpoints
         if checkpoints is None or self.keeps(n_tokens, sequence):
             return n_tokens
@@ -494,23 +622,34 @@ class Context:
         return n_tokens if end is None else end
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns the maximum number of tokens by which each of these sequences can be rolled back after a pass
-        (`Rollback.most_lost`). Call this only for a model with a recurrent state; other models have no such limit."""
+        """Returns the maximum number of tokens by which each of these sequences can be
+        rolled back after a pass (`Rollback.most_lost`). Call this only for a model with
+        a recurrent state; other models have no such limit."""
         return self._rollback.most_lost(sequences)
 
     def _end(self, sequence: int) -> int:
         """Returns the position after the last token of a sequence."""
-        return int(self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)) + 1
+        return (
+            int(
+                self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)
+            )
+            + 1
+        )
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
-        """Removes a sequence's tokens from position `first` up to but not including `last` (-1: to the end). Used for
-        models with a recurrent state. Returns False, and changes nothing, if the state cannot be rolled back that far.
-        The base class passes sequence -1, which stands for sequence 0 here."""
+        """Removes a sequence's tokens from position `first` up to but not including
+        `last` (-1: to the end). Used for models with a recurrent state. Returns False,
+        and changes nothing, if the state cannot be rolled back that far. The base class
+        passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
         n_lost = self._end(sequence) - first
         if first > 0 and n_lost > self._rollback.n_back(sequence):
             return False
-        removed = bool(self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first, last))
+        removed = bool(
+            self._bindings.llama_memory_seq_rm(
+                self._llm._ctx.memory, sequence, first, last
+            )
+        )
         if first <= 0:
             self._rollback.forget(sequence)
         elif n_lost > 0:
@@ -518,7 +657,8 @@ class Context:
         return removed
 
     def cut(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Cuts a sequence to its first `n_tokens`. Returns False, and changes nothing, if `keeps` returns False."""
+        """Cuts a sequence to its first `n_tokens`. Returns False, and changes nothing,
+        if `keeps` returns False."""
         llm, memory = self._llm, self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if not self.keeps(n_tokens, sequence):
@@ -526,14 +666,18 @@ class Context:
         if llm._is_stateful:
             kept = self._remove(sequence, position, -1)
         else:
-            kept = bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
+            kept = bool(
+                self._bindings.llama_memory_seq_rm(memory, sequence, position, -1)
+            )
         if sequence == 0 and kept:
             self.images.truncate(n_tokens)
-            llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits belong to other tokens
+            # The logits belong to other tokens.
+            llm.n_tokens, llm._requires_eval = n_tokens, True
         return kept
 
     def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Cuts a sequence to its first `n_tokens`. If that is impossible, empties the sequence and returns False."""
+        """Cuts a sequence to its first `n_tokens`. If that is impossible, empties the
+        sequence and returns False."""
         if self.cut(n_tokens, sequence):
             return True
         if sequence == 0:
@@ -547,13 +691,13 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Discards a sequence's snapshots and checkpoint after a saved state has been written into the sequence. They
-        belong to other tokens."""
+        """Discards a sequence's snapshots and checkpoint after a saved state has been
+        written into the sequence. They belong to other tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:
-        """Empties the sequence of a failed pass. If the pass had several sequences, empties all sequences, because
-        llama.cpp moves states for such a pass."""
+        """Empties the sequence of a failed pass. If the pass had several sequences,
+        empties all sequences, because llama.cpp moves states for such a pass."""
         if len(self._evaluated) == 1:
             self.forget(*self._evaluated)
             if self._evaluated == (0,):
@@ -562,15 +706,16 @@ class Context:
             self.clear()
 
     def can_copy(self, sequence: int) -> bool:
-        """Returns True if the state of a sequence can be copied. A state that was rolled back can be copied only after
-        the sequence's next pass."""
+        """Returns True if the state of a sequence can be copied. A state that was
+        rolled back can be copied only after the sequence's next pass."""
         return self._rollback.can_copy(sequence)
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Copies the first `n_tokens` of `source` into `target`, and drops the earlier tokens of `target`. Returns
-        False, and changes nothing, if some of the tokens to copy have left a sliding window. With a recurrent state,
-        returns False instead if `source` does not have exactly these tokens, or has not been evaluated since a
-        rollback.
+        """Copies the first `n_tokens` of `source` into `target`, and drops the earlier
+        tokens of `target`. Returns False, and changes nothing, if some of the tokens to
+        copy have left a sliding window. With a recurrent state, returns False instead
+        if `source` does not have exactly these tokens, or has not been evaluated since
+        a rollback.
         """
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:
@@ -582,7 +727,9 @@ class Context:
         self.forget(target)
         self._bindings.llama_memory_seq_cp(memory, source, target, first, last)
         self._rollback.note_shared(source, target)
-        if target == 0:  # the copied tokens are not known here; PLACEHOLDER matches no token of a later prompt
+        # The copied tokens are not known here; PLACEHOLDER matches no token of a later
+        # prompt.
+        if target == 0:
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
@@ -591,20 +738,30 @@ class Context:
         """Returns a sequence's state, as llama.cpp serializes it."""
         llm, bindings = self._llm, self._bindings
         with self.lock:
-            data = np.empty(bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8)
+            data = np.empty(
+                bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8
+            )
             pointer = data.ctypes.data_as(c.POINTER(c.c_uint8))
-            n_bytes = bindings.llama_state_seq_get_data(llm.ctx, pointer, len(data), sequence)
+            n_bytes = bindings.llama_state_seq_get_data(
+                llm.ctx, pointer, len(data), sequence
+            )
         return data[:n_bytes].tobytes()
 
     def write_state(self, sequence: int, tokens: Sequence[int], state: bytes) -> bool:
-        """Writes a saved state of `tokens` into an empty sequence. Returns False, and leaves the sequence empty, if
-        llama.cpp cannot place the state, or if the state does not end after `tokens`."""
+        """Writes a saved state of `tokens` into an empty sequence. Returns False, and
+        leaves the sequence empty, if llama.cpp cannot place the state, or if the state
+        does not end after `tokens`."""
         llm, bindings = self._llm, self._bindings
         with self.lock:
             data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
-            done = bool(bindings.llama_state_seq_set_data(llm.ctx, data, len(state), sequence))
+            done = bool(
+                bindings.llama_state_seq_set_data(llm.ctx, data, len(state), sequence)
+            )
             self.note_state(sequence)
-            is_theirs = bindings.llama_memory_seq_pos_max(llm._ctx.memory, sequence) == len(tokens) - 1
+            is_theirs = (
+                bindings.llama_memory_seq_pos_max(llm._ctx.memory, sequence)
+                == len(tokens) - 1
+            )
             if not (done and is_theirs):
                 self.truncate(0, sequence)
                 return False
@@ -615,8 +772,8 @@ class Context:
         return True
 
     def warm_up(self, n_tokens: int) -> None:
-        """Evaluates a pass of `n_tokens`, so that backends allocate their permanent memory now. Empties the context
-        afterwards.
+        """Evaluates a pass of `n_tokens`, so that backends allocate their permanent
+        memory now. Empties the context afterwards.
 
         All tokens of the pass are identical, so the pass uses few experts.
         """
@@ -633,27 +790,35 @@ class Context:
     def can_shift(self) -> bool:
         """True if tokens can be dropped from the middle of the context.
 
-        This is impossible without a KV cache, with a recurrent state, and for cells that llama.cpp cannot shift, for
-        example if a position consists of several numbers (M-RoPE).
+        This is impossible without a KV cache, with a recurrent state, and for cells
+        that llama.cpp cannot shift, for example if a position consists of several
+        numbers (M-RoPE).
         """
         memory = self._llm._ctx.memory
-        return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
+        return (
+            memory is not None
+            and not self._llm._is_stateful
+            and bool(self._bindings.llama_memory_can_shift(memory))
+        )
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops the `n_discard` tokens of sequence 0 that follow its first `n_keep`. Moves all later tokens down, so
-        that no gap is left. Needs `can_shift`."""
+        """Drops the `n_discard` tokens of sequence 0 that follow its first `n_keep`.
+        Moves all later tokens down, so that no gap is left. Needs `can_shift`."""
         self.check_caller()
         with self.lock:
             self.check_open()
             llm, end = self._llm, n_keep + n_discard
             llm._ctx.kv_cache_seq_rm(0, n_keep, end)
             llm._ctx.kv_cache_seq_shift(0, end, llm.n_tokens, -n_discard)
-            llm.input_ids[n_keep : llm.n_tokens - n_discard] = llm.input_ids[end : llm.n_tokens].copy()
+            llm.input_ids[n_keep : llm.n_tokens - n_discard] = llm.input_ids[
+                end : llm.n_tokens
+            ].copy()
             llm.n_tokens -= n_discard
 
     def close(self, forked: bool = False) -> None:
-        """Makes later evaluations raise ClosedError. Waits until no evaluation is in progress, and frees the projector.
-        forked: True in a child process, where nothing is freed."""
+        """Makes later evaluations raise ClosedError. Waits until no evaluation is in
+        progress, and frees the projector. forked: True in a child process, where
+        nothing is freed."""
         self._closed = True
         if forked:
             return
@@ -664,12 +829,17 @@ class Context:
 
 
 def _typed_error(failure: str) -> MoeggufError | None:
-    """Returns the typed error for a known error text of llama_decode; None for any other text."""
+    """Returns the typed error for a known error text of llama_decode; None for any
+    other text."""
     if failure == _ABORTED:
-        return GenerationCancelled("generation was cancelled; resume() allows it again.")
+        return GenerationCancelled(
+            "generation was cancelled; resume() allows it again."
+        )
     reason = llama_log().reason()
     if failure == _NO_MEMORY:
-        return AllocationError(f"there is no memory for this pass ({reason}); lower n_ctx (--ctx) or n_batch.")
+        return AllocationError(
+            f"there is no memory for this pass ({reason}); lower n_ctx (--ctx) or n_batch."
+        )
     if failure == _FAILED:
         return LibraryError(
             f"a device or the CPU could not compute this pass ({reason}); load the model again, with placement='cpu'"

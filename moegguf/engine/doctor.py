@@ -1,7 +1,9 @@
-"""Collects facts for a bug report: versions, build, devices, processor, memory, disk, folders.
+"""Collects facts for a bug report: versions, build, devices, processor, memory, disk,
+folders.
 
-Each section, and some facts within a section, are collected separately. If one fails, the reason is reported in its
-place, and the others are still reported. Facts are plain values, ready for JSON; the frontends format them.
+Each section, and some facts within a section, are collected separately. If one fails,
+the reason is reported in its place, and the others are still reported. Facts are plain
+values, ready for JSON; the frontends format them.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ Facts = dict[str, Any]
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """Returns {section: facts} for this process and machine. The disk section measures the disk that holds `model`;
-    without `model`, the disk of the file that `_disk` chooses.
+    """Returns {section: facts} for this process and machine. The disk section measures
+    the disk that holds `model`; without `model`, the disk of the file that `_disk`
+    chooses.
 
     Does not raise exceptions.
     """
-    environment = _fact(_environment)  # collected first, because loading the library sets an environment variable
+    # Collected first, because loading the library sets an environment variable.
+    environment = _fact(_environment)
     sections: dict[str, Callable[[], Facts]] = {
         "moegguf": _versions,
         "build": _build,
@@ -63,21 +67,26 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
         "disk": partial(_disk, model),
         "folders": _folders,
     }
-    return {name: _fact(collect) for name, collect in sections.items()} | {"environment": environment}
+    return {name: _fact(collect) for name, collect in sections.items()} | {
+        "environment": environment
+    }
 
 
 def check_store() -> str:
-    """Generates an answer with the demo model and few slots, and checks the expert store's bookkeeping afterwards.
+    """Generates an answer with the demo model and few slots, and checks the expert
+    store's bookkeeping afterwards.
 
-    Returns the result as a sentence. Raises MoeggufError, naming the broken rule, if the check fails. Also raises it if
-    the demo model is missing or does not load.
+    Returns the result as a sentence. Raises MoeggufError, naming the broken rule, if
+    the check fails. Also raises it if the demo model is missing or does not load.
     """
     # imported here, because `diagnose` must work even if the library does not load
     from moegguf.engine.llama import Llama
 
     path = demo_path()
     if path is None:
-        raise ModelNotFoundError("this installation has no demo model to check the store with; install moegguf again.")
+        raise ModelNotFoundError(
+            "this installation has no demo model to check the store with; install moegguf again."
+        )
     with Llama(path, expert_cache=CHECK_BUDGET, n_ctx=128, verbose=False) as llm:
         assert llm.session is not None
         prompt = llm.tokenize(b"The expert store keeps")
@@ -107,7 +116,9 @@ def _versions() -> Facts:
         "folder": str(package_folders()[0].resolve()),
         "python": f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
         "system": _fact(platform.platform),
-        "packages": {name: _fact(partial(importlib.metadata.version, name)) for name in PACKAGES},
+        "packages": {
+            name: _fact(partial(importlib.metadata.version, name)) for name in PACKAGES
+        },
     }
 
 
@@ -134,7 +145,8 @@ def _llama_cpp_version() -> str:
 
 
 def read_pin() -> dict[str, str]:
-    """Returns the pinned sources of the library, such as the commit of llama.cpp. Raises LibraryError."""
+    """Returns the pinned sources of the library, such as the commit of llama.cpp.
+    Raises LibraryError."""
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(
@@ -144,14 +156,23 @@ def read_pin() -> dict[str, str]:
 
 
 def _features() -> list[str]:
-    """Returns the features of the build, as llama.cpp prints them: "AVX2", "OPENMP", "SVE_CNT=16", ..."""
+    """Returns the features of the build, as llama.cpp prints them: "AVX2", "OPENMP",
+    "SVE_CNT=16", ..."""
     text = library.llama_cpp().llama_print_system_info().decode(errors="replace")
-    pairs = [part.rpartition(":")[2].partition("=") for part in text.split("|") if "=" in part]
-    return [name.strip() + (f"={value.strip()}" if value.strip() != "1" else "") for name, _, value in pairs]
+    pairs = [
+        part.rpartition(":")[2].partition("=")
+        for part in text.split("|")
+        if "=" in part
+    ]
+    return [
+        name.strip() + (f"={value.strip()}" if value.strip() != "1" else "")
+        for name, _, value in pairs
+    ]
 
 
 def _devices() -> Facts:
-    """Returns {device name: description, kind and memory} for the devices of all ggml backends in this build."""
+    """Returns {device name: description, kind and memory} for the devices of all ggml
+    backends in this build."""
     return {device.name: _fact(partial(_device, device)) for device in all_devices()}
 
 
@@ -162,11 +183,13 @@ def _device(device: BackendDevice) -> Facts:
 
 
 def _cards() -> Facts:
-    """Returns the graphics cards that the system lists, the installed backend plug-ins, and backend problems. `note` is
-    the text of `card_note`, or None."""
+    """Returns the graphics cards that the system lists, the installed backend plug-ins,
+    and backend problems. `note` is the text of `card_note`, or None."""
     problems = library.backend_problems()
     return {
-        "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
+        "found": [
+            " ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()
+        ],
         "plugins": [f"moegguf-{folder.name}" for folder in plugins.plugin_folders()],
         "problems": [*problems.refused, *problems.errors],
         "note": card_note() or None,
@@ -181,18 +204,24 @@ def _machine() -> Facts:
         "cpus_allowed": n_cpu,
         "cores": min(psutil.cpu_count(logical=False) or n_cpu, n_cpu),
         "cpus_of_the_machine": os.cpu_count(),
-        "memory": {name: value for name, value in asdict(read_memory()).items() if name != "margin_bytes"},
+        "memory": {
+            name: value
+            for name, value in asdict(read_memory()).items()
+            if name != "margin_bytes"
+        },
         "load": _fact(lambda: [round(value, 2) for value in os.getloadavg()]),
     }
 
 
 def _disk(model: str | None) -> Facts:
-    """Measures the disk that holds the model's file. Without `model`, reads the largest file in the models folder, or
-    the demo model if that folder has no model."""
+    """Measures the disk that holds the model's file. Without `model`, reads the largest
+    file in the models folder, or the demo model if that folder has no model."""
     files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:
-        return {"error": "not measured: no model found; name one: `moegguf doctor MODEL`"}
+        return {
+            "error": "not measured: no model found; name one: `moegguf doctor MODEL`"
+        }
     speed = disk_read_speed(path, DISK_SECONDS)
     return {
         "file": str(path),
@@ -205,8 +234,9 @@ def _disk(model: str | None) -> Facts:
 def _folders() -> Facts:
     """Returns the path and size of the folders that moegguf uses.
 
-    The models folder is inside the data folder, unless MOEGGUF_MODELS names another one. Other programs also use the
-    downloads folder. "learnt" has the folders beside files of models (`_learnt_folders`).
+    The models folder is inside the data folder, unless MOEGGUF_MODELS names another
+    one. Other programs also use the downloads folder. "learnt" has the folders beside
+    files of models (`_learnt_folders`).
     """
     folders: dict[str, Callable[[], Path]] = {
         "package": lambda: package_folders()[0].resolve(),
@@ -215,14 +245,20 @@ def _folders() -> Facts:
         "cache": cache_folder,
         "downloads": hub_cache,
     }
-    return {name: _fact(partial(_folder, find)) for name, find in folders.items()} | {"learnt": _fact(_learnt_folders)}
+    return {name: _fact(partial(_folder, find)) for name, find in folders.items()} | {
+        "learnt": _fact(_learnt_folders)
+    }
 
 
 def _learnt_folders() -> Facts:
-    """Returns {name of a model: path and size of the folder with learnt facts beside the model's file} for the models
-    of the catalog that have such a folder."""
+    """Returns {name of a model: path and size of the folder with learnt facts beside
+    the model's file} for the models of the catalog that have such a folder."""
     names = {learnt_folder(entry.path): entry.name for entry in Catalog().entries()}
-    return {name: _folder(partial(Path, folder)) for folder, name in names.items() if folder.is_dir()}
+    return {
+        name: _folder(partial(Path, folder))
+        for folder, name in names.items()
+        if folder.is_dir()
+    }
 
 
 def _folder(find: Callable[[], Path]) -> Facts:
@@ -231,12 +267,14 @@ def _folder(find: Callable[[], Path]) -> Facts:
 
 
 def _environment() -> Facts:
-    """Returns the environment variables of moegguf and its libraries, without secrets. If a variable of moegguf has an
-    invalid value, adds the reason as "error"."""
+    """Returns the environment variables of moegguf and its libraries, without secrets.
+    If a variable of moegguf has an invalid value, adds the reason as "error"."""
     prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
     secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     facts: Facts = {
-        name: "(set)" if any(word in name for word in secrets) else without_password(value)
+        name: "(set)"
+        if any(word in name for word in secrets)
+        else without_password(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(prefixes)
     }

@@ -1,10 +1,12 @@
-"""Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
+"""Drafts: tokens that are guessed ahead, and verified by the next pass
+(moegguf.generate.drafting).
 
-llama.cpp's own speculative code generates drafts (`native/drafts`, a library that is loaded only when drafts are used).
-There are two kinds of drafts. For the first kind, the sequence's last tokens are looked up in its earlier text, and the
-tokens that followed them there become the draft. For the second kind, a draft context generates tokens. The draft
-context runs a second, smaller model, or the extra heads in the model's file that predict further tokens (multi-token
-prediction, MTP).
+llama.cpp's own speculative code generates drafts (`native/drafts`, a library that is
+loaded only when drafts are used). There are two kinds of drafts. For the first kind,
+the sequence's last tokens are looked up in its earlier text, and the tokens that
+followed them there become the draft. For the second kind, a draft context generates
+tokens. The draft context runs a second, smaller model, or the extra heads in the
+model's file that predict further tokens (multi-token prediction, MTP).
 """
 
 from __future__ import annotations
@@ -23,21 +25,30 @@ import numpy as np
 
 from moegguf.engine.memory import DRAFT_TOKENS, HEADS_UBATCH_TOKENS
 from moegguf.engine.model_path import readable
-from moegguf.errors import AllocationError, ModelFormatError, ModelNotFoundError, MoeggufError, OptionError
+from moegguf.errors import (
+    AllocationError,
+    ModelFormatError,
+    ModelNotFoundError,
+    MoeggufError,
+    OptionError,
+)
 from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.options import DRAFTS
 
 N_MAX = 24  # maximum number of tokens in a draft
-NGRAM_KEYS = (8, 3)  # number of most recent tokens that must occur earlier in the text: long and short n-gram
+# Number of most recent tokens that must occur earlier in the text: long and short
+# n-gram.
+NGRAM_KEYS = (8, 3)
 
 
 class Source(IntEnum):
     """The source of a draft. Sources are tried in this order.
 
-    Both n-gram sources search the earlier text of the sequence for its last tokens: LONG_NGRAM for a long run of them,
-    SHORT_NGRAM for a short one. MODEL is a draft context. NONE means that there is no draft.
+    Both n-gram sources search the earlier text of the sequence for its last tokens:
+    LONG_NGRAM for a long run of them, SHORT_NGRAM for a short one. MODEL is a draft
+    context. NONE means that there is no draft.
     """
 
     LONG_NGRAM = 0
@@ -86,15 +97,23 @@ def _check(reason: bytes | None, *_: object) -> None:
 class Drafts:
     """Generates drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: number of most recent tokens that must occur earlier in the text, for the long and the short n-gram. target,
-    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` runs
-    the heads of the target's model. `least_key`: a draft is possible only if at least this many of the most recent
-    tokens also occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods
-    except `close` raise MoeggufError, for example if the vocabularies differ.
+    keys: number of most recent tokens that must occur earlier in the text, for the long
+    and the short n-gram. target, draft: addresses of llama_contexts, which must outlive
+    this object; 0: there is none. heads: True if `draft` runs the heads of the target's
+    model. `least_key`: a draft is possible only if at least this many of the most
+    recent tokens also occur earlier in the text; 0: a draft context needs no
+    repetition. The constructor and all methods except `close` raise MoeggufError, for
+    example if the vocabularies differ.
     """
 
     def __init__(
-        self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0, heads: bool = False
+        self,
+        n_seq: int,
+        n_max: int,
+        keys: tuple[int, int],
+        target: int = 0,
+        draft: int = 0,
+        heads: bool = False,
     ) -> None:
         self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
         self.least_key = 0 if draft else min(keys)
@@ -104,30 +123,38 @@ class Drafts:
         self._tokens = np.zeros((n_seq, n_max), np.int32)
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
-        """Replaces all tokens of a sequence after its first `n_kept` tokens with `tokens`. If `n_kept` is 0, replaces
-        all tokens."""
+        """Replaces all tokens of a sequence after its first `n_kept` tokens with
+        `tokens`. If `n_kept` is 0, replaces all tokens."""
         new = np.asarray(tokens, np.int32)
-        self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
+        self._library.drafts_set_tokens(
+            self._handle, sequence, n_kept, new.ctypes, len(new)
+        )
 
     def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
-        """Returns a draft for each wanted sequence. `wanted` contains a pair for each sequence: its id, and the maximum
-        number of tokens to draft for each source except NONE."""
-        for row, (request, (sequence, n_most)) in enumerate(zip(self._requests, wanted, strict=False)):
+        """Returns a draft for each wanted sequence. `wanted` contains a pair for each
+        sequence: its id, and the maximum number of tokens to draft for each source
+        except NONE."""
+        for row, (request, (sequence, n_most)) in enumerate(
+            zip(self._requests, wanted, strict=False)
+        ):
             request.sequence, request.n_max[:] = sequence, n_most
             request.tokens = self._tokens[row].ctypes.data
         self._library.drafts_draft(self._handle, self._requests, len(wanted))
         return [
-            Draft(Source(request.source), tuple(self._tokens[row, : request.n].tolist()))
+            Draft(
+                Source(request.source), tuple(self._tokens[row, : request.n].tolist())
+            )
             for row, request in enumerate(self._requests[: len(wanted)])
         ]
 
     def evaluated(self, batch: c.Structure) -> None:
-        """Passes a llama_batch that the target context has just evaluated to the native drafter. If the drafts come
-        from heads, the heads evaluate the batch, too."""
+        """Passes a llama_batch that the target context has just evaluated to the native
+        drafter. If the drafts come from heads, the heads evaluate the batch, too."""
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
-        """Records that the first `n` tokens of the sequence's last draft were accepted."""
+        """Records that the first `n` tokens of the sequence's last draft were
+        accepted."""
         self._library.drafts_accept(self._handle, sequence, n)
 
     def close(self) -> None:
@@ -136,28 +163,36 @@ class Drafts:
         self._library.drafts_close(handle)
 
 
-def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
-    """Returns the layout to load for this `draft` option. The layout includes the model's heads (MTP) if the heads may
-    draft. With "auto", the heads may draft only if flash_attn is not False: without flash attention, a token's exact
-    results depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no
-    heads."""
+def drafted(
+    layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None
+) -> ExpertLayout:
+    """Returns the layout to load for this `draft` option. The layout includes the
+    model's heads (MTP) if the heads may draft. With "auto", the heads may draft only if
+    flash_attn is not False: without flash attention, a token's exact results depend on
+    the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model
+    has no heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp' needs prediction heads of a supported architecture ({', '.join(HEADS_ARCHS)}), but"
             f" {layout.shards[0].path.name} has none; use draft='auto'."
         )
-    is_used = layout.n_layer_nextn and (draft == "mtp" or (draft == "auto" and flash_attn is not False))
+    is_used = layout.n_layer_nextn and (
+        draft == "mtp" or (draft == "auto" and flash_attn is not False)
+    )
     return layout.with_heads() if is_used else layout
 
 
 class ModelDrafts:
-    """Decides how one model drafts. `in_use` is "ngram", "mtp" or "off", or the name or path of the draft model.
+    """Decides how one model drafts. `in_use` is "ngram", "mtp" or "off", or the name or
+    path of the draft model.
 
-    draft: one of DRAFTS, or the name or path of a model with the same vocabulary. "auto" drafts only if every answer
-    stays the same, bit for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is
-    made, so the plan uses only the memory that is left.
+    draft: one of DRAFTS, or the name or path of a model with the same vocabulary.
+    "auto" drafts only if every answer stays the same, bit for bit, as without drafts. A
+    draft model is loaded on the CPU before the main model's plan is made, so the plan
+    uses only the memory that is left.
 
-    Raises OptionError if there is no such model, and ModelFormatError if llama.cpp cannot load it.
+    Raises OptionError if there is no such model, and ModelFormatError if llama.cpp
+    cannot load it.
     """
 
     def __init__(self, draft: str | os.PathLike[str]) -> None:
@@ -177,21 +212,34 @@ class ModelDrafts:
         params = self._bindings.llama_model_default_params()
         params.n_gpu_layers, params.use_mmap = 0, False
         with readable(path) as known:
-            self._model = self._bindings.llama_model_load_from_file(known.read_as, params)
+            self._model = self._bindings.llama_model_load_from_file(
+                known.read_as, params
+            )
         if not self._model:
-            raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
+            raise ModelFormatError(
+                f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why."
+            )
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
-        """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
-        if `draft` is "auto" and the model is not batch-invariant. Also does nothing if the model's state cannot be
-        rolled back; then warns unless `draft` is "auto". Warns if drafts may change answers because the model is not
-        batch-invariant. Raises AllocationError if there is no memory for the draft context, and MoeggufError if the
-        vocabularies differ."""
-        if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
+        """Starts drafting after the model is loaded. Does nothing if `draft` is "off",
+        if the model has no KV cache, or if `draft` is "auto" and the model is not
+        batch-invariant. Also does nothing if the model's state cannot be rolled back;
+        then warns unless `draft` is "auto". Warns if drafts may change answers because
+        the model is not batch-invariant. Raises AllocationError if there is no memory
+        for the draft context, and MoeggufError if the vocabularies differ."""
+        if (
+            self._chosen == "off"
+            or llm._ctx.memory is None
+            or (self._chosen == "auto" and not batch_invariant)
+        ):
             return
         n_max = N_MAX
         if llm._is_stateful:
-            n_max = DRAFT_TOKENS[0] if llm.context.returns_to_checkpoints else min(N_MAX, llm.plan.n_rs_seq)
+            n_max = (
+                DRAFT_TOKENS[0]
+                if llm.context.returns_to_checkpoints
+                else min(N_MAX, llm.plan.n_rs_seq)
+            )
         if not n_max:
             if self._chosen != "auto":
                 warnings.warn(
@@ -210,7 +258,9 @@ class ModelDrafts:
         if has_heads or self._model:
             self._context = self._new_context(llm, n_seq, has_heads)
         target = llm.ctx if self._context else 0
-        self.drafts = Drafts(n_seq, n_max, NGRAM_KEYS, target, self._context or 0, has_heads)
+        self.drafts = Drafts(
+            n_seq, n_max, NGRAM_KEYS, target, self._context or 0, has_heads
+        )
         self.in_use = "mtp" if has_heads else self._chosen if self._model else "ngram"
         if has_heads:
             llm.context.after_pass = self.drafts.evaluated
@@ -221,19 +271,27 @@ class ModelDrafts:
             params = type(llm.context_params).from_buffer_copy(llm.context_params)
             params.ctx_type, params.ctx_other = bindings.LLAMA_CONTEXT_TYPE_MTP, llm.ctx
             params.n_rs_seq = 0
-            params.n_outputs_max, params.n_ubatch = n_seq, min(HEADS_UBATCH_TOKENS, llm.n_batch)
+            params.n_outputs_max, params.n_ubatch = (
+                n_seq,
+                min(HEADS_UBATCH_TOKENS, llm.n_batch),
+            )
             params.cb_eval = bindings.ggml_backend_sched_eval_callback()
             params.abort_callback = bindings.ggml_abort_callback()
         params.n_ctx = bindings.llama_n_ctx(llm.ctx) + n_seq * N_MAX
         params.n_seq_max, params.kv_unified, params.n_batch = n_seq, True, llm.n_batch
         params.n_threads = params.n_threads_batch = llm.n_threads
-        context = bindings.llama_init_from_model(llm.model if has_heads else self._model, params)
+        context = bindings.llama_init_from_model(
+            llm.model if has_heads else self._model, params
+        )
         if not context:
-            raise AllocationError("draft: there is no memory for the draft context; lower n_ctx, or use draft='off'.")
+            raise AllocationError(
+                "draft: there is no memory for the draft context; lower n_ctx, or use draft='off'."
+            )
         return context
 
     def close(self) -> None:
-        """Frees everything used for drafting. Must be called before the model is freed. A second call does nothing."""
+        """Frees everything used for drafting. Must be called before the model is freed.
+        A second call does nothing."""
         if self.drafts is not None:
             self.drafts.close()
         if self._context:

@@ -1,5 +1,5 @@
-"""Logs evictions at most once a second: the experts that lost their slots between two successive routing events, and
-the experts that received slots.
+"""Logs evictions at most once a second: the experts that lost their slots between two
+successive routing events, and the experts that received slots.
 
 Evictions at other times are not logged.
 """
@@ -21,7 +21,8 @@ MAX_NAMED = 8  # maximum number of experts in each list of a log record
 
 
 class EvictionLog(RoutingListener):
-    """Logs evictions, which it finds by comparing which experts have slots at successive routing events."""
+    """Logs evictions, which it finds by comparing which experts have slots at
+    successive routing events."""
 
     listen_options = ListenOptions(lazy=True)
 
@@ -31,8 +32,9 @@ class EvictionLog(RoutingListener):
         self._logged_s = -PERIOD_S
 
     def observe(self, event: RoutingEvent) -> None:
-        """Compares which experts have slots now and at the previous event, and logs evictions. Does nothing within
-        PERIOD_S (one second) after the last log record."""
+        """Compares which experts have slots now and at the previous event, and logs
+        evictions. Does nothing within PERIOD_S (one second) after the last log
+        record."""
         if time.monotonic() - self._logged_s < PERIOD_S:
             return
         now = self._store.residency() > 0
@@ -52,4 +54,6 @@ class EvictionLog(RoutingListener):
 
     def _names(self, experts: npt.NDArray[np.bool_]) -> list[str]:
         """Returns up to MAX_NAMED of these experts, as "layer/expert"."""
-        return [f"{il}/{expert}" for il, expert in np.argwhere(experts)[:MAX_NAMED].tolist()]
+        return [
+            f"{il}/{expert}" for il, expert in np.argwhere(experts)[:MAX_NAMED].tolist()
+        ]

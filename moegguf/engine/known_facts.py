@@ -1,4 +1,5 @@
-"""Keeps facts about a model on this machine in the cache folder, so each fact is determined only once."""
+"""Keeps facts about a model on this machine in the cache folder, so each fact is
+determined only once."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One kind of fact about a model, stored in a file in the cache folder. The fact is valid only while the model's
-    headers, the build of the native library, the processor and `about` stay the same.
+    """One kind of fact about a model, stored in a file in the cache folder. The fact is
+    valid only while the model's headers, the build of the native library, the processor
+    and `about` stay the same.
 
     The fact depends on the processor, because several machines may share a home folder.
 
@@ -30,12 +32,20 @@ class KnownFact:
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:
         processor, model = read_processor(), header_digest(layout.shards)
-        depends = [library.build_identity(), about, processor.model, sorted(processor.flags)]
-        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+        depends = [
+            library.build_identity(),
+            about,
+            processor.model,
+            sorted(processor.flags),
+        ]
+        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
         self._path = cache_folder() / kind / f"{model}-{key}.json"
 
     def read(self, of: type[Fact]) -> Fact | None:
-        """Returns the fact if it has the type `of`; None if it is not known, or the file is damaged."""
+        """Returns the fact if it has the type `of`; None if it is not known, or the
+        file is damaged."""
         with suppress(OSError, ValueError, RecursionError):
             fact = json.loads(read_regular(self._path))
             return fact if isinstance(fact, of) else None

@@ -13,11 +13,13 @@ SHOWN = ("tokens", "requests", "right")
 
 
 def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
-    """Returns a dictionary for each predictor that has a file of learnt data: the predictor, the strategy that uses it,
-    and the file's path. If there are several files, the first one in the search order of `Artifacts` is used.
+    """Returns a dictionary for each predictor that has a file of learnt data: the
+    predictor, the strategy that uses it, and the file's path. If there are several
+    files, the first one in the search order of `Artifacts` is used.
 
-    tokens and requests: the size of the training data. right: the share of held-out choices that the predictor guessed
-    correctly. Each of these is None if the file does not contain it as a number.
+    tokens and requests: the size of the training data. right: the share of held-out
+    choices that the predictor guessed correctly. Each of these is None if the file does
+    not contain it as a number.
     """
     artifacts = Artifacts(layout)
     found = []
@@ -26,6 +28,11 @@ def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
         if path is not None:
             facts = read_facts(path)
             about = {key: facts.get(key) for key in SHOWN}
-            known = {key: value if isinstance(value, int | float) else None for key, value in about.items()}
-            found.append({"predictor": name, "strategy": strategy, "path": str(path), **known})
+            known = {
+                key: value if isinstance(value, int | float) else None
+                for key, value in about.items()
+            }
+            found.append(
+                {"predictor": name, "strategy": strategy, "path": str(path), **known}
+            )
     return found

@@ -1,7 +1,8 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-This class only connects other objects: the loader creates them, the context evaluates tokens, and the session holds the
-experts. All keywords of llama-cpp-python's class are still accepted.
+This class only connects other objects: the loader creates them, the context evaluates
+tokens, and the session holds the experts. All keywords of llama-cpp-python's class are
+still accepted.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A loaded GGUF model. The experts of a Mixture-of-Experts model use no more memory than a given budget.
+    """A loaded GGUF model. The experts of a Mixture-of-Experts model use no more memory
+    than a given budget.
 
     Example:
         >>> import moegguf
@@ -60,13 +62,15 @@ class Llama(UpstreamLlama):
     vocabulary: Vocabulary
     """The text of each token, and the special tokens."""
     session: Session | None = None
-    """The expert store behind this model; None for a model without experts, or with MOEGGUF_HOOKS=0."""
+    """The expert store behind this model; None for a model without experts, or with
+    MOEGGUF_HOOKS=0."""
     drafts: Drafts | None = None
     """The object that guesses tokens ahead; None if nothing is drafted."""
     recording: Recording | None = None
     """The recording of a trace; None without the option `trace`."""
     prefix_cache: PrefixCache | None = None
-    """The cache on disk of this model's computed contexts; None if no contexts are kept."""
+    """The cache on disk of this model's computed contexts; None if no contexts are
+    kept."""
     _closed = True  # False while there is a loader with something to free
     _loader: Loader
 
@@ -189,12 +193,16 @@ class Llama(UpstreamLlama):
         start_log()
         check_options(given, Llama.__init__)
         environment = read_load_keywords()
-        named = find_strategy(environment.get("strategy", "") if strategy is None else strategy)
+        named = find_strategy(
+            environment.get("strategy", "") if strategy is None else strategy
+        )
         if isinstance(policy, str) and policy == "auto":
             policy = environment.get("policy", "auto")
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
         store = named.store if store is None else store
-        warm_start = bool(environment.get("warm_start")) if warm_start is None else warm_start
+        warm_start = (
+            bool(environment.get("warm_start")) if warm_start is None else warm_start
+        )
         own: dict[str, Any] = {
             "expert_cache": expert_cache,
             "vram_cache": vram_cache,
@@ -211,8 +219,11 @@ class Llama(UpstreamLlama):
             **own, **vars(chosen), **given,
         )  # fmt: skip
         if draft is None and (trace or lockstep):
-            own["draft"] = "off"  # drafts would change the routing that is recorded or replayed
-        kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
+            # Drafts would change the routing that is recorded or replayed.
+            own["draft"] = "off"
+        kept_bytes = store_limit(
+            0 if trace or lockstep or given.get("vocab_only") else context_store
+        )
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -220,10 +231,16 @@ class Llama(UpstreamLlama):
         try:
             self._loader = loader = Loader(load_plan, given, store, progress)
             self.session, self._closed = loader.session, False
-            kept = KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
-            recent = RecentExperts(self.session, kept) if kept and self.session else None
+            kept = (
+                KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
+            )
+            recent = (
+                RecentExperts(self.session, kept) if kept and self.session else None
+            )
             base = super().__init__
-            loader.read(lambda: base(load_plan.path, **load_plan.options), self._unload, chosen)
+            loader.read(
+                lambda: base(load_plan.path, **load_plan.options), self._unload, chosen
+            )
             self.n_batch = int(self.context_params.n_batch)
             self.input_ids.fill(PLACEHOLDER)
             self.vocabulary = Vocabulary(self)
@@ -235,10 +252,16 @@ class Llama(UpstreamLlama):
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
-            self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also on KeyboardInterrupt: no part of a failed load may remain
+            self.prefix_cache = (
+                open_prefix_cache(self, self.context, load_plan, store, kept, recent)
+                if kept
+                else None
+            )
+        except BaseException:
+            # Also on KeyboardInterrupt: no part of a failed load may remain.
             if not self._closed:
-                self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
+                # Deletes the unfinished trace; an older file stays.
+                self._loader.end_parts(discard=True)
             self.close()
             raise
 
@@ -251,9 +274,11 @@ class Llama(UpstreamLlama):
         placement: str | None = None,
         **options: Any,
     ) -> Plan:
-        """Returns the plan for loading the model with these keywords, but does not load the model.
+        """Returns the plan for loading the model with these keywords, but does not load
+        the model.
 
-        Raises the errors that planning a load raises, such as BudgetError and OptionError.
+        Raises the errors that planning a load raises, such as BudgetError and
+        OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -262,20 +287,26 @@ class Llama(UpstreamLlama):
         """
         given: dict[str, Any] = dict(options)
         check_options(given, Llama.__init__)
-        own = {"expert_cache": expert_cache, "vram_cache": vram_cache, "placement": placement}
+        own = {
+            "expert_cache": expert_cache,
+            "vram_cache": vram_cache,
+            "placement": placement,
+        }
         return prepare(model_path, own, given).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # close() also sets `_model`; in any other case, the base class creates the context next
+        # Close() also sets `_model`; in any other case, the base class creates the
+        # context next.
+        if not self._closed:
             self._loader.attach_context(self.context_params)
 
     @property
     def n_seq_max(self) -> int:
-        """The number of sequences for which the context has space: the requested number, or 1 if the model allows only
-        one.
+        """The number of sequences for which the context has space: the requested
+        number, or 1 if the model allows only one.
 
         Example:
             >>> llm.n_seq_max
@@ -285,12 +316,13 @@ class Llama(UpstreamLlama):
 
     @functools.cached_property
     def batch_invariant(self) -> bool:
-        """True if a token's results are the same, bit for bit, in any pass and with any other sequences
-        (engine/sequences.py).
+        """True if a token's results are the same, bit for bit, in any pass and with any
+        other sequences (engine/sequences.py).
 
-        The value describes the loaded model and never changes. It does not cover a sequence whose full context was
-        shifted. If other sequences are being processed, a shift evaluates the remaining tokens again. Otherwise a shift
-        moves their cells, which rounds differently.
+        The value describes the loaded model and never changes. It does not cover a
+        sequence whose full context was shifted. If other sequences are being processed,
+        a shift evaluates the remaining tokens again. Otherwise a shift moves their
+        cells, which rounds differently.
         """
         return is_batch_invariant(self, self.layout, self.plan)
 
@@ -301,7 +333,11 @@ class Llama(UpstreamLlama):
             >>> llm.n_ctx()
             512
         """
-        return int(self._loader.load_plan.options["n_ctx"] if self.n_seq_max > 1 else super().n_ctx())
+        return int(
+            self._loader.load_plan.options["n_ctx"]
+            if self.n_seq_max > 1
+            else super().n_ctx()
+        )
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens in batches of at most `n_batch`.
@@ -320,10 +356,11 @@ class Llama(UpstreamLlama):
         self.context.eval(tokens)
 
     def reset(self) -> None:
-        """Empties the context of sequence 0, the only sequence that `Llama` itself uses.
+        """Empties the context of sequence 0, the only sequence that `Llama` itself
+        uses.
 
-        Also clears `input_ids`, so that images that a chat handler evaluates afterwards never match the beginning of a
-        later prompt.
+        Also clears `input_ids`, so that images that a chat handler evaluates afterwards
+        never match the beginning of a later prompt.
 
         Example:
             >>> llm.reset()
@@ -365,7 +402,11 @@ class Llama(UpstreamLlama):
         return super().sample(*arguments, **options)
 
     def embed(
-        self, input: str | list[str], normalize: bool = False, truncate: bool = True, return_count: bool = False
+        self,
+        input: str | list[str],
+        normalize: bool = False,
+        truncate: bool = True,
+        return_count: bool = False,
     ) -> Any:
         """Returns embeddings as in llama-cpp-python.
 
@@ -378,19 +419,39 @@ class Llama(UpstreamLlama):
         """
         texts, base = [input] if isinstance(input, str) else input, super().embed
         if not all(self.tokenize(to_utf8(text)) for text in texts):
-            raise OptionError("a text is empty, and this model adds no token at its beginning; leave the text out.")
-        if isinstance(input, str) or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE:
-            return self.context.evaluate(lambda: base(input, normalize, truncate, return_count))
-        # If there is one vector for each token, the base class reads the vectors of a second text from the wrong place.
-        found = [self.context.evaluate(functools.partial(base, text, normalize, truncate, True)) for text in texts]
+            raise OptionError(
+                "a text is empty, and this model adds no token at its beginning; leave the text out."
+            )
+        if (
+            isinstance(input, str)
+            or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE
+        ):
+            return self.context.evaluate(
+                lambda: base(input, normalize, truncate, return_count)
+            )
+        # If there is one vector for each token, the base class reads the vectors of a
+        # second text from the wrong place.
+        found = [
+            self.context.evaluate(
+                functools.partial(base, text, normalize, truncate, True)
+            )
+            for text in texts
+        ]
         vectors = [each for each, _ in found]
-        return (vectors, sum(n_tokens for _, n_tokens in found)) if return_count else vectors
+        return (
+            (vectors, sum(n_tokens for _, n_tokens in found))
+            if return_count
+            else vectors
+        )
 
-    def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
+    def generate(
+        self, *arguments: Any, **options: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
         """Yields tokens as in llama-cpp-python.
 
-        Only one request runs at a time, and other threads wait until the request has finished. Raises OptionError if
-        the prompt has no tokens, and CapabilityError for a model that cannot generate text.
+        Only one request runs at a time, and other threads wait until the request has
+        finished. Raises OptionError if the prompt has no tokens, and CapabilityError
+        for a model that cannot generate text.
 
         Example:
             >>> import itertools
@@ -400,15 +461,21 @@ class Llama(UpstreamLlama):
             >>> tokens.close()  # ends the request
         """
         self.context.check_generates()
-        steps = self._with_kept(super().generate(*arguments, **options), arguments, options)
+        steps = self._with_kept(
+            super().generate(*arguments, **options), arguments, options
+        )
         return self.context.as_request(steps, keeps_logits=True)
 
     def _with_kept(
-        self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
+        self,
+        steps: Generator[int, Sequence[int] | None, None],
+        arguments: Sequence[Any],
+        options: dict[str, Any],
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields the tokens of `steps`. If contexts are kept for this model and the option `reset` is True, first
-        restores the part of the prompt's context that is on disk. In this case, new parts are also written to disk,
-        after each evaluation and at the end."""
+        """Yields the tokens of `steps`. If contexts are kept for this model and the
+        option `reset` is True, first restores the part of the prompt's context that is
+        on disk. In this case, new parts are also written to disk, after each evaluation
+        and at the end."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -428,8 +495,8 @@ class Llama(UpstreamLlama):
                 cache.store(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
-        """Returns the counters since the model was loaded. To get the counters of one request, subtract the counters
-        from before the request.
+        """Returns the counters since the model was loaded. To get the counters of one
+        request, subtract the counters from before the request.
 
         Example:
             >>> before = llm.stats()
@@ -440,8 +507,8 @@ class Llama(UpstreamLlama):
         return self.context.stats()
 
     def decisions(self) -> dict[str, Any]:
-        """Returns the policy, the predictor, the state of prefetching, and the time that decisions took. Returns {} for
-        a model without an expert store.
+        """Returns the policy, the predictor, the state of prefetching, and the time
+        that decisions took. Returns {} for a model without an expert store.
 
         Example:
             >>> llm.decisions()["policy"]
@@ -458,32 +525,40 @@ class Llama(UpstreamLlama):
         """
         self.set_budget(expert_cache=expert_cache)
 
-    def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
-        """Changes the budget for experts in RAM, on the GPU, or both. A tier never gets more slots than it had at load
-        time.
+    def set_budget(
+        self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None
+    ) -> None:
+        """Changes the budget for experts in RAM, on the GPU, or both. A tier never gets
+        more slots than it had at load time.
 
-        The value None leaves a budget unchanged. If a budget becomes smaller, the freed memory is returned to the
-        system and to the device. A new budget does not change generated tokens. If the model is idle, the change
-        happens immediately. If another thread is evaluating tokens, the change happens after that evaluation.
+        The value None leaves a budget unchanged. If a budget becomes smaller, the freed
+        memory is returned to the system and to the device. A new budget does not change
+        generated tokens. If the model is idle, the change happens immediately. If
+        another thread is evaluating tokens, the change happens after that evaluation.
 
-        vram_cache also includes the buffers in which prompts are staged, and their size does not change. If the GPU
-        contains whole layers, you can change only expert_cache. If a device had a slot for every expert, prompts may be
-        processed in shorter passes after the change; moegguf then prints a warning.
+        vram_cache also includes the buffers in which prompts are staged, and their size
+        does not change. If the GPU contains whole layers, you can change only
+        expert_cache. If a device had a slot for every expert, prompts may be processed
+        in shorter passes after the change; moegguf then prints a warning.
 
-        Raises BudgetError for a budget below the minimum, for a tier that the model does not have, and for a model
-        without experts. Such an error changes nothing. Raises AllocationError if a device has no memory for more slots;
-        the tier then keeps its slots.
+        Raises BudgetError for a budget below the minimum, for a tier that the model
+        does not have, and for a model without experts. Such an error changes nothing.
+        Raises AllocationError if a device has no memory for more slots; the tier then
+        keeps its slots.
 
         Example:
             >>> llm.set_budget(expert_cache="25%")
             >>> llm.stats().n_slots
             48
         """
-        set_budget(self, self.context, self.session, {"RAM": expert_cache, "VRAM": vram_cache})
+        set_budget(
+            self, self.context, self.session, {"RAM": expert_cache, "VRAM": vram_cache}
+        )
 
     def cancel(self) -> None:
-        """Cancels the evaluation that another thread is running. The cancelled evaluation, and all evaluations until
-        `resume` is called, raise GenerationCancelled. Does nothing for a model without an expert store.
+        """Cancels the evaluation that another thread is running. The cancelled
+        evaluation, and all evaluations until `resume` is called, raise
+        GenerationCancelled. Does nothing for a model without an expert store.
 
         Example:
             >>> llm.cancel()
@@ -506,8 +581,8 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees the context, the model, the slots and the threads. Frees nothing in a forked child process. A second
-        call does nothing.
+        """Frees the context, the model, the slots and the threads. Frees nothing in a
+        forked child process. A second call does nothing.
 
         Example:
             >>> llm = moegguf.Llama("demo", verbose=False)
@@ -515,11 +590,13 @@ class Llama(UpstreamLlama):
         """
         if self._closed:
             return
-        if context := self.__dict__.get("context"):  # absent if the load failed before the context was created
+        # Absent if the load failed before the context was created.
+        if context := self.__dict__.get("context"):
             context.check_caller()
         forked = self.session is not None and self.session.forked
         if not forked:
-            self.cancel()  # a pass in another thread stops now, with GenerationCancelled
+            # A pass in another thread stops now, with GenerationCancelled.
+            self.cancel()
         self._closed = True
         if context:
             context.close(forked)
@@ -532,7 +609,9 @@ class Llama(UpstreamLlama):
         finally:  # even if the trace could not be written
             self._unload()
             closed: Any = ClosedModel()
-            self._model = self._ctx = self._batch = self.tokenizer_ = self.vocabulary = closed
+            self._model = self._ctx = self._batch = self.tokenizer_ = (
+                self.vocabulary
+            ) = closed
             self._loader.close()
 
     def _unload(self) -> None:
@@ -551,4 +630,5 @@ class Llama(UpstreamLlama):
         self.close()
 
 
-Llama.__init__.__signature__ = with_keywords(Llama.__init__, UpstreamLlama.__base__.__init__)  # type: ignore
+_keywords = with_keywords(Llama.__init__, UpstreamLlama.__base__.__init__)
+Llama.__init__.__signature__ = _keywords  # type: ignore

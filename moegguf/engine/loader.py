@@ -1,7 +1,8 @@
-"""Loads a model: runs a trial load, opens the expert store, makes llama.cpp read the weights, and starts threads.
+"""Loads a model: runs a trial load, opens the expert store, makes llama.cpp read the
+weights, and starts threads.
 
-The store is opened before the model and closed after it, because the model's expert tensors use a buffer type that
-belongs to the store and only reserves address space.
+The store is opened before the model and closed after it, because the model's expert
+tensors use a buffer type that belongs to the store and only reserves address space.
 """
 
 from __future__ import annotations
@@ -45,17 +46,21 @@ REPORT_S = 0.5  # seconds between reports while memory is pinned
 
 
 class Loader:
-    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises the same
-    errors as `Llama`.
+    """Loads one model according to its plan. `n_seq_max` is the number of sequences in
+    the context. Raises the same errors as `Llama`.
 
     options: keywords of llama_cpp.Llama, as the user passed them.
 
-    progress: called with the share of the weights that llama.cpp has read. The load is cancelled if `progress` returns
-    False or raises.
+    progress: called with the share of the weights that llama.cpp has read. The load is
+    cancelled if `progress` returns False or raises.
     """
 
     def __init__(
-        self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: Progress | None
+        self,
+        load_plan: LoadPlan,
+        options: dict[str, Any],
+        store: StoreOptions,
+        progress: Progress | None,
     ) -> None:
         self.load_plan, self.n_seq_max = load_plan, load_plan.plan.n_seq_max
         self.session: Session | None = None
@@ -70,22 +75,35 @@ class Loader:
         self._ended_by: MoeggufError | None = None
         self._deciding: Future[None] | None = None
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
-        self._no_devices = (c.c_void_p * 1)()  # an empty list of devices: its first entry is null
+        # An empty list of devices: its first entry is null.
+        self._no_devices = (c.c_void_p * 1)()
         self._repack, plan = store.repack, load_plan.plan
-        try_first(load_plan.layout, options, self._report_waiting, load_plan.spec.projector)
+        try_first(
+            load_plan.layout, options, self._report_waiting, load_plan.spec.projector
+        )
         if load_plan.no_device or plan.layers_on:
-            store = replace(store, device=None)  # `device` names the device of the slots; here they are in RAM
+            # `device` names the device of the slots; here they are in RAM.
+            store = replace(store, device=None)
         if load_plan.hooks:
-            mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
-            self.session = self._open(lambda: Session(plan.slots_layout(load_plan.layout), plan, store, mirrors))
+            mirrors = [
+                mirror_paths(path, load_plan.layout.shards)
+                for path in load_plan.spec.mirror
+            ]
+            self.session = self._open(
+                lambda: Session(
+                    plan.slots_layout(load_plan.layout), plan, store, mirrors
+                )
+            )
             if is_logged():
                 self.session.listeners.add(EvictionLog(self.session))
             self.session.store.pause_fill(True)  # until llama.cpp has read the weights
 
     def _report(self, share: float, _user: int = 0) -> bool:
-        if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            # The controller could not be created. llama.cpp's first report waits for the controller in `exception()`,
-            # so no weights have been read yet.
+        if self._deciding is not None and isinstance(
+            error := self._deciding.exception(), MoeggufError
+        ):
+            # The controller could not be created. llama.cpp's first report waits for
+            # the controller in `exception()`, so no weights have been read yet.
             self._ended_by = error
             return False
         try:
@@ -101,9 +119,10 @@ class Loader:
         return self._ended_by is None
 
     def _open(self, open_session: Callable[[], Session]) -> Session:
-        """Opens the store. If it has slots in RAM below a device, their memory is pinned, which may take a minute. The
-        progress callback is then called with 0.0 every REPORT_S seconds. If the callback cancels the load, the store is
-        closed as soon as it is open."""
+        """Opens the store. If it has slots in RAM below a device, their memory is
+        pinned, which may take a minute. The progress callback is then called with 0.0
+        every REPORT_S seconds. If the callback cancels the load, the store is closed as
+        soon as it is open."""
         if not self.load_plan.plan.n_ram_slots:
             return open_session()
         with ThreadPoolExecutor(1, "moegguf-store") as beside:
@@ -118,14 +137,15 @@ class Loader:
             return opening.result()
 
     def _report_waiting(self) -> None:
-        """Calls the progress callback with 0.0, during the trial load or while memory is pinned. Raises if the callback
-        cancels the load."""
+        """Calls the progress callback with 0.0, during the trial load or while memory
+        is pinned. Raises if the callback cancels the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by
 
     def attach_model(self, params: c.Structure) -> None:
-        """Sets the experts' buffer type, the progress callback and other fields in struct llama_model_params."""
+        """Sets the experts' buffer type, the progress callback and other fields in
+        struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
         params.use_extra_bufts = params.use_extra_bufts and self._repack
         if self.session is not None:
@@ -135,10 +155,12 @@ class Loader:
             params.devices = c.addressof(self._no_devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the expert hook, sequences, pass sizes and flash attention in struct llama_context_params."""
+        """Sets the expert hook, sequences, pass sizes and flash attention in struct
+        llama_context_params."""
         plan = self.load_plan.plan
         params.n_rs_seq = plan.n_rs_seq
-        params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)  # each checkpoint is a sequence for llama.cpp
+        # Each checkpoint is a sequence for llama.cpp.
+        params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)
         if self.n_seq_max > 1:
             params.n_ctx = plan.kv_tokens
         if params.n_seq_max > 1:
@@ -148,15 +170,24 @@ class Loader:
             params.n_batch = min(options["n_ctx"], plan.n_batch)
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
-                params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)
-        if self.load_plan.spec.flash_attn is None:  # the base class can only switch flash attention on or off
+                params.n_outputs_max = logits_tokens(
+                    self.load_plan.layout, self.n_seq_max
+                )
+        # The base class can only switch flash attention on or off.
+        if self.load_plan.spec.flash_attn is None:
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:
             self.session.attach_context(params)
 
-    def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
-        """Calls `construct`, which creates llama.cpp's model and context. If there is an expert store, creates the
-        controller in another thread, while llama.cpp reads the headers and the vocabulary."""
+    def read(
+        self,
+        construct: Callable[[], None],
+        unload: Callable[[], None],
+        options: ControllerOptions,
+    ) -> None:
+        """Calls `construct`, which creates llama.cpp's model and context. If there is
+        an expert store, creates the controller in another thread, while llama.cpp reads
+        the headers and the vocabulary."""
         session = self.session
         if session is None:
             self._construct(construct, unload)
@@ -165,16 +196,20 @@ class Loader:
             warnings.warn(warning, stacklevel=3)
 
         def decide() -> None:
-            self.controller = LiveController(session, self._artifacts, options, self.n_seq_max)
+            self.controller = LiveController(
+                session, self._artifacts, options, self.n_seq_max
+            )
 
         with ThreadPoolExecutor(1, "moegguf-controller") as beside:
             self._deciding = beside.submit(decide)
             self._construct(construct, unload)
         self._deciding.result()
 
-    def _construct(self, construct: Callable[[], None], unload: Callable[[], None]) -> None:
-        """Calls `construct`. If a device has no memory for the model, calls `unload` and tries again with
-        fewer slots."""
+    def _construct(
+        self, construct: Callable[[], None], unload: Callable[[], None]
+    ) -> None:
+        """Calls `construct`. If a device has no memory for the model, calls `unload`
+        and tries again with fewer slots."""
         while True:
             llama_log().forget()
             try:
@@ -186,25 +221,33 @@ class Loader:
             except (MemoryError, ValueError, RuntimeError) as error:
                 if self._ended_by is not None:
                     raise self._ended_by from self._ended_by.__cause__
-                if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
+                if (
+                    isinstance(error, RuntimeError)
+                    or self.session is None
+                    or not self.session.give_slots_back(unload)
+                ):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
-        self._callback = None  # the callback refers to this object and would keep it alive
+        # The callback refers to this object and would keep it alive.
+        self._callback = None
         self.load_plan.layout.check_unchanged()
 
     @contextmanager
     def _weights_read_ahead(self) -> Iterator[None]:
-        """Reads weights into the page cache in another thread, while the `with` block makes llama.cpp read them. Does
-        nothing without an expert store.
+        """Reads weights into the page cache in another thread, while the `with` block
+        makes llama.cpp read them. Does nothing without an expert store.
 
-        Without that thread, the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
-        cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
-        stay, and the next load of the model is faster.
+        Without that thread, the disk would be idle while llama.cpp converts a tensor or
+        builds the vocabulary. If a cgroup limits the memory, these pages are dropped
+        afterwards, because the cgroup counts them. Otherwise they stay, and the next
+        load of the model is faster.
         """
         if self.session is None:
             yield
             return
         layout, stop = self.session.layout, threading.Event()
-        work = threading.Thread(target=_advise, args=(layout, "POSIX_FADV_WILLNEED", stop), daemon=True)
+        work = threading.Thread(
+            target=_advise, args=(layout, "POSIX_FADV_WILLNEED", stop), daemon=True
+        )
         work.start()
         try:
             yield
@@ -216,9 +259,10 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Starts the compute threads of this context. Leaves this to llama.cpp if there is no expert store and
-        `govern_threads` is not set. If `govern_threads` is set, also creates the object that adapts the number of
-        threads to other processes' use of the processors. Does nothing if there is only one compute thread."""
+        """Starts the compute threads of this context. Leaves this to llama.cpp if there
+        is no expert store and `govern_threads` is not set. If `govern_threads` is set,
+        also creates the object that adapts the number of threads to other processes'
+        use of the processors. Does nothing if there is only one compute thread."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -228,12 +272,17 @@ class Loader:
         if governed:
             session = self.session
             self.threads = GovernedThreads(
-                context, n_threads, lambda: session.store.counters()["stall_ns"] / 1e9 if session else 0.0
+                context,
+                n_threads,
+                lambda: session.store.counters()["stall_ns"] / 1e9 if session else 0.0,
             )
 
-    def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """Fetches the most frequently used experts of earlier runs, if `warm_start` is True and no device holds whole
-        layers. Starts the recording if `trace` is set. Raises OptionError for `trace` without an expert store."""
+    def start_parts(
+        self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None
+    ) -> None:
+        """Fetches the most frequently used experts of earlier runs, if `warm_start` is
+        True and no device holds whole layers. Starts the recording if `trace` is set.
+        Raises OptionError for `trace` without an expert store."""
         session = self.session
         if trace and session is None:
             raise OptionError(
@@ -251,8 +300,8 @@ class Loader:
             self.recording = Recording(session, self._artifacts, trace)
 
     def end_parts(self, discard: bool = False) -> None:
-        """Stops the controller and the recording, and saves what was learned. discard: deletes the unfinished
-        recording."""
+        """Stops the controller and the recording, and saves what was learned. discard:
+        deletes the unfinished recording."""
         if self.recording is not None and discard:
             self.recording.discard()
         for part in (self.controller, self.recording):
@@ -263,8 +312,8 @@ class Loader:
             save_uses(self.session, self._artifacts)
 
     def close(self) -> None:
-        """Frees the threads and the store. Call this after llama.cpp's context and model have been freed. A second call
-        does nothing."""
+        """Frees the threads and the store. Call this after llama.cpp's context and
+        model have been freed. A second call does nothing."""
         if self._threadpool is not None:
             self._threadpool.close()
         if self.session is not None:
@@ -272,19 +321,33 @@ class Loader:
 
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
-    """Passes this advice to posix_fadvise() for the bytes of a model's files, part by part, until `stop` is set.
-    Experts and tables that are read by row are left out; headers are included. Does nothing on a system without this
-    advice."""
+    """Passes this advice to posix_fadvise() for the bytes of a model's files, part by
+    part, until `stop` is set. Experts and tables that are read by row are left out;
+    headers are included. Does nothing on a system without this advice."""
     if not hasattr(os, advice):
         return
     for index, shard in enumerate(layout.shards):
-        experts = [(m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index]
-        tables = [(table.offset, table.n_bytes) for table in layout.row_tables if table.shard == index]
-        with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens the file next, and reports the error
+        experts = [
+            (m.offset, m.n_expert * m.expert_bytes)
+            for m in layout.matrices
+            if m.shard == index
+        ]
+        tables = [
+            (table.offset, table.n_bytes)
+            for table in layout.row_tables
+            if table.shard == index
+        ]
+        # llama.cpp opens the file next, and reports the error.
+        with suppress(OSError), open(shard.path, "rb") as file:
             begin = 0
             for end, skipped in [*sorted(experts + tables), (shard.n_bytes, 0)]:
                 for offset in range(begin, end, ADVICE_BYTES):
                     if stop.is_set():
                         return
-                    os.posix_fadvise(file.fileno(), offset, min(ADVICE_BYTES, end - offset), getattr(os, advice))
+                    os.posix_fadvise(
+                        file.fileno(),
+                        offset,
+                        min(ADVICE_BYTES, end - offset),
+                        getattr(os, advice),
+                    )
                 begin = end + skipped

@@ -1,7 +1,8 @@
-"""Accesses the parts of a llama.cpp context's memory (`native/memory_parts.h`): cells of full attention, cells of a
-sliding window, and a recurrent state.
+"""Accesses the parts of a llama.cpp context's memory (`native/memory_parts.h`): cells
+of full attention, cells of a sliding window, and a recurrent state.
 
-This module knows nothing about tokens and files, and does not decide when a state is kept.
+This module knows nothing about tokens and files, and does not decide when a state is
+kept.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 CELLS, WINDOW, RECURRENT = 1, 2, 4
-WHOLE = 0  # stands for the whole memory; the value of `MemoryParts.all` if the memory cannot be divided into parts
+# Stands for the whole memory; the value of `MemoryParts.all` if the memory cannot be
+# divided into parts.
+WHOLE = 0
 _MEMORY, _CONTEXT, _BYTES = c.c_void_p, c.c_void_p, c.c_void_p
 _PARTS, _SEQUENCE, _POSITION = c.c_uint32, c.c_int32, c.c_int32
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "memory_parts": (_PARTS, (_MEMORY,)),
     "parts_seq_rm": (c.c_bool, (_MEMORY, _PARTS, _SEQUENCE, _POSITION, _POSITION)),
-    "parts_seq_cp": (None, (_MEMORY, _PARTS, _SEQUENCE, _SEQUENCE, _POSITION, _POSITION)),
+    "parts_seq_cp": (
+        None,
+        (_MEMORY, _PARTS, _SEQUENCE, _SEQUENCE, _POSITION, _POSITION),
+    ),
     "parts_seq_pos_min": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
     "parts_seq_pos_max": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
     "parts_state_bytes": (c.c_size_t, (_CONTEXT, _PARTS, _SEQUENCE)),
@@ -34,8 +40,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class MemoryParts:
-    """Removes, copies, saves and restores parts of the memory of `llm`'s context. The argument `parts` combines the
-    bits CELLS, WINDOW and RECURRENT; WHOLE stands for the whole memory."""
+    """Removes, copies, saves and restores parts of the memory of `llm`'s context. The
+    argument `parts` combines the bits CELLS, WINDOW and RECURRENT; WHOLE stands for the
+    whole memory."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
         loaded: Any = library.llama_cpp().llama_cpp._lib
@@ -45,41 +52,57 @@ class MemoryParts:
             function = getattr(loaded, f"moegguf_{name}")
             function.restype, function.argtypes = result, arguments
             self._functions[name] = function
-        self.all: int = self._functions["memory_parts"](self._memory)  # bits of the parts that the memory has, or WHOLE
+        # Bits of the parts that the memory has, or WHOLE.
+        self.all: int = self._functions["memory_parts"](self._memory)
 
     def remove(self, parts: int, sequence: int, begin: int = -1, end: int = -1) -> bool:
-        """Removes the positions from `begin` up to but not including `end` from these parts of a sequence. -1: no limit
-        on this side. Returns False if one of the parts cannot remove them."""
-        return bool(self._functions["parts_seq_rm"](self._memory, parts, sequence, begin, end))
+        """Removes the positions from `begin` up to but not including `end` from these
+        parts of a sequence. -1: no limit on this side. Returns False if one of the
+        parts cannot remove them."""
+        return bool(
+            self._functions["parts_seq_rm"](self._memory, parts, sequence, begin, end)
+        )
 
-    def copy(self, parts: int, source: int, target: int, begin: int = -1, end: int = -1) -> None:
-        """Copies the positions from `begin` up to but not including `end` in these parts, from the sequence `source` to
-        the sequence `target`. -1: no limit on this side."""
+    def copy(
+        self, parts: int, source: int, target: int, begin: int = -1, end: int = -1
+    ) -> None:
+        """Copies the positions from `begin` up to but not including `end` in these
+        parts, from the sequence `source` to the sequence `target`. -1: no limit on this
+        side."""
         self._functions["parts_seq_cp"](self._memory, parts, source, target, begin, end)
 
     def first(self, parts: int, sequence: int) -> int:
-        """Returns the sequence's first position in these parts: the largest of the parts' first positions; -1 if all
-        are empty."""
+        """Returns the sequence's first position in these parts: the largest of the
+        parts' first positions; -1 if all are empty."""
         return int(self._functions["parts_seq_pos_min"](self._memory, parts, sequence))
 
     def end(self, parts: int, sequence: int) -> int:
-        """Returns the position after the sequence's last one in these parts: the smallest over the parts; 0 if a part
-        is empty."""
-        return int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
+        """Returns the position after the sequence's last one in these parts: the
+        smallest over the parts; 0 if a part is empty."""
+        return (
+            int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
+        )
 
     def state_bytes(self, parts: int, sequence: int) -> int:
-        """Returns the size in bytes of a sequence's state with only these parts; 0 if llama.cpp cannot write the
-        state."""
+        """Returns the size in bytes of a sequence's state with only these parts; 0 if
+        llama.cpp cannot write the state."""
         return int(self._functions["parts_state_bytes"](self._context, parts, sequence))
 
-    def state(self, parts: int, sequence: int, n_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """Returns a sequence's state with only these parts. Returns None if llama.cpp cannot write the state, or if its
-        size is not `n_bytes`."""
+    def state(
+        self, parts: int, sequence: int, n_bytes: int
+    ) -> npt.NDArray[np.uint8] | None:
+        """Returns a sequence's state with only these parts. Returns None if llama.cpp
+        cannot write the state, or if its size is not `n_bytes`."""
         data, write = np.empty(n_bytes, np.uint8), self._functions["parts_state_write"]
-        return data if write(self._context, parts, sequence, data.ctypes.data, n_bytes) else None
+        return (
+            data
+            if write(self._context, parts, sequence, data.ctypes.data, n_bytes)
+            else None
+        )
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
-        """Replaces these parts of a sequence with a state of `n_bytes` bytes. `address` is an address in memory, or was
-        returned by KVBlocks.add. Returns False if llama.cpp cannot read the state."""
+        """Replaces these parts of a sequence with a state of `n_bytes` bytes. `address`
+        is an address in memory, or was returned by KVBlocks.add. Returns False if
+        llama.cpp cannot read the state."""
         read = self._functions["parts_state_read"]
         return bool(read(self._context, parts, sequence, address, n_bytes))

@@ -12,8 +12,9 @@ from moegguf.gguf.shards import parse_shard_name, shard_path, shards_of
 
 
 class FilePath(str):
-    """A path whose `encode` returns the bytes `read_as`, which may differ from the characters of the string.
-    llama-cpp-python calls `encode` on a path and passes the result to llama.cpp."""
+    """A path whose `encode` returns the bytes `read_as`, which may differ from the
+    characters of the string. llama-cpp-python calls `encode` on a path and passes the
+    result to llama.cpp."""
 
     read_as: bytes
 
@@ -24,9 +25,10 @@ class FilePath(str):
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[FilePath]:
-    """Yields `path` as a FilePath that llama.cpp can read, even if the bytes of the path are not valid UTF-8. If the
-    names of several shards are not in the lower case that llama.cpp expects, makes a temporary link to each shard. Then
-    `read_as` is the path of the first link."""
+    """Yields `path` as a FilePath that llama.cpp can read, even if the bytes of the
+    path are not valid UTF-8. If the names of several shards are not in the lower case
+    that llama.cpp expects, makes a temporary link to each shard. Then `read_as` is the
+    path of the first link."""
     given = FilePath(os.fspath(path))
     given.read_as = os.fsencode(path)
     shards = shards_of(Path(path))

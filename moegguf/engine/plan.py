@@ -1,8 +1,10 @@
-"""The plan for a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
+"""The plan for a load: the layers and slots of each memory, the sizes of context and
+passes, and reasons as sentences.
 
-A slot holds one expert of any layer: one place in the arena of each kind of matrix (such as gate, up and down). On a
-device, layers with larger experts than other layers may have a pool of larger slots (`size_classes`).
-`solver.make_plan` creates a plan before anything is loaded; workers receive it.
+A slot holds one expert of any layer: one place in the arena of each kind of matrix
+(such as gate, up and down). On a device, layers with larger experts than other layers
+may have a pool of larger slots (`size_classes`). `solver.make_plan` creates a plan
+before anything is loaded; workers receive it.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from moegguf.native.slot_sizes import padded, slot_sizes
 
 NO_LIMIT = 1 << 30  # more tokens than any pass contains
 NO_NEEDS = MemoryNeeds()
-LEAST_SAVING = 0.02  # size classes must leave memory for at least this share of additional slots
+# Size classes must leave memory for at least this share of additional slots.
+LEAST_SAVING = 0.02
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A comparison of placements: the predicted speeds of each placement that fits, and the choice."""
+    """A comparison of placements: the predicted speeds of each placement that fits, and
+    the choice."""
 
     placements: tuple[Placement, ...]  # the fastest first
     chosen: Placement
@@ -36,50 +40,71 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The part of a plan for one memory (RAM or a device's): the layers that run there, slots and bytes."""
+    """The part of a plan for one memory (RAM or a device's): the layers that run there,
+    slots and bytes."""
 
     name: str | None  # ggml's name for the device; None: RAM, used by the CPU
     layers: tuple[int, ...]  # layers that run there, at least in part
     n_slots: int  # slots for experts of these layers
-    total_bytes: int  # bytes that the model occupies in this memory, including all slots
+    # Bytes that the model occupies in this memory, including all slots.
+    total_bytes: int
     available_bytes: int = 0  # bytes that this process may use in this memory
-    n_below: int = 0  # RAM only: number of slots from which the devices' slots are filled
+    # RAM only: number of slots from which the devices' slots are filled.
+    n_below: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan for a load: what each memory holds, the context, and the tokens of a pass."""
+    """The plan for a load: what each memory holds, the context, and the tokens of a
+    pass."""
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
-    slot_bytes: int  # bytes of a slot for the largest expert, in RAM and on devices without size classes
+    # Bytes of a slot for the largest expert, in RAM and on devices without size
+    # classes.
+    slot_bytes: int
     n_experts: int  # number of experts in all layers except whole_layers
     n_ctx: int
     n_ubatch: int  # maximum number of tokens in a pass
-    # memory in addition to the slots, in RAM or on devices; without a device, compute_bytes includes the slots' scratch
-    # memory
+    # memory in addition to the slots, in RAM or on devices; without a device,
+    # compute_bytes includes the slots' scratch memory
     needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be rolled back
-    n_checkpoints: int = 0  # 1: each sequence returns to a checkpoint of its recurrent state after a rejected draft
+    # Snapshots of each sequence's recurrent state; this many of its last tokens can be
+    # rolled back.
+    n_rs_seq: int = 0
+    # 1: each sequence returns to a checkpoint of its recurrent state after a rejected
+    # draft.
+    n_checkpoints: int = 0
     n_batch: int = 512
     kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
-    streams: bool = False  # True: a pass may use more experts of a layer than there are slots
-    # maximum number of tokens in a pass that a device runs from slots if some expert has no slot; longer prompts are
-    # staged or split
+    # True: a pass may use more experts of a layer than there are slots.
+    streams: bool = False
+    # maximum number of tokens in a pass that a device runs from slots if some expert
+    # has no slot; longer prompts are staged or split
     slot_tokens: int = NO_LIMIT
-    n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
+    # Staging tensors on each device with slots; each has the full shape of a layer's
+    # matrices.
+    n_staging: int = 0
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
-    maps: bool = False  # True: the device looks up slots itself, and reads experts in RAM directly (native/mapped.h)
-    # Layers of each pool on the device, if layers with large experts have a pool of their own; (): one pool.
+    # True: the device looks up slots itself, and reads experts in RAM directly
+    # (native/mapped.h).
+    maps: bool = False
+    # Layers of each pool on the device, if layers with large experts have a pool of
+    # their own; (): one pool.
     size_classes: tuple[tuple[int, ...], ...] = ()
     mean_slot_bytes: int = 0  # mean bytes of the devices' slots; 0: as slot_bytes
-    whole_layers: tuple[int, ...] = ()  # layers whose experts are all on a device as plain weights, without slots
-    n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer
-    # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided
+    # Layers whose experts are all on a device as plain weights, without slots.
+    whole_layers: tuple[int, ...] = ()
+    # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer.
+    n_gpu_layers: int = 0
+    # llama.cpp's tensor_split, the proportions of layers for each device; None: layers
+    # are not divided
     tensor_split: tuple[float, ...] | None = None
-    # True: the largest pass is evaluated during the load, so that backends allocate all their memory then
+    # True: the largest pass is evaluated during the load, so that backends allocate all
+    # their memory then
     warms_up: bool = False
-    placement: PlacementPlan | None = None  # the comparison and the choice; None: placements were not compared
+    # The comparison and the choice; None: placements were not compared.
+    placement: PlacementPlan | None = None
     reasons: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()
 
@@ -100,33 +125,44 @@ class Plan:
 
     @property
     def device(self) -> str | None:
-        """ggml's names for the devices with slots, separated by commas; None if no device has slots."""
-        return ", ".join(str(part.name) for part in self.on_devices if part.n_slots) or None
+        """ggml's names for the devices with slots, separated by commas; None if no
+        device has slots."""
+        return (
+            ", ".join(str(part.name) for part in self.on_devices if part.n_slots)
+            or None
+        )
 
     @property
     def layers_on(self) -> str | None:
-        """ggml's name for the device, if layers run on a device and all slots are in RAM; otherwise None."""
-        return self.on_devices[0].name if self.on_device and self.device is None else None
+        """ggml's name for the device, if layers run on a device and all slots are in
+        RAM; otherwise None."""
+        return (
+            self.on_devices[0].name if self.on_device and self.device is None else None
+        )
 
     @property
     def devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts for all devices, and RAM's part if layers with experts run on the CPU. Empty if layers are not
-        divided among several memories."""
+        """The parts for all devices, and RAM's part if layers with experts run on the
+        CPU. Empty if layers are not divided among several memories."""
         if self.tensor_split is None:
             return ()
         return (*self.on_devices, *([self.ram] if self.ram.n_slots else []))
 
     @property
     def n_slots(self) -> int:
-        """Number of slots that layers read experts from, on devices and in RAM. Slots in RAM that only fill slots of
-        devices are not counted."""
+        """Number of slots that layers read experts from, on devices and in RAM. Slots
+        in RAM that only fill slots of devices are not counted."""
         return sum(part.n_slots for part in self.memories)
 
     @property
     def device_slots(self) -> int:
-        """Number of slots on devices. If no device has slots, the number of slots in RAM that layers read experts
-        from."""
-        return sum(part.n_slots for part in self.on_devices) if self.device else self.n_slots
+        """Number of slots on devices. If no device has slots, the number of slots in
+        RAM that layers read experts from."""
+        return (
+            sum(part.n_slots for part in self.on_devices)
+            if self.device
+            else self.n_slots
+        )
 
     @property
     def n_ram_slots(self) -> int:
@@ -135,7 +171,8 @@ class Plan:
 
     @property
     def resident(self) -> bool:
-        """True if every expert outside `whole_layers` has a slot of its own. True for a model without experts."""
+        """True if every expert outside `whole_layers` has a slot of its own. True for a
+        model without experts."""
         return self.n_slots == self.n_experts
 
     @property
@@ -151,7 +188,8 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the model occupies in RAM if layers run on a device; otherwise 0."""
+        """Bytes that the model occupies in RAM if layers run on a device; otherwise
+        0."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property
@@ -161,46 +199,62 @@ class Plan:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that this process may use on the plan's devices; without a device, in RAM."""
+        """Bytes that this process may use on the plan's devices; without a device, in
+        RAM."""
         return sum(part.available_bytes for part in self.on_devices or self.memories)
 
     @property
     def expert_cache_bytes(self) -> int:
-        """Bytes of slots in RAM, as a value for the budget of RAM: slots for experts that run on the CPU, and
-        slots that fill the devices' slots."""
+        """Bytes of slots in RAM, as a value for the budget of RAM: slots for experts
+        that run on the CPU, and slots that fill the devices' slots."""
         return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
 
     @property
     def vram_cache_bytes(self) -> int:
-        """Bytes of slots and staging tensors on devices, as a value for the budget of VRAM; 0 if no device has
-        slots."""
-        return self.device_slots * self.device_slot_bytes + self.staging_slots_bytes if self.device else 0
+        """Bytes of slots and staging tensors on devices, as a value for the budget of
+        VRAM; 0 if no device has slots."""
+        return (
+            self.device_slots * self.device_slot_bytes + self.staging_slots_bytes
+            if self.device
+            else 0
+        )
 
     @property
     def staging_slots_bytes(self) -> int:
-        """Bytes of a given budget that staging tensors occupy, rounded up to whole slots."""
-        return slots_for(self.staging_bytes, self.device_slot_bytes) * self.device_slot_bytes
+        """Bytes of a given budget that staging tensors occupy, rounded up to whole
+        slots."""
+        return (
+            slots_for(self.staging_bytes, self.device_slot_bytes)
+            * self.device_slot_bytes
+        )
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
-        """Returns `layout` with only the experts outside `whole_layers` as experts. The experts in `whole_layers` are
-        treated as dense weights."""
-        return layout.only(layer.il for layer in layout.layers if layer.il not in self.whole_layers)
+        """Returns `layout` with only the experts outside `whole_layers` as experts. The
+        experts in `whole_layers` are treated as dense weights."""
+        return layout.only(
+            layer.il for layer in layout.layers if layer.il not in self.whole_layers
+        )
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
-        """Returns how many slots a pass may need at once in a pool for the layers of `layout`, on a device or
-        in RAM."""
+        """Returns how many slots a pass may need at once in a pool for the layers of
+        `layout`, on a device or in RAM."""
         if on_device and self.n_staging:
             return layer_slots(layout, min(self.n_ubatch, self.slot_tokens))
         return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the plan's figures for JSON: most of its fields, the fields of `needs`, the properties in FIGURES,
-        and `devices`."""
+        """Returns the plan's figures for JSON: most of its fields, the fields of
+        `needs`, the properties in FIGURES, and `devices`."""
         of_slots = {name: getattr(self, name) for name in FIGURES}
         found = asdict(self)
         needs = found.pop("needs")
         del found["memories"], needs["slot_work_bytes"]
-        return found | of_slots | needs | {"devices": [asdict(part) for part in self.devices]}
+        return (
+            found
+            | of_slots
+            | needs
+            | {"devices": [asdict(part) for part in self.devices]}
+        )
 
 
 FIGURES = (
@@ -211,42 +265,59 @@ FIGURES = (
 
 
 def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
-    """Returns how many slots a pass of `n_ubatch` tokens may need at once: the number of different experts that it can
-    use in one layer.
+    """Returns how many slots a pass of `n_ubatch` tokens may need at once: the number
+    of different experts that it can use in one layer.
 
-    streams: True if experts without a slot are streamed, so only the experts of one token need slots.
+    streams: True if experts without a slot are streamed, so only the experts of one
+    token need slots.
     """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
-def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = (), on_device: bool = False) -> int:
-    """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, including the
-    padding for these devices. Returns 0 for a model without experts.
+def slot_bytes(
+    layout: ExpertLayout, devices: Sequence[str] = (), on_device: bool = False
+) -> int:
+    """Returns the size in bytes of one slot in all arenas together, as the native store
+    lays them out, including the padding for these devices. Returns 0 for a model
+    without experts.
 
-    on_device: True if the slot is on a device other than the CPU, or fills slots on such a device.
+    on_device: True if the slot is on a device other than the CPU, or fills slots on
+    such a device.
     """
-    return slot_sizes(padded(layout, devices) if devices else layout, 0, on_device or bool(devices)).slot_bytes
+    return slot_sizes(
+        padded(layout, devices) if devices else layout, 0, on_device or bool(devices)
+    ).slot_bytes
 
 
 def size_classes(layout: ExpertLayout) -> tuple[tuple[int, ...], ...]:
-    """Returns the layers of two pools, if this saves memory: one pool for layers with small experts, the other for
-    layers with large experts. Returns () if all slots should have the same size.
+    """Returns the layers of two pools, if this saves memory: one pool for layers with
+    small experts, the other for layers with large experts. Returns () if all slots
+    should have the same size.
 
-    In a Q4_K_M file, the down matrices of about half of the layers have a larger type. One pool would give every expert
-    a slot for the larger type.
+    In a Q4_K_M file, the down matrices of about half of the layers have a larger type.
+    One pool would give every expert a slot for the larger type.
     """
-    sizes = {layer.il: slot_bytes(layout.only([layer.il]), on_device=True) for layer in layout.layers}
+    sizes = {
+        layer.il: slot_bytes(layout.only([layer.il]), on_device=True)
+        for layer in layout.layers
+    }
     pairs = [
-        tuple(tuple(il for il in sizes if (sizes[il] > most) == is_large) for is_large in (False, True))
+        tuple(
+            tuple(il for il in sizes if (sizes[il] > most) == is_large)
+            for is_large in (False, True)
+        )
         for most in sorted(set(sizes.values()))[:-1]
     ]
     best = min(pairs, key=lambda pair: mean_slot_bytes(layout, pair), default=())
-    saves = best and mean_slot_bytes(layout, best) * (1 + LEAST_SAVING) <= slot_bytes(layout, on_device=True)
+    saves = best and mean_slot_bytes(layout, best) * (1 + LEAST_SAVING) <= slot_bytes(
+        layout, on_device=True
+    )
     return best if saves else ()
 
 
 def mean_slot_bytes(layout: ExpertLayout, classes: Sequence[Sequence[int]]) -> int:
-    """Returns the mean size in bytes of a slot, if each class of layers has slots for the same share of its experts."""
+    """Returns the mean size in bytes of a slot, if each class of layers has slots for
+    the same share of its experts."""
     n_bytes = 0
     for layers in classes:
         of_class = layout.only(layers)
@@ -254,38 +325,63 @@ def mean_slot_bytes(layout: ExpertLayout, classes: Sequence[Sequence[int]]) -> i
     return -(-n_bytes // max(1, layout.n_expert_total))
 
 
-def divide_slots(layout: ExpertLayout, groups: Sequence[Sequence[int]], n_slots: int) -> list[int]:
-    """Divides `n_slots` slots among groups of layers, in proportion to the experts of these layers."""
+def divide_slots(
+    layout: ExpertLayout, groups: Sequence[Sequence[int]], n_slots: int
+) -> list[int]:
+    """Divides `n_slots` slots among groups of layers, in proportion to the experts of
+    these layers."""
     n_experts = {layer.il: layer.n_expert for layer in layout.layers}
-    before = [0, *itertools.accumulate(sum(n_experts.get(il, 0) for il in layers) for layers in groups)]
+    before = [
+        0,
+        *itertools.accumulate(
+            sum(n_experts.get(il, 0) for il in layers) for layers in groups
+        ),
+    ]
     ends = [n_slots * n // max(1, before[-1]) for n in before]
     return [last - first for first, last in itertools.pairwise(ends)]
 
 
-def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens that a pass may have with `n_slots` slots, at least 1; NO_LIMIT if there is
-    no limit.
+def allowed_ubatch(
+    layout: ExpertLayout,
+    n_slots: int,
+    streams: bool = False,
+    slot_tokens: int = NO_LIMIT,
+) -> int:
+    """Returns the largest number of tokens that a pass may have with `n_slots` slots,
+    at least 1; NO_LIMIT if there is no limit.
 
-    streams: True if experts without a slot of their own are streamed or staged, so there is no limit.
+    streams: True if experts without a slot of their own are streamed or staged, so
+    there is no limit.
 
-    slot_tokens: maximum number of tokens in a pass if some expert has no slot. For larger passes, the device would not
-    use the same operations as with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).
+    slot_tokens: maximum number of tokens in a pass if some expert has no slot. For
+    larger passes, the device would not use the same operations as with every expert in
+    memory, so the bits would differ (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT
-    n_tokens = NO_LIMIT if n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
+    n_tokens = (
+        NO_LIMIT
+        if n_slots >= layout.n_expert
+        else max(1, n_slots // layout.n_expert_used)
+    )
     return min(n_tokens, slot_tokens)
 
 
 def staging_bytes(layout: ExpertLayout, n_tensors: int, can_pack: bool = True) -> int:
-    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices.
+    """Returns the size in bytes of `n_tensors` staging tensors, each with the full
+    shape of a layer's matrices.
 
-    can_pack: False if each kind of matrix has an arena of its own even with the remedy one_arena.
+    can_pack: False if each kind of matrix has an arena of its own even with the remedy
+    one_arena.
     """
-    return slot_sizes(layout, n_tensors * layout.n_expert, on_device=can_pack).pool_bytes if n_tensors else 0
+    return (
+        slot_sizes(layout, n_tensors * layout.n_expert, on_device=can_pack).pool_bytes
+        if n_tensors
+        else 0
+    )
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:
-    """Returns the smallest number of slots that together occupy at least `n_bytes` bytes. In a given budget, staging
-    tensors take the place of this many slots."""
+    """Returns the smallest number of slots that together occupy at least `n_bytes`
+    bytes. In a given budget, staging tensors take the place of this many slots."""
     return -(-n_bytes // slot_bytes) if n_bytes else 0

@@ -1,9 +1,10 @@
-"""Models with a recurrent state: which layers have one, how many bytes it occupies, and for which architectures
-llama.cpp can roll it back.
+"""Models with a recurrent state: which layers have one, how many bytes it occupies, and
+for which architectures llama.cpp can roll it back.
 
-A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A snapshot is the state before one of
-the last tokens, so these tokens can be rolled back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the keys of
-tokens instead (src/llama-kv-cache-dsv4.cpp).
+A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A
+snapshot is the state before one of the last tokens, so these tokens can be rolled back
+(src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the keys of tokens instead
+(src/llama-kv-cache-dsv4.cpp).
 """
 
 from __future__ import annotations
@@ -13,18 +14,28 @@ from collections.abc import Iterable
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
-# Architectures, grouped by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except
-# every n-th one, or the layers without key/value heads. Nemotron's layers with a feed-forward part have no state.
-EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
-INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
+# Architectures, grouped by the rule for the layers that have a state
+# (src/models/*.cpp): every layer, all layers except every n-th one, or the layers
+# without key/value heads. Nemotron's layers with a feed-forward part have no state.
+EVERY_LAYER = frozenset(
+    ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1")
+)
+INTERVALS = {
+    "qwen3next": 4,
+    "qwen35": 4,
+    "qwen35moe": 4,
+    "qwen4exp": 4,
+    "minimax-01": 8,
+}
 WITHOUT_HEADS = frozenset((
     "jamba", "plamo2", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "kimi-linear", "kimi-k3",
     "bailingmoe3", "glm5-next",
 ))  # fmt: skip
 DEEPSEEK4 = "deepseek4"
-# Architectures whose sequences must not share cells. DeepSeek V4 compresses the keys of each sequence separately.
-# qwen4exp may choose only part of a block of tokens. The choice depends on the order of cells, which is the order of
-# tokens only if no other sequence has cells in between.
+# Architectures whose sequences must not share cells. DeepSeek V4 compresses the keys of
+# each sequence separately. qwen4exp may choose only part of a block of tokens. The
+# choice depends on the order of cells, which is the order of tokens only if no other
+# sequence has cells in between.
 OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
 ROLLBACK_ARCHS = frozenset((
     "kimi-k3", "qwen35", "qwen35moe", "qwen4exp", DEEPSEEK4, "glm5-next", "nemotron_h", "nemotron_h_moe", "lfm2",
@@ -33,15 +44,18 @@ ROLLBACK_ARCHS = frozenset((
 """Architectures for which llama.cpp's llm_arch_supports_rs_rollback returns true."""
 FLOAT_BYTES = 4
 STEP_TOKENS = 256  # a KV cache's number of cells is a multiple of this number
-COMPRESSED = 4  # tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys
-WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every token reads all of these keys
+# Tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys.
+COMPRESSED = 4
+# Tokens per compressed key of DeepSeek V4, if every token reads all of these keys.
+WIDE_COMPRESSED = 128
 
 
 def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
-    """Returns the metadata value `<arch>.<name>`, or its largest element if it is an array; `default` if the name is
-    missing.
+    """Returns the metadata value `<arch>.<name>`, or its largest element if it is an
+    array; `default` if the name is missing.
 
-    Returns 0 for an empty array, and for a value that is not a whole number from 0 to 2^24 - 1.
+    Returns 0 for an empty array, and for a value that is not a whole number from 0 to
+    2^24 - 1.
     """
     value: Value = layout.metadata.get(f"{layout.arch}.{name}", default)
     if isinstance(value, tuple):
@@ -50,20 +64,22 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the size in bytes of a row of `n` numbers of this type. A partially filled last block is counted in
-    full."""
+    """Returns the size in bytes of a row of `n` numbers of this type. A partially
+    filled last block is counted in full."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 
 
 def is_stateful(layout: ExpertLayout) -> bool:
-    """Returns True if the architecture's sequences have a state from which tokens cannot be removed freely."""
+    """Returns True if the architecture's sequences have a state from which tokens
+    cannot be removed freely."""
     return layout.arch in EVERY_LAYER | INTERVALS.keys() | WITHOUT_HEADS | {DEEPSEEK4}
 
 
 def shares_cells(layout: ExpertLayout) -> bool:
-    """Returns True if the sequences of a context share the cells of one KV cache. Otherwise each sequence has its own
-    cells, and the sequences of one ubatch have consecutive numbers."""
+    """Returns True if the sequences of a context share the cells of one KV cache.
+    Otherwise each sequence has its own cells, and the sequences of one ubatch have
+    consecutive numbers."""
     return layout.arch not in OWN_CELLS
 
 
@@ -79,31 +95,42 @@ def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
         marks = layout.metadata.get(f"{arch}.attention.recurrent_layers")
         if marks is not None:
             return bool(marks[il] if isinstance(marks, tuple) else marks)
-        return (il + 1) % (number(layout, "full_attention_interval", INTERVALS[arch]) or 1) != 0
+        return (il + 1) % (
+            number(layout, "full_attention_interval", INTERVALS[arch]) or 1
+        ) != 0
     if arch in WITHOUT_HEADS:
-        return not hparams.n_head_kv[il] and not (arch.startswith("nemotron") and hparams.n_ff[il])
+        return not hparams.n_head_kv[il] and not (
+            arch.startswith("nemotron") and hparams.n_ff[il]
+        )
     return arch in EVERY_LAYER
 
 
 def attention_layers(layout: ExpertLayout) -> list[int]:
-    """Returns the indices of the layers that have a KV cache, including the layers of loaded draft heads."""
+    """Returns the indices of the layers that have a KV cache, including the layers of
+    loaded draft heads."""
     hparams = layout.hparams
-    layers: Iterable[int] = range(hparams.n_layer + layout.n_layer_nextn * layout.loads_heads)
+    layers: Iterable[int] = range(
+        hparams.n_layer + layout.n_layer_nextn * layout.loads_heads
+    )
     if not is_stateful(layout):
         return list(layers)
-    recurrent = recurrent_layers(layout) if layout.arch != "falcon-h1" else frozenset[int]()
+    recurrent = (
+        recurrent_layers(layout) if layout.arch != "falcon-h1" else frozenset[int]()
+    )
     return [il for il in layers if hparams.n_head_kv[il] and il not in recurrent]
 
 
 def state_bytes(layout: ExpertLayout) -> int:
-    """Returns the size in bytes of one sequence's recurrent state, over all layers. A snapshot of the state has the
-    same size."""
+    """Returns the size in bytes of one sequence's recurrent state, over all layers. A
+    snapshot of the state has the same size."""
     if layout.arch == DEEPSEEK4:
         return _compressor_bytes(layout)
     n_embd, n_head = layout.hparams.n_embd, layout.hparams.n_head[0]
     n_conv = number(layout, "ssm.conv_kernel")
     inner, state = number(layout, "ssm.inner_size"), number(layout, "ssm.state_size")
-    history = max(0, n_conv - 1) * (inner + 2 * number(layout, "ssm.group_count") * state)
+    history = max(0, n_conv - 1) * (
+        inner + 2 * number(layout, "ssm.group_count") * state
+    )
     matrix = inner * state
     if wkv := number(layout, "wkv.head_size"):
         history = n_embd * number(layout, "token_shift_count", 2)
@@ -115,22 +142,31 @@ def state_bytes(layout: ExpertLayout) -> int:
         matrix = n_head * kda * kda
     elif layout.arch == "minimax-01":
         matrix = n_head * layout.hparams.key_length**2
-    n_floats = len(recurrent_layers(layout)) * (history + matrix) + _ngram_floats(layout)
+    n_floats = len(recurrent_layers(layout)) * (history + matrix) + _ngram_floats(
+        layout
+    )
     return FLOAT_BYTES * n_floats
 
 
 def _ngram_floats(layout: ExpertLayout) -> int:
-    """Returns the number of values that the layers with an n-gram table keep in the recurrent state for the latest
-    tokens."""
+    """Returns the number of values that the layers with an n-gram table keep in the
+    recurrent state for the latest tokens."""
     layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
     n_layers = len(layers) if isinstance(layers, tuple) else 0
-    n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(layout, "ple.ngram_size")
-    return n_layers * n_before * number(layout, "hyper_connection.count") * layout.hparams.n_embd
+    n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(
+        layout, "ple.ngram_size"
+    )
+    return (
+        n_layers
+        * n_before
+        * number(layout, "hyper_connection.count")
+        * layout.hparams.n_embd
+    )
 
 
 def _ratios(layout: ExpertLayout) -> tuple[Value, ...]:
-    """Returns how many tokens share one compressed key, for each layer of DeepSeek V4. 0: the layer's keys are not
-    compressed."""
+    """Returns how many tokens share one compressed key, for each layer of DeepSeek V4.
+    0: the layer's keys are not compressed."""
     found = layout.metadata.get(f"{layout.arch}.attention.compress_ratios", ())
     return found[: layout.hparams.n_layer] if isinstance(found, tuple) else ()
 
@@ -139,22 +175,31 @@ def _compressor_bytes(layout: ExpertLayout) -> int:
     ratios, key = _ratios(layout), layout.hparams.key_length
     chosen = 2 * COMPRESSED * 2 * (key + number(layout, "attention.indexer.key_length"))
     wide = WIDE_COMPRESSED * key
-    keys_and_scores = 2 * (ratios.count(COMPRESSED) * chosen + ratios.count(WIDE_COMPRESSED) * wide)
+    keys_and_scores = 2 * (
+        ratios.count(COMPRESSED) * chosen + ratios.count(WIDE_COMPRESSED) * wide
+    )
     return FLOAT_BYTES * keys_and_scores
 
 
 def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
-    """Returns the size in bytes of one sequence's KV cache in DeepSeek V4: the keys of all tokens, and the compressed
-    keys."""
+    """Returns the size in bytes of one sequence's KV cache in DeepSeek V4: the keys of
+    all tokens, and the compressed keys."""
     hparams, ratios = layout.hparams, _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
     indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
-    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # draft heads have a second context
+    # Draft heads have a second context.
+    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads
     n_bytes = n_layer * padded(n_ctx) * key
-    n_bytes += ratios.count(COMPRESSED) * padded(-(-n_ctx // COMPRESSED)) * (key + indexed)
-    return n_bytes + ratios.count(WIDE_COMPRESSED) * padded(-(-n_ctx // WIDE_COMPRESSED)) * key
+    n_bytes += (
+        ratios.count(COMPRESSED) * padded(-(-n_ctx // COMPRESSED)) * (key + indexed)
+    )
+    return (
+        n_bytes
+        + ratios.count(WIDE_COMPRESSED) * padded(-(-n_ctx // WIDE_COMPRESSED)) * key
+    )
 
 
 def padded(n_tokens: int) -> int:
-    """Returns `n_tokens` rounded up to a multiple of STEP_TOKENS, as llama.cpp rounds its number of cells."""
+    """Returns `n_tokens` rounded up to a multiple of STEP_TOKENS, as llama.cpp rounds
+    its number of cells."""
     return -(-n_tokens // STEP_TOKENS) * STEP_TOKENS

@@ -1,7 +1,9 @@
-"""Changes a loaded model's budgets for experts, and thereby the number of slots in its tiers.
+"""Changes a loaded model's budgets for experts, and thereby the number of slots in its
+tiers.
 
-A budget must hold the slots that the model's passes use; one slot is enough in RAM below devices. A tier never gets
-more slots than it had at load time. "auto" restores that number.
+A budget must hold the slots that the model's passes use; one slot is enough in RAM
+below devices. A tier never gets more slots than it had at load time. "auto" restores
+that number.
 """
 
 from __future__ import annotations
@@ -23,25 +25,38 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.engine.upstream import UpstreamLlama
 
-Slots = tuple[Tier, int | None]  # a tier, and the index of a device; None: all devices of the tier
-EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if every layer runs on the CPU
+# A tier, and the index of a device; None: all devices of the tier.
+Slots = tuple[Tier, int | None]
+# Slots in VRAM, or slots in RAM if every layer runs on the CPU.
+EVERY_DEVICE: Slots = Tier.COMPUTE, None
 
 
 def set_budget(
-    llm: UpstreamLlama, context: Context, session: Session | None, given: Mapping[str, Budget | None]
+    llm: UpstreamLlama,
+    context: Context,
+    session: Session | None,
+    given: Mapping[str, Budget | None],
 ) -> None:
     """Implements `Llama.set_budget` for a model with this context and session.
 
-    given: {tier: budget}; None leaves a budget unchanged. If `session` is None, the model has no
-    slots, and nothing changes."""
+    given: {tier: budget}; None leaves a budget unchanged. If `session` is None, the
+    model has no slots, and nothing changes."""
     context.check_caller()
     with context.lock:
         context.check_open()
         if session is None:
             return
         store, plan, controller = session.store, session.plan, context.controller
-        caches = {tier: parse_expert_cache(value, tier) for tier, value in given.items() if value is not None}
-        wanted = {EVERY_DEVICE: _in_vram(session, caches["VRAM"])} if "VRAM" in caches else dict[Slots, int]()
+        caches = {
+            tier: parse_expert_cache(value, tier)
+            for tier, value in given.items()
+            if value is not None
+        }
+        wanted = (
+            {EVERY_DEVICE: _in_vram(session, caches["VRAM"])}
+            if "VRAM" in caches
+            else dict[Slots, int]()
+        )
         if "RAM" in caches:
             wanted |= _in_ram(session, caches["RAM"])
         on_device = plan.device is not None
@@ -54,14 +69,16 @@ def set_budget(
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
                 _shorten_passes(llm, plan)
-            if controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
+            if controller is not None and any(
+                tier is Tier.COMPUTE for tier, _ in wanted
+            ):
                 controller.update()
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """Limits passes, with a warning, to the number of tokens for which a device produces the same bits from slots as
-    with every expert in memory. Does nothing if no device has slots, if there are staging tensors, or if passes are
-    short enough."""
+    """Limits passes, with a warning, to the number of tokens for which a device
+    produces the same bits from slots as with every expert in memory. Does nothing if no
+    device has slots, if there are staging tensors, or if passes are short enough."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -75,8 +92,9 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
 
 
 def _in_vram(session: Session, cache: ExpertCache) -> int:
-    """Returns the number of slots that a budget holds on all devices together, in addition to the staging tensors that
-    the budget includes. Raises BudgetError if there are fewer slots than passes use, or if no device has slots."""
+    """Returns the number of slots that a budget holds on all devices together, in
+    addition to the staging tensors that the budget includes. Raises BudgetError if
+    there are fewer slots than passes use, or if no device has slots."""
     plan, store = session.plan, session.store
     if plan.layers_on is not None:
         raise BudgetError(
@@ -92,15 +110,17 @@ def _in_vram(session: Session, cache: ExpertCache) -> int:
     beside = store.options.staging is not None
     size = plan.device_slot_bytes
     staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // size
-    least = sum(device.pass_slots for device in store.devices if device.name is not None)
+    least = sum(
+        device.pass_slots for device in store.devices if device.name is not None
+    )
     n_slots = _budget_slots(session, cache, plan.device_slots + staged, size) - staged
     return _checked(plan, n_slots, least, cache.as_given, size, staged)
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
-    """Returns the numbers of slots in RAM for a budget. If every layer runs on the CPU, these are all the slots.
-    Otherwise they are the slots below devices, and the slots of layers that run on the CPU, in the same proportion as
-    at load time.
+    """Returns the numbers of slots in RAM for a budget. If every layer runs on the CPU,
+    these are all the slots. Otherwise they are the slots below devices, and the slots
+    of layers that run on the CPU, in the same proportion as at load time.
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """
@@ -110,7 +130,10 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     if plan.device is None:
         n_slots = _budget_slots(session, cache, store.tier()["n_slots"], size)
         return {EVERY_DEVICE: _checked(plan, n_slots, least, option, size)}
-    cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
+    cpu = next(
+        (index for index, device in enumerate(store.devices) if device.name is None),
+        None,
+    )
     n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
     n_ram = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
     if n_cpu + n_ram == 0:
@@ -121,7 +144,9 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     total = _budget_slots(session, cache, n_cpu + n_ram, size)
     if cpu is None:
         if not total:
-            raise BudgetError(f"{option} is too small for one expert; give at least {format_bytes_up(size)!r}.")
+            raise BudgetError(
+                f"{option} is too small for one expert; give at least {format_bytes_up(size)!r}."
+            )
         return {(Tier.RAM, None): total}
     least = min(n_cpu, least)
     n_layers = len(store.devices[cpu].layers)
@@ -131,12 +156,26 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})
 
 
-def _budget_slots(session: Session, cache: ExpertCache, most: int, slot_bytes: int) -> int:
-    """Returns the number of slots that a budget holds, but at most `most`. For "auto", returns `most`."""
-    return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, slot_bytes))
+def _budget_slots(
+    session: Session, cache: ExpertCache, most: int, slot_bytes: int
+) -> int:
+    """Returns the number of slots that a budget holds, but at most `most`. For "auto",
+    returns `most`."""
+    return (
+        most
+        if cache.mode == "auto"
+        else min(most, budget_slots(cache, session.layout, slot_bytes))
+    )
 
 
-def _checked(plan: Plan, n_slots: int, least: int, option: str, slot_bytes: int, n_staged: int = 0) -> int:
+def _checked(
+    plan: Plan,
+    n_slots: int,
+    least: int,
+    option: str,
+    slot_bytes: int,
+    n_staged: int = 0,
+) -> int:
     if n_slots < least:
         raise BudgetError(
             f"{option} is too small for a model that was loaded to read {plan.n_ubatch} tokens at a time; give at least"

@@ -1,4 +1,5 @@
-"""Keeps the hit rates that answers reached on this machine, for later plans of the same model."""
+"""Keeps the hit rates that answers reached on this machine, for later plans of the same
+model."""
 
 from __future__ import annotations
 
@@ -13,34 +14,46 @@ LEAST_PASSES = 32  # answers with fewer passes are ignored
 
 
 class RunHits:
-    """Adds up the statistics of one load's answers, separately for each share of experts that had a slot. `save` writes
-    the hit rate of each share."""
+    """Adds up the statistics of one load's answers, separately for each share of
+    experts that had a slot. `save` writes the hit rate of each share."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout
         self._answers = dict[float, Stats]()
 
     def add(self, answer: Stats) -> None:
-        """Adds an answer's statistics. Ignores the answer if it is short, if slots were still empty, or if every expert
-        had a slot."""
-        if answer.passes >= LEAST_PASSES and answer.slots_used == answer.n_slots < answer.n_experts:
+        """Adds an answer's statistics. Ignores the answer if it is short, if slots were
+        still empty, or if every expert had a slot."""
+        if (
+            answer.passes >= LEAST_PASSES
+            and answer.slots_used == answer.n_slots < answer.n_experts
+        ):
             share = round(answer.n_slots / answer.n_experts, 2)
             before = self._answers.get(share)
             self._answers[share] = before + answer if before else answer
 
     def save(self) -> None:
-        """Saves the hit rates. They replace the hit rates of earlier loads with the same shares of slots. Saves nothing
-        if the model's files can no longer be read."""
+        """Saves the hit rates. They replace the hit rates of earlier loads with the
+        same shares of slots. Saves nothing if the model's files can no longer be
+        read."""
         if self._answers:
-            rates = {share: answers.hit_rate for share, answers in self._answers.items()}
+            rates = {
+                share: answers.hit_rate for share, answers in self._answers.items()
+            }
             with suppress(ExpertIOError):
-                _fact(self._layout).write([*(read_run_hits(self._layout) | rates).items()])
+                _fact(self._layout).write(
+                    [*(read_run_hits(self._layout) | rates).items()]
+                )
 
 
 def read_run_hits(layout: ExpertLayout) -> dict[float, float]:
-    """Returns {share of experts with a slot: hit rate} of earlier loads; {} if the file is damaged or missing."""
+    """Returns {share of experts with a slot: hit rate} of earlier loads; {} if the file
+    is damaged or missing."""
     with suppress(ExpertIOError, ValueError, TypeError):
-        return {float(share): min(1.0, float(rate)) for share, rate in _fact(layout).read(list) or ()}
+        return {
+            float(share): min(1.0, float(rate))
+            for share, rate in _fact(layout).read(list) or ()
+        }
     return {}
 
 

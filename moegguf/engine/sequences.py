@@ -1,8 +1,9 @@
-"""Several sequences in one context: passes with tokens of many sequences, and a test of whether a token's bits depend
-on the rest of its pass.
+"""Several sequences in one context: passes with tokens of many sequences, and a test of
+whether a token's bits depend on the rest of its pass.
 
-Most models' sequences share one KV cache (llama.cpp's `kv_unified`). A cell can belong to every sequence that begins
-with the same tokens, so that sequences share a prefix without copying data.
+Most models' sequences share one KV cache (llama.cpp's `kv_unified`). A cell can belong
+to every sequence that begins with the same tokens, so that sequences share a prefix
+without copying data.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
-CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # KV cache types that the attention kernels can read
+# KV cache types that the attention kernels can read.
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))
 HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
 _FLASH_OFF = 0  # value of enum llama_flash_attn_type
 # Architectures with a recurrent state whose results do not depend on the rest of a pass
@@ -52,7 +54,8 @@ class SequenceTokens:
     n_past: int  # number of tokens that precede these in the sequence
     request: int  # number of the request in routing events
     phase: Phase
-    wants_logits: bool = True  # True: the last of `tokens`, and each token of `draft`, have logits
+    # True: the last of `tokens`, and each token of `draft`, have logits.
+    wants_logits: bool = True
     all_logits: bool = False  # True: every token has logits
     draft: Sequence[int] = ()  # guessed tokens after `tokens`, which the pass verifies
 
@@ -70,16 +73,22 @@ def common_tokens(a: Tokens, b: Tokens) -> int:
 
 
 class PassBatch:
-    """A struct llama_batch for up to `n_max` tokens of any sequences. Like the bindings' batch, it has an attribute
-    `batch` and can be passed to the bindings' context. `tokens` holds the tokens, and `logits` is 1 for tokens with
-    logits; only the first `batch.n_tokens` entries are in use."""
+    """A struct llama_batch for up to `n_max` tokens of any sequences. Like the
+    bindings' batch, it has an attribute `batch` and can be passed to the bindings'
+    context. `tokens` holds the tokens, and `logits` is 1 for tokens with logits; only
+    the first `batch.n_tokens` entries are in use."""
 
     def __init__(self, n_max: int) -> None:
         bindings = library.llama_cpp()
-        self.tokens, self._positions, self._sequences = (np.zeros(n_max, np.int32) for _ in range(3))
+        self.tokens, self._positions, self._sequences = (
+            np.zeros(n_max, np.int32) for _ in range(3)
+        )
         self._n_sequences = np.ones(n_max, np.int32)
         self.logits = np.zeros(n_max, np.int8)
-        self._rows = self._sequences.ctypes.data + np.arange(n_max, dtype=np.uintp) * self._sequences.itemsize
+        self._rows = (
+            self._sequences.ctypes.data
+            + np.arange(n_max, dtype=np.uintp) * self._sequences.itemsize
+        )
         self.batch: Any = bindings.llama_batch()
         pointers: dict[str, Any] = {
             "token": self.tokens, "pos": self._positions, "n_seq_id": self._n_sequences, "seq_id": self._rows,
@@ -90,10 +99,13 @@ class PassBatch:
             setattr(self.batch, name, c.cast(array.ctypes.data, kinds[name]))
 
     def fill(
-        self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
+        self,
+        chunks: Sequence[SequenceTokens],
+        position: Callable[[int], int] = int,
+        all_logits: bool = False,
     ) -> list[int]:
-        """Sets the tokens of the batch. Returns, for each chunk, the batch index of the last of its `tokens`. The
-        chunk's draft tokens directly follow that token.
+        """Sets the tokens of the batch. Returns, for each chunk, the batch index of the
+        last of its `tokens`. The chunk's draft tokens directly follow that token.
 
         position: returns the position of a sequence's token with this index.
 
@@ -104,7 +116,9 @@ class PassBatch:
         begin, rows = 0, list[int]()
         for chunk in chunks:
             if not chunk.tokens:
-                raise OptionError(f"sequence {chunk.sequence} has no tokens to evaluate; give at least one.")
+                raise OptionError(
+                    f"sequence {chunk.sequence} has no tokens to evaluate; give at least one."
+                )
             end, row = begin + chunk.n_evaluated, begin + len(chunk.tokens) - 1
             self.tokens[begin:end] = [*chunk.tokens, *chunk.draft]
             first = position(chunk.n_past)
@@ -119,12 +133,13 @@ class PassBatch:
 
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
-    """Returns True if a token's results are the same, bit for bit, in a pass with any number of tokens, with any other
-    sequences, and wherever its cells are.
+    """Returns True if a token's results are the same, bit for bit, in a pass with any
+    number of tokens, with any other sequences, and wherever its cells are.
 
-    The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). They need
-    AVX2, FMA, F16C and flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of
-    architectures that are not in STATEFUL_ARCHS, do not guarantee it.
+    The CPU kernels of `native/kernels` and plain matrix products guarantee this
+    (`tools/width_check.py`). They need AVX2, FMA, F16C and flash attention, and cache
+    types and head sizes that they support. GPUs, and recurrent states of architectures
+    that are not in STATEFUL_ARCHS, do not guarantee it.
     """
     params, arch = llm.context_params, llm.metadata.get("general.architecture")
     return (
@@ -135,5 +150,8 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
         and params.flash_attn_type != _FLASH_OFF
         and arch != "grok"  # llama.cpp runs grok without flash attention
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)
-        and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
+        and all(
+            n % HEAD_STEP == 0
+            for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths)
+        )
     )

@@ -1,7 +1,9 @@
-"""The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
+"""The expert store of one model, with its connection to llama.cpp, its listeners, and
+the figures of its tiers.
 
-The store is opened before the model and closed after it, because the model's expert tensors use a buffer type that
-belongs to the store and only reserves address space. The session keeps the arrays that llama.cpp reads.
+The store is opened before the model and closed after it, because the model's expert
+tensors use a buffer type that belongs to the store and only reserves address space. The
+session keeps the arrays that llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -37,30 +39,53 @@ EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
 
 def open_store(
-    layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
+    layout: ExpertLayout,
+    plan: Plan,
+    options: StoreOptions,
+    mirrors: Sequence[Sequence[Path]] = (),
 ) -> Store:
-    """Opens a store with the plan's slots. If they cannot be allocated, opens the store with fewer staging tensors or,
-    with a warning, with fewer slots.
+    """Opens a store with the plan's slots. If they cannot be allocated, opens the store
+    with fewer staging tensors or, with a warning, with fewer slots.
 
-    mirrors: copies of the layout's shards. Raises AllocationError if not even the minimum fits, and OptionError for a
-    mirror that differs.
+    mirrors: copies of the layout's shards. Raises AllocationError if not even the
+    minimum fits, and OptionError for a mirror that differs.
     """
     used = [part for part in plan.memories if part.n_slots]
-    if plan.tensor_split is None:  # one memory has all slots, and the store's options may name its device
+    # One memory has all slots, and the store's options may name its device.
+    if plan.tensor_split is None:
         name = used[0].name or options.device
         used = [replace(used[0], name=name, layers=tuple(range(layout.n_layer)))]
     layout = padded(layout, [part.name for part in used])
     needed = {
-        part.name: layer_slots(layout, plan.n_ubatch, plan.streams and (part.name is None or plan.n_staging > 0))
+        part.name: layer_slots(
+            layout,
+            plan.n_ubatch,
+            plan.streams and (part.name is None or plan.n_staging > 0),
+        )
         for part in used
     }
     if plan.size_classes:
         n_each = divide_slots(layout, plan.size_classes, used[0].n_slots)
-        used = [replace(used[0], layers=of, n_slots=n) for of, n in zip(plan.size_classes, n_each, strict=True)]
-    parts = used if plan.maps else [pool for part in used for pool in pools_of(layout, part, needed[part.name])]
+        used = [
+            replace(used[0], layers=of, n_slots=n)
+            for of, n in zip(plan.size_classes, n_each, strict=True)
+        ]
+    parts = (
+        used
+        if plan.maps
+        else [
+            pool for part in used for pool in pools_of(layout, part, needed[part.name])
+        ]
+    )
     staging = plan.n_staging
-    least = [max(layout.n_expert_used, min(part.n_slots, needed[part.name])) for part in parts]
-    of_pass = [min(part.n_slots, plan.pass_slots(layout, part.name is not None)) for part in parts]
+    least = [
+        max(layout.n_expert_used, min(part.n_slots, needed[part.name]))
+        for part in parts
+    ]
+    of_pass = [
+        min(part.n_slots, plan.pass_slots(layout, part.name is not None))
+        for part in parts
+    ]
     n_slots, n_ram = [part.n_slots for part in parts], plan.n_ram_slots
     while True:
         slots = [
@@ -98,7 +123,10 @@ def open_store(
         figures = store.tier(tier)
         is_refused = REFUSED in figures["note"]
         if figures["note"]:
-            next_time = "; the next plan for this model uses the speed of such copies" * is_refused
+            next_time = (
+                "; the next plan for this model uses the speed of such copies"
+                * is_refused
+            )
             warnings.warn(f"{figures['note']}{next_time}.", stacklevel=2)
         if is_refused or figures["pinned_memory"]:
             note_pinning(layout, figures["pool_bytes"], is_refused)
@@ -106,10 +134,12 @@ def open_store(
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int) -> list[MemoryPlan]:
-    """Returns a memory's part of the plan as one pool, or as several pools, each for some of its layers.
+    """Returns a memory's part of the plan as one pool, or as several pools, each for
+    some of its layers.
 
-    There are several pools if one pool would be larger than the device's buffers or kernels allow. If several pools
-    would have too few slots for a pass, there is one pool with fewer slots instead, and a warning.
+    There are several pools if one pool would be larger than the device's buffers or
+    kernels allow. If several pools would have too few slots for a pass, there is one
+    pool with fewer slots instead, and a warning.
 
     needed: number of slots that a pass uses in a layer.
     """
@@ -119,12 +149,17 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int) -> list[Memory
         return [part]
     for n_pools in range(2, len(there) + 1):
         bounds = [n * len(there) // n_pools for n in range(n_pools + 1)]
-        layers = [tuple(there[first:last]) for first, last in itertools.pairwise(bounds)]
+        layers = [
+            tuple(there[first:last]) for first, last in itertools.pairwise(bounds)
+        ]
         n_slots = divide_slots(layout, layers, part.n_slots)
         if min(n_slots) < needed:
             break
         if max(n_slots) <= most:
-            return [replace(part, layers=of, n_slots=n) for of, n in zip(layers, n_slots, strict=True)]
+            return [
+                replace(part, layers=of, n_slots=n)
+                for of, n in zip(layers, n_slots, strict=True)
+            ]
     warnings.warn(
         f"{part.name} has buffers and kernels for {most} expert slots, not for {part.n_slots}; continuing with {most}.",
         stacklevel=2,
@@ -133,7 +168,8 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int) -> list[Memory
 
 
 class Place(enum.IntEnum):
-    """The place of an expert: only in the file (DISK), on its way to a slot (LOADING), or in memory (RAM, VRAM)."""
+    """The place of an expert: only in the file (DISK), on its way to a slot (LOADING),
+    or in memory (RAM, VRAM)."""
 
     DISK = 0
     LOADING = 1
@@ -149,8 +185,8 @@ _TIER_SUMS = (
 
 
 class RoutingListener(Protocol):
-    """An object whose methods the store's event thread calls for routing events and announcements. By default
-    announcements are ignored."""
+    """An object whose methods the store's event thread calls for routing events and
+    announcements. By default announcements are ignored."""
 
     @property
     def listen_options(self) -> ListenOptions:
@@ -165,13 +201,15 @@ class RoutingListener(Protocol):
 
 
 class RoutingListeners:
-    """The listeners of one store, such as the controller and a recorder. Each of them receives the events in order. The
-    store drops events for slow listeners, unless a listener sets `everything`. After an exception in a listener,
-    all listeners are removed.
+    """The listeners of one store, such as the controller and a recorder. Each of them
+    receives the events in order. The store drops events for slow listeners, unless a
+    listener sets `everything`. After an exception in a listener, all listeners are
+    removed.
 
-    Without a listener the store sends no events. If every expert is complete in its own slot, it then does not read the
-    routers' choices, unless it is watched (`Store.watch`). Adding or removing a listener renews the subscription
-    between two routing events.
+    Without a listener the store sends no events. If every expert is complete in its own
+    slot, it then does not read the routers' choices, unless it is watched
+    (`Store.watch`). Adding or removing a listener renews the subscription between two
+    routing events.
     """
 
     def __init__(self, store: Store) -> None:
@@ -183,10 +221,12 @@ class RoutingListeners:
         self._subscribe((*self._listeners, listener))
 
     def remove(self, listener: RoutingListener) -> None:
-        """Removes a listener. After the call, the listener receives no more events. Does nothing if the listener was
-        not added."""
+        """Removes a listener. After the call, the listener receives no more events.
+        Does nothing if the listener was not added."""
         if listener in self._listeners:
-            self._subscribe(tuple(other for other in self._listeners if other is not listener))
+            self._subscribe(
+                tuple(other for other in self._listeners if other is not listener)
+            )
 
     def _subscribe(self, listeners: tuple[RoutingListener, ...]) -> None:
         self._store.listen()
@@ -201,7 +241,9 @@ class RoutingListeners:
                 lazy=all(o.lazy for o in asked),
                 max_input_tokens=max(o.max_input_tokens for o in asked),
             )
-            self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
+            self._store.listen(
+                on_routing=self._observe, on_tokens=self._announce, options=options
+            )
 
     def _announce(self, announcement: Announcement) -> None:
         self._call_each(lambda listener: listener.announce(announcement))
@@ -214,7 +256,9 @@ class RoutingListeners:
             for listener in self._listeners:
                 call(listener)
         except BaseException:
-            self._listeners = ()  # none of these listeners is called again, even if another listener is added later
+            # None of these listeners is called again, even if another listener is added
+            # later.
+            self._listeners = ()
             raise
 
 
@@ -225,11 +269,15 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One expert store, attached to one `Llama`. layout: the layers whose experts have slots. mirrors: copies of the
-    layout's shards."""
+    """One expert store, attached to one `Llama`. layout: the layers whose experts have
+    slots. mirrors: copies of the layout's shards."""
 
     def __init__(
-        self, layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
+        self,
+        layout: ExpertLayout,
+        plan: Plan,
+        options: StoreOptions,
+        mirrors: Sequence[Sequence[Path]] = (),
     ) -> None:
         self.layout = layout
         self.plan = plan
@@ -237,7 +285,9 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was already given
+        # Indices of the copies of the model's files for which a warning was already
+        # given.
+        self._dropped = set[int]()
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -245,38 +295,51 @@ class Session:
         tables = "|".join(re.escape(table.name) for table in layout.row_tables)
         overrides = [_Override(pattern, self.store.buffer_type)]
         if tables:
-            overrides.append(_Override(f"^({tables})$".encode(), self.store.row_buffer_type))
+            overrides.append(
+                _Override(f"^({tables})$".encode(), self.store.row_buffer_type)
+            )
         self._overrides = (_Override * (len(overrides) + 1))(*overrides, _Override())
-        handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
+        handles = (
+            {device.name: device.handle for device in gpus()} if plan.devices else {}
+        )
         on_devices = [handles[part.name] for part in plan.devices if part.name]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp use the store's buffer types for experts and for row tables. These buffer types only reserve
-        address space, so that only the store reads the tensors. If the plan divides layers among several memories, also
-        sets the devices."""
+        """Makes llama.cpp use the store's buffer types for experts and for row tables.
+        These buffer types only reserve address space, so that only the store reads the
+        tensors. If the plan divides layers among several memories, also sets the
+        devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
-        params.lazy_mode = self._bindings.LLAMA_LAZY_MODE_OFF  # llama.cpp would map row tables
+        # llama.cpp would map row tables.
+        params.lazy_mode = self._bindings.LLAMA_LAZY_MODE_OFF
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the hook that runs at each layer's routing, and the callback that aborts a failed pass at the next node
-        of its graph."""
-        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
+        """Sets the hook that runs at each layer's routing, and the callback that aborts
+        a failed pass at the next node of its graph."""
+        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(
+            self.store.context.eval_callback()
+        )
         params.cb_eval_user_data = self.store.handle
-        params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
+        params.abort_callback = self._bindings.ggml_abort_callback(
+            self.store.context.abort_callback()
+        )
         params.abort_callback_data = self.store.handle
-        # op_offload would copy all slots of a pool to the GPU if the pool is in host memory and layers are on a GPU.
+        # op_offload would copy all slots of a pool to the GPU if the pool is in host
+        # memory and layers are on a GPU.
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
-        """Frees about half of the slots that layers read experts from, because weights or a context did not fit into a
-        device's memory.
+        """Frees about half of the slots that layers read experts from, because weights
+        or a context did not fit into a device's memory.
 
-        Returns False, and frees nothing, if no device has slots or if passes need all slots.
+        Returns False, and frees nothing, if no device has slots or if passes need all
+        slots.
 
-        unload: called before slots are freed, to free the parts of the model that were already loaded.
+        unload: called before slots are freed, to free the parts of the model that were
+        already loaded.
         """
         least = sum(device.pass_slots for device in self.store.devices)
         n_slots = self.store.info()["n_slots_usable"]
@@ -298,16 +361,20 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns
-        about copies of the model's files that are no longer read because reading them failed, once for each copy."""
+        """Raises the typed error of the last pass if it failed, or CallbackError if a
+        callback has raised. First warns about copies of the model's files that are no
+        longer read because reading them failed, once for each copy."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
-            raise library.error(failure.status, failure.message.decode(errors="replace"))
+            raise library.error(
+                failure.status, failure.message.decode(errors="replace")
+            )
         self.store.raise_callback_error()
 
     def _warn_of_dropped(self) -> None:
-        """Warns once for each copy of the model's files that is no longer read, because reading it has failed."""
+        """Warns once for each copy of the model's files that is no longer read, because
+        reading it has failed."""
         for index, drive in enumerate(self.store.drives() if self._has_mirrors else ()):
             if drive["dropped"] and index not in self._dropped:
                 self._dropped.add(index)
@@ -318,7 +385,8 @@ class Session:
                 )
 
     def _drives(self) -> tuple[DriveStats, ...]:
-        """Returns the figures of the model's own files and of each mirror; () if there are no mirrors."""
+        """Returns the figures of the model's own files and of each mirror; () if there
+        are no mirrors."""
         return tuple(
             DriveStats(
                 f"mirror {index}" if index else "file",
@@ -327,22 +395,37 @@ class Session:
                 bytes_per_s=drive["bytes_per_s"],
                 is_dropped=bool(drive["dropped"]),
             )
-            for index, drive in enumerate(self.store.drives() if self._has_mirrors else ())
+            for index, drive in enumerate(
+                self.store.drives() if self._has_mirrors else ()
+            )
         )
 
     def stats(self, eval_s: float) -> Stats:
-        """Returns the counters and sizes of the store. eval_s: evaluation time in seconds, measured by the caller."""
+        """Returns the counters and sizes of the store. eval_s: evaluation time in
+        seconds, measured by the caller."""
         counters, info = self.store.counters(), self.store.info()
         seconds: dict[str, Any] = {
-            f"{name}_s": counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")
+            f"{name}_s": counters[f"{name}_ns"] / 1e9
+            for name in ("stall", "hook", "read", "upload")
         }
-        counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
+        counted = {
+            name: value
+            for name, value in counters.items()
+            if name in Stats.__dataclass_fields__
+        }
         staged = defaultdict(int, self.store.staging())
         tiers = list[TierStats]()
         for name, figures in self.tiers().items():
-            counted_there = {key: figures[key] for key in figures.keys() & TierStats.__dataclass_fields__.keys()}
+            counted_there = {
+                key: figures[key]
+                for key in figures.keys() & TierStats.__dataclass_fields__.keys()
+            }
             n_slots, stall_s = figures["n_slots_usable"], figures["stall_ns"] / 1e9
-            fixed = {"n_slots": n_slots, "pool_bytes": n_slots * figures["slot_bytes"], "stall_s": stall_s}
+            fixed = {
+                "n_slots": n_slots,
+                "pool_bytes": n_slots * figures["slot_bytes"],
+                "stall_s": stall_s,
+            }
             tiers.append(TierStats(name, **counted_there | fixed))
         return Stats(
             **counted,
@@ -360,32 +443,46 @@ class Session:
         )
 
     def places(self) -> npt.NDArray[np.uint8]:
-        """Returns the `Place` of each expert, shape (n_layer, n_expert). If an expert is in slots of several tiers,
-        VRAM has priority over RAM. Experts of whole layers on a device are reported as VRAM."""
+        """Returns the `Place` of each expert, shape (n_layer, n_expert). If an expert
+        is in slots of several tiers, VRAM has priority over RAM. Experts of whole
+        layers on a device are reported as VRAM."""
         places = np.zeros(self.store.shape, np.uint8)
         for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)
             places[(there == 1) & (places == Place.DISK)] = Place.LOADING
-            places[there == 2] = Place.VRAM if tier == Tier.COMPUTE and self._on_device else Place.RAM
+            places[there == 2] = (
+                Place.VRAM if tier == Tier.COMPUTE and self._on_device else Place.RAM
+            )
         for device in self._cpu_slots:
             layers = places[list(device.layers)]
-            places[list(device.layers)] = np.where(layers == Place.VRAM, Place.RAM, layers)
+            places[list(device.layers)] = np.where(
+                layers == Place.VRAM, Place.RAM, layers
+            )
         places[list(self.plan.whole_layers)] = Place.VRAM
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Returns {name of a tier: its figures}, with times in ns. If no device has slots, "RAM" is the only tier.
-        Otherwise "VRAM" comes first, followed by "RAM" if slots in RAM back those in VRAM. The last entry is "CPU" if
-        some layers run on the CPU, which has separate slots for them in RAM. "VRAM" counts the lookups of layers that
-        run on devices. "RAM" after it counts the lookups that missed in VRAM.
+        """Returns {name of a tier: its figures}, with times in ns. If no device has
+        slots, "RAM" is the only tier. Otherwise "VRAM" comes first, followed by "RAM"
+        if slots in RAM back those in VRAM. The last entry is "CPU" if some layers run
+        on the CPU, which has separate slots for them in RAM. "VRAM" counts the lookups
+        of layers that run on devices. "RAM" after it counts the lookups that missed in
+        VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
-        found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
+        found = {
+            name: self.store.tier(tier)
+            for name, tier in zip(names, self.store.tiers, strict=False)
+        }
         for device in self._cpu_slots:
             found[CPU] = self.store.device(self.store.devices.index(device))
-            found[VRAM] |= {name: found[VRAM][name] - found[CPU][name] for name in _TIER_SUMS}
+            found[VRAM] |= {
+                name: found[VRAM][name] - found[CPU][name] for name in _TIER_SUMS
+            }
             found[VRAM]["device"] = ", ".join(
-                part.name for part in self.store.devices if part.name and part.name != CPU
+                part.name
+                for part in self.store.devices
+                if part.name and part.name != CPU
             )
         return found
 
@@ -396,10 +493,15 @@ class Session:
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """The slots of layers that run on the CPU while others run on devices; empty if there are none."""
-        return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
+        """The slots of layers that run on the CPU while others run on devices; empty if
+        there are none."""
+        return [
+            device
+            for device in self.store.devices
+            if self._on_device and device.name in (None, CPU)
+        ]
 
     def close(self) -> None:
-        """Frees the store. Call this method after llama.cpp's context and model have been freed. A second call does
-        nothing."""
+        """Frees the store. Call this method after llama.cpp's context and model have
+        been freed. A second call does nothing."""
         self.store.close()

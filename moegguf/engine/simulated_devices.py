@@ -1,4 +1,5 @@
-"""Simulated devices for `trace simulate`: a plan divides a budget among devices with unlimited memory."""
+"""Simulated devices for `trace simulate`: a plan divides a budget among devices with
+unlimited memory."""
 
 from __future__ import annotations
 
@@ -18,11 +19,16 @@ _ENOUGH_BYTES = 1 << 60
 
 
 def simulated_budgets(
-    shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], device_links: Sequence[str]
+    shape: MoeShape,
+    shares: Sequence[float],
+    tensor_split: Sequence[float],
+    device_links: Sequence[str],
 ) -> dict[float, tuple[DeviceSlots, ...]]:
-    """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of `shares` is a separate budget
-    for one device. With a tensor_split, several devices together get all of `shares` (`devices_of`), and the only key
-    is the sum of `shares`. device_links: links as the user writes them. Raises the same errors as `devices_of`."""
+    """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of
+    `shares` is a separate budget for one device. With a tensor_split, several devices
+    together get all of `shares` (`devices_of`), and the only key is the sum of
+    `shares`. device_links: links as the user writes them. Raises the same errors as
+    `devices_of`."""
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:
@@ -35,10 +41,13 @@ def simulated_budgets(
 
 
 def devices_of(
-    shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link]
+    shape: MoeShape,
+    shares: Sequence[float],
+    tensor_split: Sequence[float],
+    links: Sequence[Link],
 ) -> tuple[DeviceSlots, ...]:
-    """Returns simulated devices with slots and staging tensors. Layers are divided among them as llama.cpp divides
-    them.
+    """Returns simulated devices with slots and staging tensors. Layers are divided
+    among them as llama.cpp divides them.
 
     shares: share of all experts (0 to 1), one for all devices together or one for each.
 
@@ -49,18 +58,30 @@ def devices_of(
     Raises OptionError or BudgetError.
     """
     n_devices, layout = len(tensor_split), layout_of(shape)
-    for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):
+    for option, given in (
+        ("--vram-cache", shares),
+        ("--device-link", links or (None,)),
+    ):
         if len(given) not in (1, n_devices):
             raise OptionError(
                 f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
                 " one for each."
             )
     size = slot_bytes(layout, on_device=True)
-    caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * size, tier="VRAM") for share in shares)
-    devices = tuple(Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES) for d in range(n_devices))
+    caches = tuple(
+        ExpertCache("bytes", n_bytes=slots_of(shape, share) * size, tier="VRAM")
+        for share in shares
+    )
+    devices = tuple(
+        Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES)
+        for d in range(n_devices)
+    )
     memory = Memory(_ENOUGH_BYTES, _ENOUGH_BYTES, "nothing")
     spec = LoadSpec(
-        n_ctx=1, budgets=Budgets(vram=caches), tensor_split=tuple(tensor_split), store=StoreOptions(overlap=False)
+        n_ctx=1,
+        budgets=Budgets(vram=caches),
+        tensor_split=tuple(tensor_split),
+        store=StoreOptions(overlap=False),
     )
     plan = plan_slots(Task.of(layout, Machine(memory, devices=devices), spec))
     return tuple(

@@ -1,13 +1,17 @@
-"""The solver decides which memory holds which layers, slots, context and buffers, within the budgets of a load.
+"""The solver decides which memory holds which layers, slots, context and buffers,
+within the budgets of a load.
 
-`make_plan` plans the possible placements, and chooses the fastest one that is allowed and fits (`_choose`), or the
-first one if no speeds are known. In the plan of `_plan_cpu`, everything runs on the CPU. In the plan of `plan_layers`,
-everything except the experts of some layers runs on a device. In the plan of `plan_slots`, layers run on devices, from
-slots. There may be more slots in RAM below these, and some layers may run on the CPU.
+`make_plan` plans the possible placements, and chooses the fastest one that is allowed
+and fits (`_choose`), or the first one if no speeds are known. In the plan of
+`_plan_cpu`, everything runs on the CPU. In the plan of `plan_layers`, everything except
+the experts of some layers runs on a device. In the plan of `plan_slots`, layers run on
+devices, from slots. There may be more slots in RAM below these, and some layers may run
+on the CPU.
 
-`Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else in
-that memory. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so answers read
-fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
+`Pool` decides for each memory how many slots it has, and how many tokens a pass has, in
+addition to everything else in that memory. Buffers of a pass grow with its tokens.
+Fewer tokens in a pass leave room for more slots, so answers read fewer experts. But a
+prompt then has more passes, and every pass fetches most experts again.
 
 The solver does not read weights, measure speeds or allocate memory.
 """
@@ -39,7 +43,13 @@ from moegguf.engine.cost import (
 )
 from moegguf.engine.load_spec import F16, Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
-from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, choose_context, fixed_bytes, slot_work_bytes
+from moegguf.engine.memory import (
+    DEFAULT_UBATCH_TOKENS,
+    Sizes,
+    choose_context,
+    fixed_bytes,
+    slot_work_bytes,
+)
 from moegguf.engine.plan import (
     NO_LIMIT,
     MemoryPlan,
@@ -57,7 +67,13 @@ from moegguf.engine.plan import (
 from moegguf.engine.recurrent import row_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import has_size_classes, maps, padded, slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import (
+    has_size_classes,
+    maps,
+    padded,
+    slot_sizes,
+    slot_tokens,
+)
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.options import BUDGETS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
@@ -84,13 +100,16 @@ def make_plan(
     speeds: Speeds | None = None,
     hits: HitCurve | None = None,
 ) -> Plan:
-    """Returns the plan for running `layout` on `machine`. The plan may use the machine's devices.
+    """Returns the plan for running `layout` on `machine`. The plan may use the
+    machine's devices.
 
-    `speeds` contains the speeds of the only device, and is used to compare placements. If `speeds` is None, the plan
-    has the first placement in KINDS_OF that is allowed and fits. `hits` contains the expected hit rates. If `hits` is
-    None, published hit rates are used.
+    `speeds` contains the speeds of the only device, and is used to compare placements.
+    If `speeds` is None, the plan has the first placement in KINDS_OF that is allowed
+    and fits. `hits` contains the expected hit rates. If `hits` is None, published hit
+    rates are used.
 
-    Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
+    Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for
+    options that do not fit the devices.
     """
     task = Task.of(layout, machine, spec)
     if not machine.devices:
@@ -99,25 +118,45 @@ def make_plan(
     kinds = _allowed(task, plans, refused)
     found, reasons, placement = plans[kinds[0]], list[str](), None
     if task.is_divided and spec.placement == "auto" and kinds[0] != "cpu":
-        reasons.append("placement 'auto' is slots if several devices share the layers; no other placement was compared")
+        reasons.append(
+            "placement 'auto' is slots if several devices share the layers; no other placement was compared"
+        )
     elif speeds is not None and not task.is_divided:
-        placement = _choose(task, plans, kinds, speeds, hits or HitRates(layout).curve())
+        placement = _choose(
+            task, plans, kinds, speeds, hits or HitRates(layout).curve()
+        )
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
-    reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
+    reasons += [
+        f"not {kind}: {error}"
+        for kind, error in refused.items()
+        if kind in KINDS_OF[spec.placement]
+    ]
     if task.wants_mapped and not found.resident:
         found = _mapped(task, found)
-    warms_up = found.on_device and any(device.margin < VRAM_MARGIN_BYTES for device in machine.devices)
-    return replace(found, reasons=(*found.reasons, *reasons), placement=placement, warms_up=warms_up)
+    warms_up = found.on_device and any(
+        device.margin < VRAM_MARGIN_BYTES for device in machine.devices
+    )
+    return replace(
+        found,
+        reasons=(*found.reasons, *reasons),
+        placement=placement,
+        warms_up=warms_up,
+    )
 
 
 def _mapped(task: Task, plan: Plan) -> Plan:
-    """Returns the plan with slots whose ids the device looks up itself (docs/gpu.md, "Mapped slots").
+    """Returns the plan with slots whose ids the device looks up itself (docs/gpu.md,
+    "Mapped slots").
 
-    Raises OptionError if several memories share the layers, or if the device's backend offers no range of addresses for
-    its memory and RAM together. Raises BudgetError if RAM does not hold every expert.
+    Raises OptionError if several memories share the layers, or if the device's backend
+    offers no range of addresses for its memory and RAM together. Raises BudgetError if
+    RAM does not hold every expert.
     """
-    names, n_experts = ", ".join(device.name for device in task.machine.devices), plan.n_experts
+    names, n_experts = (
+        ", ".join(device.name for device in task.machine.devices),
+        plan.n_experts,
+    )
     if task.is_divided or not maps(names):
         raise OptionError(
             "placement 'slots-mapped' needs one GPU that computes every layer, and a backend that puts its memory and"
@@ -135,7 +174,8 @@ def _mapped(task: Task, plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Task:
-    """The input of the solver: a model, a machine, and the options and sizes of a load."""
+    """The input of the solver: a model, a machine, and the options and sizes of a
+    load."""
 
     layout: ExpertLayout
     machine: Machine
@@ -149,12 +189,14 @@ class Task:
 
     @property
     def is_divided(self) -> bool:
-        """True if layers are divided among devices, or between one device and the CPU."""
+        """True if layers are divided among devices, or between one device and the
+        CPU."""
         return self.spec.is_divided(self.machine.devices)
 
     @property
     def wants_mapped(self) -> bool:
-        """True if slots should be mapped. They then have one size, and an arena for each kind of matrix."""
+        """True if slots should be mapped. They then have one size, and an arena for
+        each kind of matrix."""
         return self.spec.placement == "slots-mapped"
 
     @property
@@ -165,24 +207,31 @@ class Task:
 
     @property
     def device_sizes(self) -> Sizes:
-        """The sizes for planning on devices. With the draft option "auto", nothing is drafted on devices, so no
-        snapshots and no checkpoints are planned."""
+        """The sizes for planning on devices. With the draft option "auto", nothing is
+        drafted on devices, so no snapshots and no checkpoints are planned."""
         sizes = replace(self.sizes, on_device=True)
-        return replace(sizes, n_rs_seq=0, n_checkpoints=0) if self.spec.draft == "auto" else sizes
+        return (
+            replace(sizes, n_rs_seq=0, n_checkpoints=0)
+            if self.spec.draft == "auto"
+            else sizes
+        )
 
     @property
     def n_gpu_layers(self) -> int:
-        """Number of layers that run on devices, as llama.cpp counts them; -1: every layer."""
+        """Number of layers that run on devices, as llama.cpp counts them; -1: every
+        layer."""
         given = self.spec.n_gpu_layers
         return given if self.is_divided and given is not None else -1
 
 
 def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
-    """Returns the plan of each kind that fits, and the errors of the kinds that do not fit. Leaves out kinds that
-    are impossible or that could not be better than the others."""
+    """Returns the plan of each kind that fits, and the errors of the kinds that do not
+    fit. Leaves out kinds that are impossible or that could not be better than the
+    others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers need one undivided device. They have no advantage if the device has a slot for every expert.
+        # Whole layers need one undivided device. They have no advantage if the device
+        # has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -196,12 +245,18 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     return plans, refused
 
 
-def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """Returns the kinds of these plans that the options allow. If there are none, raises the BudgetError of a requested
-    kind."""
+def _allowed(
+    task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]
+) -> list[Kind]:
+    """Returns the kinds of these plans that the options allow. If there are none,
+    raises the BudgetError of a requested kind."""
     spec = task.spec
-    no_cpu = spec.refuses_cpu or (task.is_divided and spec.budgets.vram != Budgets().vram)
-    asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
+    no_cpu = spec.refuses_cpu or (
+        task.is_divided and spec.budgets.vram != Budgets().vram
+    )
+    asked = [
+        kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)
+    ]
     if kinds := [kind for kind in asked if kind in plans]:
         return kinds
     short = [error for kind, error in refused.items() if kind in asked]
@@ -216,11 +271,20 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
 
 
 def _choose(
-    task: Task, plans: Mapping[Kind, Plan], allowed: Sequence[Kind], speeds: Speeds, hits: HitCurve
+    task: Task,
+    plans: Mapping[Kind, Plan],
+    allowed: Sequence[Kind],
+    speeds: Speeds,
+    hits: HitCurve,
 ) -> PlacementPlan:
     """Chooses the fastest of the allowed placements, and explains the choice."""
-    predicted = {kind: predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
-    ordered = tuple(sorted(predicted.values(), key=lambda placement: placement.request_s))
+    predicted = {
+        kind: predict(task.layout, kind, found, speeds, hits)
+        for kind, found in plans.items()
+    }
+    ordered = tuple(
+        sorted(predicted.values(), key=lambda placement: placement.request_s)
+    )
     chosen = next(placement for placement in ordered if placement.kind in allowed)
     reason = f"{chosen}: about {chosen.speeds}"
     if other := next((placement for placement in ordered if placement != chosen), None):
@@ -231,20 +295,36 @@ def _choose(
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
-    predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
-    log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
+    predictions = {
+        placement.kind: round(placement.tokens_per_s, 2) for placement in ordered
+    }
+    log_decision(
+        "placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason
+    )
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
 
 
-def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
-    """Returns the placement of a plan of this kind, with the tokens per second that the cost model predicts while the
-    context is half full."""
-    model, rest = ModelBytes.of(layout, plan.needs.kv_bytes // 2), plan.slots_layout(layout)
+def predict(
+    layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve
+) -> Placement:
+    """Returns the placement of a plan of this kind, with the tokens per second that the
+    cost model predicts while the context is half full."""
+    model, rest = (
+        ModelBytes.of(layout, plan.needs.kv_bytes // 2),
+        plan.slots_layout(layout),
+    )
     share = rest.expert_bytes / layout.expert_bytes
     held = plan.n_slots / rest.n_expert_total
     in_ram = min(1.0, held + plan.n_ram_slots / rest.n_expert_total)
     hit_rate, read = hits.at(held), 1 - hits.at(in_ram)
-    prompt = partial(cost.prompt_tokens_per_s, layout, model, speeds, plan.n_ubatch, read=share * (1 - in_ram))
+    prompt = partial(
+        cost.prompt_tokens_per_s,
+        layout,
+        model,
+        speeds,
+        plan.n_ubatch,
+        read=share * (1 - in_ram),
+    )
     if kind == "layers":
         seconds = cost.layers_s(model, speeds, len(rest.layers), share, share * read)
         prompt = partial(prompt, on_cpu=share)
@@ -270,26 +350,36 @@ def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: 
 # Slots of one memory.
 
 
-def best_fit(layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOKENS) -> Fit:
-    """Returns the first fit that costs at most ABOUT times as much as the cheapest one. The cost (`request_cost`) is
-    for typical requests in a context of `n_ctx` tokens."""
+def best_fit(
+    layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOKENS
+) -> Fit:
+    """Returns the first fit that costs at most ABOUT times as much as the cheapest one.
+    The cost (`request_cost`) is for typical requests in a context of `n_ctx` tokens."""
     costs = [(request_cost(layout, *fit, n_ctx), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
 
-def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free_bytes: int = 0) -> int:
-    """Returns how many slots a budget holds, which may be more than there are experts. "auto": the slots that fit into
-    `free_bytes`, or into the budget's own limit if that is smaller."""
+def budget_slots(
+    cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free_bytes: int = 0
+) -> int:
+    """Returns how many slots a budget holds, which may be more than there are experts.
+    "auto": the slots that fit into `free_bytes`, or into the budget's own limit if that
+    is smaller."""
     if cache.mode == "fraction":
         return math.floor(cache.fraction * layout.n_expert_total + 1e-9)
-    n_bytes = cache.n_bytes if cache.mode == "bytes" else min(free_bytes, cache.n_bytes or free_bytes)
+    n_bytes = (
+        cache.n_bytes
+        if cache.mode == "bytes"
+        else min(free_bytes, cache.n_bytes or free_bytes)
+    )
     return max(0, n_bytes) // slot_bytes
 
 
 @dataclass
 class Pool:
-    """Plans the slots of a model's experts, and the tokens of a pass, in one memory or in several devices' memories."""
+    """Plans the slots of a model's experts, and the tokens of a pass, in one memory or
+    in several devices' memories."""
 
     layout: ExpertLayout
     cache: ExpertCache  # budget for experts
@@ -298,26 +388,32 @@ class Pool:
     streams: bool = False  # True: experts without a slot are streamed or staged
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
-    slot_tokens: int = NO_LIMIT  # maximum tokens in a pass that is not staged (`plan.allowed_ubatch`)
+    # Maximum tokens in a pass that is not staged (`plan.allowed_ubatch`).
+    slot_tokens: int = NO_LIMIT
     slot_bytes: int = 0  # mean bytes of a slot; 0: as large as the largest expert
 
     def __post_init__(self) -> None:
         """Chooses the context. Raises OptionError for an impossible one."""
-        self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
+        self.sizes = choose_context(
+            self.layout, self.sizes, self.memory.available_bytes, self.cache
+        )
         self.slot_bytes = self.slot_bytes or slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
-        self.pass_reason: tuple[str, ...] = ()  # a sentence about the tokens of a pass, which `fit` sets
+        # A sentence about the tokens of a pass, which `fit` sets.
+        self.pass_reason: tuple[str, ...] = ()
 
     def fit(self) -> Fit:
         """Returns the number of slots, and the tokens of a pass.
 
-        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free memory) is too small. The budget
-        must hold the experts that one token uses in one layer, and the experts of an image that must be read in one
-        pass.
+        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free
+        memory) is too small. The budget must hold the experts that one token uses in
+        one layer, and the experts of an image that must be read in one pass.
         """
         layout = self.layout
         if not layout.is_moe:
-            self.reasons.append("the model has no experts, so it runs as plain llama.cpp")
+            self.reasons.append(
+                "the model has no experts, so it runs as plain llama.cpp"
+            )
             return 0, self.sizes.usual_ubatch
         fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
         n_slots, n_total = fit[0], layout.n_expert_total
@@ -329,22 +425,33 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory that remains after everything else and
-        the margin. Raises BudgetError if the memory is too small."""
-        layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
+        """Returns the number of slots and the tokens of a pass for the memory that
+        remains after everything else and the margin. Raises BudgetError if the memory
+        is too small."""
+        layout, sizes, memory, size = (
+            self.layout,
+            self.sizes,
+            self.memory,
+            self.slot_bytes,
+        )
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
             if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
-                break  # every expert has a slot with a usual pass, so a different one would save nothing
+                # Every expert has a slot with a usual pass, so a different one would
+                # save nothing.
+                break
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
             if n_slots >= layout.n_expert_used and n_ubatch <= self._allowed(n_slots):
                 found.append((n_slots, n_ubatch))
         if not found:
-            least, others = format_bytes_up(layout.n_expert_used * size), sizes.needs(layout, sizes.one_pass_tokens)
+            least, others = (
+                format_bytes_up(layout.n_expert_used * size),
+                sizes.needs(layout, sizes.one_pass_tokens),
+            )
             raise BudgetError(
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
                 f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
@@ -359,19 +466,31 @@ class Pool:
             " margin"
         )
         self._explain(
-            fit, found, "this leaves more memory for experts, which saves more reading than the short passes cost"
+            fit,
+            found,
+            "this leaves more memory for experts, which saves more reading than the short passes cost",
         )
         return fit
 
     def _given_fit(self) -> Fit:
-        """Returns the number of slots in a given budget, and the best number of tokens in a pass. If possible, the
-        buffers of the pass fit into the free memory in addition to the slots."""
-        layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, self.cache.as_given
+        """Returns the number of slots in a given budget, and the best number of tokens
+        in a pass. If possible, the buffers of the pass fit into the free memory in
+        addition to the slots."""
+        layout, sizes, size, budget = (
+            self.layout,
+            self.sizes,
+            self.slot_bytes,
+            self.cache.as_given,
+        )
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
-        beside = f", plus {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
-        self.reasons.append(f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}")
+        beside = (
+            f", plus {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
+        )
+        self.reasons.append(
+            f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}"
+        )
         if n_slots < layout.n_expert_used:
             raise too_few(budget, n_slots, layout.n_expert_used, size)
         allowed, one_pass = self._allowed(n_slots), sizes.one_pass_tokens
@@ -392,12 +511,13 @@ class Pool:
         return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
 
     def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the candidates to choose from: pairs of `n_slots` and a number of tokens in a pass, which is at most
-        `most`.
+        """Returns the candidates to choose from: pairs of `n_slots` and a number of
+        tokens in a pass, which is at most `most`.
 
-        If the user has set the number of tokens, it is the only candidate, even if the memory is too small for it. A
-        pass that is longer than usual must leave the margin of the memory free. If no number fits, the first one is the
-        only candidate.
+        If the user has set the number of tokens, it is the only candidate, even if the
+        memory is too small for it. A pass that is longer than usual must leave the
+        margin of the memory free. If no number fits, the first one is the only
+        candidate.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
@@ -410,26 +530,35 @@ class Pool:
             if is_longer and n_slots == layout.n_expert_total:
                 continue  # every expert has a slot, so a longer pass would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
-            if sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside <= free_bytes:
+            if (
+                sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside
+                <= free_bytes
+            ):
                 found.append((n_slots, n_ubatch))
         return found or [(n_slots, ubatches[0])]
 
     def _staging_slots(self) -> int:
-        """Returns how many slots of the budget staging tensors occupy; 0 if the budget does not include them."""
-        return slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
+        """Returns how many slots of the budget staging tensors occupy; 0 if the budget
+        does not include them."""
+        return (
+            slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
+        )
 
     def _allowed(self, n_slots: int) -> int:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
 
     def _ubatches(self, most: int) -> list[int]:
-        """Returns the candidate numbers of tokens in a pass: the usual one, then larger, then smaller ones.
+        """Returns the candidate numbers of tokens in a pass: the usual one, then
+        larger, then smaller ones.
 
-        Larger and smaller ones are the powers of two, every number up to SMALL_UBATCH_TOKENS, and the limits: `most`,
-        and the tokens of an image.
+        Larger and smaller ones are the powers of two, every number up to
+        SMALL_UBATCH_TOKENS, and the limits: `most`, and the tokens of an image.
         """
         least, usual = self.sizes.one_pass_tokens, min(self.sizes.usual_ubatch, most)
         powers = (1 << bit for bit in range(most.bit_length()))
-        numbers = sorted({most, usual, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers})
+        numbers = sorted(
+            {most, usual, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers}
+        )
         larger = [n for n in numbers if usual < n <= most]
         smaller = [n for n in reversed(numbers) if least <= n < usual]
         return [usual, *larger, *smaller]
@@ -439,8 +568,8 @@ class Pool:
 
         fit: the chosen fit. found: the fits from which it was chosen.
 
-        why: the reason to report if a pass has fewer tokens than usual, and neither the device nor the number of slots
-        is the cause.
+        why: the reason to report if a pass has fewer tokens than usual, and neither the
+        device nor the number of slots is the cause.
         """
         (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
         if n_ubatch == wanted:
@@ -455,7 +584,8 @@ class Pool:
         self.pass_reason = (pass_reason(n_ubatch, why, wanted),)
 
     def _why_usual(self, n_slots: int, found: Sequence[Fit]) -> str:
-        """Returns the reason why a pass has neither more nor fewer tokens than usual."""
+        """Returns the reason why a pass has neither more nor fewer tokens than
+        usual."""
         sizes = self.sizes
         if sizes.n_ubatch:
             return "as given"
@@ -463,7 +593,10 @@ class Pool:
             return "every expert has a slot, so longer passes would not save reading"
         if not sizes.is_fused(self.layout):
             return "longer passes take much more memory if attention is not fused"
-        if min(self._allowed(n_slots), sizes.most_ubatch(self.layout)) == sizes.usual_ubatch:
+        if (
+            min(self._allowed(n_slots), sizes.most_ubatch(self.layout))
+            == sizes.usual_ubatch
+        ):
             return "neither the context nor a batch holds more tokens"
         if any(n_ubatch > sizes.usual_ubatch for _, n_ubatch in found):
             return "longer passes would read experts less often, but would save too few bytes"
@@ -471,13 +604,19 @@ class Pool:
 
 
 def pass_reason(n_ubatch: int, why: str, wanted: int | None = None) -> str:
-    """Returns a sentence about the tokens of a pass. wanted: the usual number of tokens, if `n_ubatch` differs from
-    it."""
+    """Returns a sentence about the tokens of a pass. wanted: the usual number of
+    tokens, if `n_ubatch` differs from it."""
     instead = f" instead of {wanted}" if wanted else ""
     return f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time{instead}: {why}"
 
 
-def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan], n_ubatch: int, **others: Any) -> Plan:
+def _planned(
+    layout: ExpertLayout,
+    sizes: Sizes,
+    memories: Sequence[MemoryPlan],
+    n_ubatch: int,
+    **others: Any,
+) -> Plan:
     """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
@@ -486,7 +625,9 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
         n_ctx=sizes.n_ctx or 0,
         n_ubatch=n_ubatch,
         n_seq_max=sizes.n_seq_max,
-        n_rs_seq=sizes.n_rs_seq if min(n_ubatch, sizes.n_batch or n_ubatch) > sizes.n_rs_seq + 1 else 0,
+        n_rs_seq=sizes.n_rs_seq
+        if min(n_ubatch, sizes.n_batch or n_ubatch) > sizes.n_rs_seq + 1
+        else 0,
         n_checkpoints=sizes.n_checkpoints,
         n_batch=sizes.n_batch or max(DEFAULT_UBATCH_TOKENS, n_ubatch),
         kv_tokens=sizes.kv_tokens or 0,
@@ -506,18 +647,32 @@ def _plan_cpu(task: Task) -> Plan:
     n_slots, n_ubatch = pool.fit()
     needs = pool.sizes.needs(layout, n_ubatch)
     total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
-    warnings = (*cycle_warnings(layout, n_slots, pool.slot_bytes), *short_of(total_bytes, memory))
-    ram = MemoryPlan(None, _every_layer(layout), n_slots, total_bytes, memory.available_bytes)
+    warnings = (
+        *cycle_warnings(layout, n_slots, pool.slot_bytes),
+        *short_of(total_bytes, memory),
+    )
+    ram = MemoryPlan(
+        None, _every_layer(layout), n_slots, total_bytes, memory.available_bytes
+    )
     return _planned(
         layout, pool.sizes, [ram], n_ubatch, needs=needs.with_slots(n_slots), streams=streams,
         reasons=(*pool.reasons, *pool.pass_reason), warnings=warnings,
     )  # fmt: skip
 
 
-def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "", n_devices: int = 1) -> BudgetError:
-    """Returns the error for a budget that holds `n_slots` experts, fewer than the `least` that a token uses.
+def too_few(
+    budget: str,
+    n_slots: int,
+    least: int,
+    size: int,
+    where: str = "",
+    n_devices: int = 1,
+) -> BudgetError:
+    """Returns the error for a budget that holds `n_slots` experts, fewer than the
+    `least` that a token uses.
 
-    size: bytes of a slot. where: words such as " on GPU1". n_devices: number of devices that share the budget.
+    size: bytes of a slot. where: words such as " on GPU1". n_devices: number of devices
+    that share the budget.
     """
     together = f" for {n_devices} devices together" if n_devices > 1 else ""
     return BudgetError(
@@ -526,8 +681,11 @@ def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "", n
     )
 
 
-def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Iterator[str]:
-    """Yields a sentence if `n_slots` slots hold fewer experts than one token uses in all layers."""
+def cycle_warnings(
+    layout: ExpertLayout, n_slots: int, slot_bytes: int
+) -> Iterator[str]:
+    """Yields a sentence if `n_slots` slots hold fewer experts than one token uses in
+    all layers."""
     if n_slots < layout.token_cycle_slots:
         cycle = f"{layout.token_cycle_slots} slots, {format_bytes_up(layout.token_cycle_slots * slot_bytes)}"
         yield (
@@ -536,9 +694,11 @@ def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Itera
         )
 
 
-def short_of(n_bytes: int, memory: Memory, where: str = "", tier: str = "RAM") -> Iterator[str]:
-    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such as " of RAM". tier: the key of
-    the memory's budget in BUDGETS."""
+def short_of(
+    n_bytes: int, memory: Memory, where: str = "", tier: str = "RAM"
+) -> Iterator[str]:
+    """Yields a sentence if `n_bytes` are more than a memory has free. where: words such
+    as " of RAM". tier: the key of the memory's budget in BUDGETS."""
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
@@ -551,13 +711,20 @@ def short_of(n_bytes: int, memory: Memory, where: str = "", tier: str = "RAM") -
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the estimated bytes of RAM that a model uses if all layers run on a device: logits and `fixed_bytes`."""
+    """Returns the estimated bytes of RAM that a model uses if all layers run on a
+    device: logits and `fixed_bytes`."""
     return 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
-def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
-    """Returns how many slots a budget holds in RAM if layers run on a device, at most one for each expert. Raises
-    BudgetError if the budget holds no expert."""
+def ram_slots(
+    layout: ExpertLayout,
+    cache: ExpertCache,
+    ram: Memory,
+    slot_bytes: int,
+    n_ubatch: int,
+) -> int:
+    """Returns how many slots a budget holds in RAM if layers run on a device, at most
+    one for each expert. Raises BudgetError if the budget holds no expert."""
     free_bytes = ram.available_bytes - ram.margin - host_bytes(layout, n_ubatch)
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
     if n_slots < 1:
@@ -568,12 +735,15 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
     return min(n_slots, layout.n_expert_total)
 
 
-def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
-    """Divides `total` slots in RAM. Returns (slots for layers that run on the CPU, slots from which devices fill their
-    own slots).
+def divide_ram_slots(
+    total: int, n_on_cpu: int, n_below: int, least_on_cpu: int
+) -> tuple[int, int]:
+    """Divides `total` slots in RAM. Returns (slots for layers that run on the CPU,
+    slots from which devices fill their own slots).
 
-    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU gets at least
-    `least_on_cpu` slots. Devices get at least one slot unless `n_below` is 0.
+    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than
+    these. The CPU gets at least `least_on_cpu` slots. Devices get at least one slot
+    unless `n_below` is 0.
     """
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
@@ -584,23 +754,28 @@ def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int)
 
 
 def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
-    """Returns the sizes for a device that runs every layer, and the bytes for experts on the device. A given budget is
-    returned even if it does not fit. For "auto" the bytes are negative if the device cannot even hold everything
-    else."""
+    """Returns the sizes for a device that runs every layer, and the bytes for experts
+    on the device. A given budget is returned even if it does not fit. For "auto" the
+    bytes are negative if the device cannot even hold everything else."""
     budget, layout = task.spec.budgets.vram[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
-        free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
+        free = (
+            device.free_bytes
+            - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0)
+            - device.margin
+        )
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
-        # every slot has the size of the largest expert, so this may be more than `expert_bytes`
+        # every slot has the size of the largest expert, so this may be more than
+        # `expert_bytes`
         return sizes, layout.n_expert_total * slot_bytes(layout)
     return sizes, budget.n_bytes or round(budget.fraction * layout.expert_bytes)
 
 
 def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
-    """Returns the indices of the last layers whose experts together occupy at most `n_bytes`, but never of every
-    layer."""
+    """Returns the indices of the last layers whose experts together occupy at most
+    `n_bytes`, but never of every layer."""
     whole = list[int]()
     for layer in reversed(layout.layers[1:]):
         n_bytes -= layer.n_expert * layer.expert_bytes
@@ -611,13 +786,20 @@ def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
 
 
 def plan_layers(task: Task) -> Plan:
-    """Returns the plan in which every layer runs on a device, except that the experts of the first layers run on the
-    CPU, from slots in RAM. The device holds the experts of as many of the last layers as fit. It also holds all other
-    weights except token embeddings and other row tables, which stay in the file.
+    """Returns the plan in which every layer runs on a device, except that the experts
+    of the first layers run on the CPU, from slots in RAM. The device holds the experts
+    of as many of the last layers as fit. It also holds all other weights except token
+    embeddings and other row tables, which stay in the file.
 
-    Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
+    Raises BudgetError if the device has too little memory, or if RAM holds too few
+    experts for a token or an image.
     """
-    (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.budgets.ram
+    (device,), ram, layout, cache = (
+        task.machine.devices,
+        task.machine.memory,
+        task.layout,
+        task.spec.budgets.ram,
+    )
     sizes, room_bytes = _expert_room(task, device)
     whole = _last_layers(layout, room_bytes)
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
@@ -634,7 +816,9 @@ def plan_layers(task: Task) -> Plan:
         )
     n_ubatch = min(sizes.usual_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)
-    host = host_bytes(layout, n_ubatch) + n_slots * (size + slot_work_bytes(layout, n_ubatch))
+    host = host_bytes(layout, n_ubatch) + n_slots * (
+        size + slot_work_bytes(layout, n_ubatch)
+    )
     on_device = needs.total_bytes(0)
     if on_device > device.free_bytes:
         raise BudgetError(
@@ -646,7 +830,12 @@ def plan_layers(task: Task) -> Plan:
         f"{device.name} computes every layer, except that the CPU computes the experts of {len(rest.layers)} of"
         f" {len(layout.layers)} layers; the experts of the other {len(whole)} layers are on {device.name}",
         f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
-        pass_reason(n_ubatch, "as given" if sizes.n_ubatch else "as many as the slots in RAM and a usual pass allow"),
+        pass_reason(
+            n_ubatch,
+            "as given"
+            if sizes.n_ubatch
+            else "as many as the slots in RAM and a usual pass allow",
+        ),
     )
     layers = _every_layer(layout)
     memories = (
@@ -662,15 +851,24 @@ def plan_layers(task: Task) -> Plan:
 # Slots on devices.
 
 
-def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
-    """Returns the index of the device that runs each layer, or ON_CPU (llama-model.cpp, load_tensors).
+def device_of_layers(
+    n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1
+) -> list[int]:
+    """Returns the index of the device that runs each layer, or ON_CPU (llama-model.cpp,
+    load_tensors).
 
-    Layers go to devices in order, as llama.cpp splits a model. The last `n_gpu_layers` layers run on devices, and the
-    output is counted as the last one; -1: every layer and the output. n_layer: number of layers that llama.cpp counts.
-    Raises OptionError for an invalid split.
+    Layers go to devices in order, as llama.cpp splits a model. The last `n_gpu_layers`
+    layers run on devices, and the output is counted as the last one; -1: every layer
+    and the output. n_layer: number of layers that llama.cpp counts. Raises OptionError
+    for an invalid split.
     """
     split = np.asarray(tensor_split, np.float32)
-    if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
+    if (
+        split.size == 0
+        or not np.isfinite(split).all()
+        or (split < 0).any()
+        or split.sum() == 0
+    ):
         raise OptionError(
             f"tensor_split is {list(tensor_split)}, but must have a number for each device, each 0 or more and at"
             " least one above 0."
@@ -679,28 +877,40 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
     bounds /= bounds[-1]
     n_on_devices = n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)
     first = n_layer + 1 - n_on_devices
-    places = np.arange(n_layer - first, dtype=np.float32) / np.float32(max(1, n_on_devices))
-    return [ON_CPU] * min(first, n_layer) + np.searchsorted(bounds, places, side="right").tolist()
+    places = np.arange(n_layer - first, dtype=np.float32) / np.float32(
+        max(1, n_on_devices)
+    )
+    return [ON_CPU] * min(first, n_layer) + np.searchsorted(
+        bounds, places, side="right"
+    ).tolist()
 
 
 def count_layers(layout: ExpertLayout) -> int:
-    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. This includes multi-token-prediction
-    layers, but not the output."""
+    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. This
+    includes multi-token-prediction layers, but not the output."""
     n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
 
-def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
+def share_out(
+    total: int, shares: Sequence[int], most: Sequence[int], least: int
+) -> list[int]:
     """Divides `total` slots among several devices in proportion to `shares`.
 
-    No device gets more than its entry in `most`; the other devices get the remaining slots. If there are enough slots,
-    each device gets at least `least`, or its `most` if that is smaller.
+    No device gets more than its entry in `most`; the other devices get the remaining
+    slots. If there are enough slots, each device gets at least `least`, or its `most`
+    if that is smaller.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
-    while (left := total - sum(given)) > 0 and (free := [d for d in range(len(most)) if given[d] < most[d]]):
+    while (left := total - sum(given)) > 0 and (
+        free := [d for d in range(len(most)) if given[d] < most[d]]
+    ):
         weight = sum(shares[d] for d in free)
-        more = {d: min(most[d] - given[d], left * shares[d] // weight if weight else 0) for d in free}
+        more = {
+            d: min(most[d] - given[d], left * shares[d] // weight if weight else 0)
+            for d in free
+        }
         if not any(more.values()):
             more = {free[0]: 1}
         for d, n in more.items():
@@ -709,29 +919,40 @@ def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int
 
 
 def plan_slots(task: Task) -> Plan:
-    """Returns the plan with slots on the machine's devices, and more slots below them in RAM if some expert has no slot
-    there.
+    """Returns the plan with slots on the machine's devices, and more slots below them
+    in RAM if some expert has no slot there.
 
-    Devices also hold the weights that every token uses, the context, the buffers of a pass and staging tensors. Each
-    device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and saves time (`_pays`).
-    There are none if every expert has a slot on a device. The store's options may set the number of staging tensors
-    instead; their bytes are then not part of the budget vram_cache.
+    Devices also hold the weights that every token uses, the context, the buffers of a
+    pass and staging tensors. Each device has the largest number of staging tensors
+    (STAGING_TENSORS, 1 or none) that fits and saves time (`_pays`). There are none if
+    every expert has a slot on a device. The store's options may set the number of
+    staging tensors instead; their bytes are then not part of the budget vram_cache.
 
-    Raises BudgetError if a budget is too small. Raises OptionError for an impossible split or number.
+    Raises BudgetError if a budget is too small. Raises OptionError for an impossible
+    split or number.
     """
     wanted = task.spec.store.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
-        raise OptionError(f"staging must be a number of tensors from 0 to {STAGING_TENSORS}, but is {wanted}.")
-    task = replace(task, layout=padded(task.layout, [device.name for device in task.machine.devices]))
+        raise OptionError(
+            f"staging must be a number of tensors from 0 to {STAGING_TENSORS}, but is {wanted}."
+        )
+    task = replace(
+        task,
+        layout=padded(task.layout, [device.name for device in task.machine.devices]),
+    )
     without: Plan | None = None
     refused: BudgetError | None = None
     try:
         without = _plan_slots(task, 0)
-    # also raised if an image needs a longer pass than the slots allow, which staging may solve
+    # also raised if an image needs a longer pass than the slots allow, which staging
+    # may solve
     except BudgetError as error:
         refused = error
-    tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
-    for n in tensors if without is None or without.n_ram_slots else ():  # only if some expert has no slot on a device
+    tensors = (
+        range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
+    )
+    # Only if some expert has no slot on a device.
+    for n in tensors if without is None or without.n_ram_slots else ():
         try:
             staged = _plan_slots(task, n)
         except BudgetError:
@@ -749,71 +970,97 @@ def plan_slots(task: Task) -> Plan:
 
 
 def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> bool:
-    """Returns True if the plan `staged`, with `n` staging tensors, fits into the free memory and is better than the
-    plan `without`.
+    """Returns True if the plan `staged`, with `n` staging tensors, fits into the free
+    memory and is better than the plan `without`.
 
-    Several tensors are better if they occupy at most STAGING_SHARE of the memory for experts. One tensor is better if a
-    typical request then moves fewer bytes than without staging, where prompts are split into short passes so that slots
-    give exact results. If slots hold one token's experts in all layers without staging, they must also hold them with
-    staging. `without` is None if there is no plan without staging.
+    Several tensors are better if they occupy at most STAGING_SHARE of the memory for
+    experts. One tensor is better if a typical request then moves fewer bytes than
+    without staging, where prompts are split into short passes so that slots give exact
+    results. If slots hold one token's experts in all layers without staging, they must
+    also hold them with staging. `without` is None if there is no plan without staging.
     """
     if staged.total_bytes > staged.available_bytes:
         return False
     if n > 1:
         n_bytes = staged.staging_bytes
-        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.device_slot_bytes)
+        return n_bytes <= STAGING_SHARE * (
+            n_bytes + staged.device_slots * staged.device_slot_bytes
+        )
     if without is None:
         return True
     if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
         return False
     cost, otherwise = (
-        request_cost(layout, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
+        request_cost(
+            layout, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without
+        )
         for plan in (staged, without)
     )
     return cost < otherwise
 
 
 def _plan_slots(task: Task, n_staging: int) -> Plan:
-    """Returns a plan with `n_staging` staging tensors on each device. Layers with large experts have a pool of their
-    own if all layers are on one device, this saves memory, and each pool has enough slots for a pass. Mapped slots all
-    have the same size.
+    """Returns a plan with `n_staging` staging tensors on each device. Layers with large
+    experts have a pool of their own if all layers are on one device, this saves memory,
+    and each pool has enough slots for a pass. Mapped slots all have the same size.
 
     Raises the same errors as `_SlotsPlanner`.
     """
-    if classes := size_classes(task.layout) if has_size_classes() and not task.wants_mapped else ():
+    if (
+        classes := size_classes(task.layout)
+        if has_size_classes() and not task.wants_mapped
+        else ()
+    ):
         with suppress(BudgetError):
             found = _SlotsPlanner(task, n_staging, classes).plan()
             n_slots = divide_slots(task.layout, classes, found.device_slots)
-            if not found.size_classes or min(n_slots) >= found.pass_slots(task.layout, on_device=True):
+            if not found.size_classes or min(n_slots) >= found.pass_slots(
+                task.layout, on_device=True
+            ):
                 return found
     return _SlotsPlanner(task, n_staging).plan()
 
 
 class _SlotsPlanner:
-    """Creates a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
+    """Creates a plan with `n_staging` staging tensors on each device. In lists of
+    parts, the last part is the CPU's.
 
-    classes: layers whose slots have the same size (`plan.size_classes`). They are ignored if layers are divided among
-    several memories.
+    classes: layers whose slots have the same size (`plan.size_classes`). They are
+    ignored if layers are divided among several memories.
 
-    Raises BudgetError, and OptionError for a split or budgets that do not fit the devices.
+    Raises BudgetError, and OptionError for a split or budgets that do not fit the
+    devices.
     """
 
-    def __init__(self, task: Task, n_staging: int, classes: tuple[tuple[int, ...], ...] = ()) -> None:
+    def __init__(
+        self, task: Task, n_staging: int, classes: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         self._task, self._n_staging = task, n_staging
-        self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.budgets.vram
+        self._layout, self._devices, self._vram = (
+            task.layout,
+            task.machine.devices,
+            task.spec.budgets.vram,
+        )
         self._n_layer = count_layers(task.layout)
         self._names = ", ".join(device.name for device in self._devices)
         n_devices, n_gpu_layers = len(self._devices), task.n_gpu_layers
-        self._is_alone = n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
+        self._is_alone = (
+            n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
+        )
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
         self._classes = classes if self._is_alone else ()
         # True: one given budget is for all devices together
         self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"
         # bytes of the staging tensors on each device
-        self._staging_bytes = staging_bytes(self._layout, n_staging, can_pack=not task.wants_mapped)
+        self._staging_bytes = staging_bytes(
+            self._layout, n_staging, can_pack=not task.wants_mapped
+        )
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
-        total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
+        total, free = (
+            sum(getattr(d, name) for d in self._devices)
+            for name in ("total_bytes", "free_bytes")
+        )
         where = f"the device{'s' * (n_devices > 1)} {self._names}"
         self._pool = Pool(
             self._layout,
@@ -823,22 +1070,32 @@ class _SlotsPlanner:
             n_staging > 0,
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
-            self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
-            0 if task.wants_mapped else mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
+            # `_allowed` limits passes with several devices.
+            self._slot_tokens if self._is_alone else NO_LIMIT,
+            0
+            if task.wants_mapped
+            else mean_slot_bytes(self._layout, self._classes or [range(self._n_layer)]),
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
         self._size = self._pool.slot_bytes  # mean bytes of a slot on a device
-        self._ram_size = max(slot_bytes(self._layout), slot_bytes(self._layout, on_device=True))
+        self._ram_size = max(
+            slot_bytes(self._layout), slot_bytes(self._layout, on_device=True)
+        )
         counts = {layer.il: layer.n_expert for layer in self._layout.layers}
         self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
-        embedding_bytes = self._layout.n_vocab * row_bytes(F16, self._layout.hparams.n_embd)
-        self._output_bytes = min(self._needs.dense_bytes, max(self._layout.tied_output_bytes, embedding_bytes))
+        embedding_bytes = self._layout.n_vocab * row_bytes(
+            F16, self._layout.hparams.n_embd
+        )
+        self._output_bytes = min(
+            self._needs.dense_bytes,
+            max(self._layout.tied_output_bytes, embedding_bytes),
+        )
         self._layer_bytes = self._bytes_by_layer()
 
     def _check_numbers(self) -> None:
-        """Raises BudgetError or OptionError if the number of budgets or proportions does not fit the number of
-        devices."""
+        """Raises BudgetError or OptionError if the number of budgets or proportions
+        does not fit the number of devices."""
         n_devices, n_vram = len(self._devices), len(self._vram)
         if n_vram not in (1, n_devices):
             raise BudgetError(
@@ -852,17 +1109,22 @@ class _SlotsPlanner:
             )
 
     def _joint_budget(self) -> ExpertCache:
-        """Returns the budget of all devices together; "auto" if one of several budgets is "auto"."""
+        """Returns the budget of all devices together; "auto" if one of several budgets
+        is "auto"."""
         if len(self._vram) == 1:
             return self._vram[0]
         if any(cache.mode == "auto" for cache in self._vram):
             return Budgets().vram[0]
-        given = (cache.n_bytes or round(cache.fraction * self._layout.expert_bytes) for cache in self._vram)
+        given = (
+            cache.n_bytes or round(cache.fraction * self._layout.expert_bytes)
+            for cache in self._vram
+        )
         return ExpertCache("bytes", n_bytes=sum(given), tier="VRAM")
 
     def _bytes_by_layer(self) -> list[int]:
-        """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
-        and an equal share of the weights that belong to no layer. The output is not included."""
+        """Returns the size in bytes of each layer. This is its own weights except
+        experts, its part of the KV cache, and an equal share of the weights that belong
+        to no layer. The output is not included."""
         layout, needs, n_layer = self._layout, self._needs, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
@@ -876,7 +1138,9 @@ class _SlotsPlanner:
     def plan(self) -> Plan:
         """Makes the plan."""
         layout, size, memory = self._layout, self._size, self._task.machine.memory
-        tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
+        tensor_split, on = (
+            (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
+        )
         order = (*range(len(self._devices)), ON_CPU)
         layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
         counts, on_cpu = [self._experts_of(of) for of in layers], layers[-1]
@@ -887,9 +1151,17 @@ class _SlotsPlanner:
         pass_reasons = self._pool.pass_reason
         if n_ubatch < self._n_ubatch:
             pass_reasons = (
-                pass_reason(n_ubatch, "the slots hold the experts of at most this number of tokens", self._n_ubatch),
+                pass_reason(
+                    n_ubatch,
+                    "the slots hold the experts of at most this number of tokens",
+                    self._n_ubatch,
+                ),
             )
-        host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * self._ram_size + self._bytes_of(on_cpu)
+        host = (
+            host_bytes(layout, n_ubatch)
+            + (n_ram + n_cpu) * self._ram_size
+            + self._bytes_of(on_cpu)
+        )
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):
             n_bytes = self._bytes_without_slots(of) + n * size
@@ -897,9 +1169,14 @@ class _SlotsPlanner:
                 n_bytes = self._needs.total_bytes(0) + n * size + self._staging_bytes
             parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
         ram = MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
-        warnings = [*cycle_warnings(layout, sum(slots) + n_cpu, size), *short_of(host, memory, " of RAM")]
+        warnings = [
+            *cycle_warnings(layout, sum(slots) + n_cpu, size),
+            *short_of(host, memory, " of RAM"),
+        ]
         for device, part in zip(self._devices, parts, strict=True):
-            warnings += short_of(part.total_bytes, device.memory, f" on {device.name}", "VRAM")
+            warnings += short_of(
+                part.total_bytes, device.memory, f" on {device.name}", "VRAM"
+            )
         cpu_streams = self._task.cpu_streams and slot_sizes(layout).streams
         return _planned(
             layout, self._pool.sizes, [*parts, ram], n_ubatch, needs=self._needs,
@@ -917,9 +1194,10 @@ class _SlotsPlanner:
         )  # fmt: skip
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
-        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless the user has set tensor_split,
-        the split is in proportion to the memory that devices have for layers. Raises OptionError if no layer with
-        experts is on a device."""
+        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless
+        the user has set tensor_split, the split is in proportion to the memory that
+        devices have for layers. Raises OptionError if no layer with experts is on a
+        device."""
         n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
@@ -935,15 +1213,22 @@ class _SlotsPlanner:
         return split, on
 
     def _slots_bytes(self, d: int, free_bytes: int) -> int:
-        """Returns how many bytes device `d` has for slots: its own budget without staging tensors; `free_bytes` if the
-        budget is shared; for "auto", at most `free_bytes`."""
+        """Returns how many bytes device `d` has for slots: its own budget without
+        staging tensors; `free_bytes` if the budget is shared; for "auto", at most
+        `free_bytes`."""
         cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
         if self._is_shared:
             return free_bytes
         if cache.mode == "auto":
             return min(free_bytes, cache.n_bytes or free_bytes)
-        n_bytes = cache.n_bytes or budget_slots(cache, self._layout, self._size) * self._size
-        return max(0, n_bytes - self._staging_bytes) if self._task.spec.store.staging is None else n_bytes
+        n_bytes = (
+            cache.n_bytes or budget_slots(cache, self._layout, self._size) * self._size
+        )
+        return (
+            max(0, n_bytes - self._staging_bytes)
+            if self._task.spec.store.staging is None
+            else n_bytes
+        )
 
     def _experts_of(self, layers: Iterable[int]) -> int:
         return sum(self._n_experts[il] for il in layers)
@@ -952,30 +1237,47 @@ class _SlotsPlanner:
         return sum(self._layer_bytes[il] for il in layers)
 
     def _bytes_without_slots(self, layers: Sequence[int]) -> int:
-        """Returns how many bytes a device with these layers holds in addition to its slots."""
+        """Returns how many bytes a device with these layers holds in addition to its
+        slots."""
         output = self._output_bytes if self._n_layer - 1 in layers else 0
         staged = self._staging_bytes if self._experts_of(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Returns each device's number of slots. `layers` lists the layers of each device. If all devices share one
-        budget, slots that do not fit on a device go to the others."""
-        size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
-        left = [d.free_bytes - self._bytes_without_slots(of) for d, of in zip(self._devices, layers, strict=True)]
+        """Returns each device's number of slots. `layers` lists the layers of each
+        device. If all devices share one budget, slots that do not fit on a device go to
+        the others."""
+        size, least, most = (
+            self._size,
+            self._layout.n_expert_used,
+            [self._experts_of(of) for of in layers],
+        )
+        left = [
+            d.free_bytes - self._bytes_without_slots(of)
+            for d, of in zip(self._devices, layers, strict=True)
+        ]
         if not self._is_shared:
-            rooms = [free - d.margin for d, free in zip(self._devices, left, strict=True)]
-            own = (self._slots_bytes(d, max(0, room)) // size for d, room in enumerate(rooms))
+            rooms = [
+                free - d.margin for d, free in zip(self._devices, left, strict=True)
+            ]
+            own = (
+                self._slots_bytes(d, max(0, room)) // size
+                for d, room in enumerate(rooms)
+            )
             return [min(pair) for pair in zip(most, own, strict=True)]
         total = min(self._n_slots, sum(most))
-        held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
+        held = [
+            min(n, max(least, n_bytes // size))
+            for n, n_bytes in zip(most, left, strict=True)
+        ]
         return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
-        """Yields the largest number of tokens in a pass for each memory, given its slots and the experts (`counts`) of
-        its layers.
+        """Yields the largest number of tokens in a pass for each memory, given its
+        slots and the experts (`counts`) of its layers.
 
-        A memory with a slot for each expert of its layers yields nothing, because it sets no limit. Raises BudgetError
-        for fewer slots than a token needs.
+        A memory with a slot for each expert of its layers yields nothing, because it
+        sets no limit. Raises BudgetError for fewer slots than a token needs.
         """
         least, budgets = self._layout.n_expert_used, self._task.spec.budgets
         names = [*(device.name for device in self._devices), None]
@@ -984,26 +1286,49 @@ class _SlotsPlanner:
                 continue
             if n_slots < least:
                 budget = budgets.as_given("VRAM" if name else "RAM")
-                n_sharing = sum(n > 0 for n in counts[:-1]) if name and len(self._vram) == 1 else 1
-                raise too_few(budget, n_slots, least, self._size, f" on {name or 'the CPU'}", n_sharing)
+                n_sharing = (
+                    sum(n > 0 for n in counts[:-1])
+                    if name and len(self._vram) == 1
+                    else 1
+                )
+                raise too_few(
+                    budget,
+                    n_slots,
+                    least,
+                    self._size,
+                    f" on {name or 'the CPU'}",
+                    n_sharing,
+                )
             if n_slots < n_experts:
-                cpu_streams = self._task.cpu_streams and slot_sizes(self._layout).streams
+                cpu_streams = (
+                    self._task.cpu_streams and slot_sizes(self._layout).streams
+                )
                 streams = cpu_streams if name is None else self._n_staging > 0
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
 
-    def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
-        """Returns (slots of layers that run on the CPU, slots from which the devices' slots are filled), in proportion
-        to experts.
+    def _ram_slots(
+        self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int
+    ) -> tuple[int, int]:
+        """Returns (slots of layers that run on the CPU, slots from which the devices'
+        slots are filled), in proportion to experts.
 
         Raises BudgetError if there are too few slots.
         """
         if n_on_cpu + n_below == 0:
             return 0, 0
         memory, cache = self._task.machine.memory, self._task.spec.budgets.ram
-        taken = self._bytes_of(cpu_layers) + (self._needs.compute_bytes if n_on_cpu else 0)
+        taken = self._bytes_of(cpu_layers) + (
+            self._needs.compute_bytes if n_on_cpu else 0
+        )
         left = replace(memory, available_bytes=max(0, memory.available_bytes - taken))
-        total = min(ram_slots(self._layout, cache, left, self._ram_size, self._n_ubatch), n_on_cpu + n_below)
-        least_cpu, least_below = min(n_on_cpu, self._layout.n_expert_used), min(1, n_below)
+        total = min(
+            ram_slots(self._layout, cache, left, self._ram_size, self._n_ubatch),
+            n_on_cpu + n_below,
+        )
+        least_cpu, least_below = (
+            min(n_on_cpu, self._layout.n_expert_used),
+            min(1, n_below),
+        )
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self._ram_size)
             raise BudgetError(
@@ -1034,4 +1359,8 @@ class _SlotsPlanner:
             )
 
 
-_WAYS: Mapping[Kind, Callable[[Task], Plan]] = {"slots": plan_slots, "layers": plan_layers, "cpu": _plan_cpu}
+_WAYS: Mapping[Kind, Callable[[Task], Plan]] = {
+    "slots": plan_slots,
+    "layers": plan_layers,
+    "cpu": _plan_cpu,
+}

@@ -1,5 +1,5 @@
-"""Counters and times of one model since its load: `later - earlier` gives the counters of the interval between the
-two."""
+"""Counters and times of one model since its load: `later - earlier` gives the counters
+of the interval between the two."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def _ratio(a: float, b: float) -> float:
 class Lookups:
     """Statistics of slots. Counts and times start when the model is loaded.
 
-    A lookup is one distinct (layer, expert) in one pass. While all experts of a tier are complete in their own
-    slots, the router's ids are read only for a listener, or while the store is watched (`Store.watch`). If they are not
-    read, all choices of a layer are counted as distinct experts, up to its number of experts.
+    A lookup is one distinct (layer, expert) in one pass. While all experts of a tier
+    are complete in their own slots, the router's ids are read only for a listener, or
+    while the store is watched (`Store.watch`). If they are not read, all choices of a
+    layer are counted as distinct experts, up to its number of experts.
 
     Attributes:
         lookups: experts that passes needed.
@@ -61,17 +62,20 @@ class Lookups:
 
     @property
     def hit_rate(self) -> float:
-        """Share of lookups that found their expert in a slot, or on its way to one; 0.0 if there were no lookups."""
+        """Share of lookups that found their expert in a slot, or on its way to one; 0.0
+        if there were no lookups."""
         return _ratio(self.hits, self.lookups)
 
 
 @dataclass(frozen=True)
 class TierStats(Lookups):
-    """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
+    """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots
+    of the host.
 
-    "CPU" stands for the slots of layers that a device leaves to the CPU. `device` is ggml's name for the device that
-    reads experts from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the lookups that missed
-    in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
+    "CPU" stands for the slots of layers that a device leaves to the CPU. `device` is
+    ggml's name for the device that reads experts from the slots, or copies from them.
+    The tier "RAM" below "VRAM" counts only the lookups that missed in VRAM. Its
+    `stall_s` is the time spent waiting for reads from the file.
     """
 
     name: str
@@ -79,15 +83,16 @@ class TierStats(Lookups):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name and the device, which identify the same tier in an earlier `Stats`."""
+        """The name and the device, which identify the same tier in an earlier
+        `Stats`."""
         return self.name, self.device
 
 
 @dataclass(frozen=True)
 class DriveStats:
-    """Figures of one copy of the model's files: the file itself (`name` "file"), or a mirror ("mirror 1"). Two fields
-    are current values, not counters: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a failure
-    of the copy."""
+    """Figures of one copy of the model's files: the file itself (`name` "file"), or a
+    mirror ("mirror 1"). Two fields are current values, not counters: `bytes_per_s`, the
+    measured speed, and `is_dropped`, which is True after a failure of the copy."""
 
     name: str
     reads: int = 0
@@ -103,7 +108,8 @@ class DriveStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Lookups):
-    """Figures of one model since the model was loaded. Times are in seconds, and sizes are in bytes.
+    """Figures of one model since the model was loaded. Times are in seconds, and sizes
+    are in bytes.
 
     The figures of look-ups and slots describe the tier from which layers read experts.
 
@@ -186,12 +192,14 @@ class Stats(Lookups):
 
     @property
     def below(self) -> TierStats | None:
-        """Figures of the tier in RAM from which a device's tier is filled; None if there is no such tier."""
+        """Figures of the tier in RAM from which a device's tier is filled; None if
+        there is no such tier."""
         return next((tier for tier in self.tiers[1:] if tier.name == RAM), None)
 
     @property
     def on_cpu(self) -> TierStats | None:
-        """Figures of the slots for layers that a device leaves to the CPU; None if there are no such slots."""
+        """Figures of the slots for layers that a device leaves to the CPU; None if
+        there are no such slots."""
         return next((tier for tier in self.tiers[1:] if tier.name == CPU), None)
 
     @property
@@ -206,9 +214,11 @@ class Stats(Lookups):
 
     @property
     def bytes_per_accepted_token(self) -> float:
-        """Number of bytes read from the model's files per evaluated token. Rejected tokens of drafts are not
-        counted."""
-        return _ratio(self.bytes_read, self.tokens - self.drafted_tokens + self.accepted_tokens)
+        """Number of bytes read from the model's files per evaluated token. Rejected
+        tokens of drafts are not counted."""
+        return _ratio(
+            self.bytes_read, self.tokens - self.drafted_tokens + self.accepted_tokens
+        )
 
     @property
     def draft_acceptance(self) -> float:
@@ -217,44 +227,57 @@ class Stats(Lookups):
 
     @property
     def tokens_per_draft_pass(self) -> float:
-        """Average number of tokens that a pass with a draft adds to an answer: the accepted tokens and one more
-        token."""
+        """Average number of tokens that a pass with a draft adds to an answer: the
+        accepted tokens and one more token."""
         return 1 + _ratio(self.accepted_tokens, self.draft_passes)
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds per evaluated token for which computation waited for experts, on the CPU or on a device."""
+        """Seconds per evaluated token for which computation waited for experts, on the
+        CPU or on a device."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds per evaluated token that the store spent on routing events, without stalls."""
+        """Seconds per evaluated token that the store spent on routing events, without
+        stalls."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
     def tokens_per_s(self) -> float:
-        """Evaluated tokens per second of evaluation time, including the tokens of prompts."""
+        """Evaluated tokens per second of evaluation time, including the tokens of
+        prompts."""
         return _ratio(self.tokens, self.eval_s)
 
     @property
     def staging_overlap(self) -> float:
-        """Share of the time of copies into staging tensors during which no layer waited: 1 - staging_stall_s /
-        staging_copy_s, but at least 0. The value is 0.0 if there were no copies."""
-        return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
+        """Share of the time of copies into staging tensors during which no layer
+        waited: 1 - staging_stall_s / staging_copy_s, but at least 0. The value is 0.0
+        if there were no copies."""
+        return (
+            max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s))
+            if self.staging_copy_s
+            else 0.0
+        )
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computation and a copy of the missed bytes at this link speed would take one after the
-        other, as a share of the measured evaluation time.
+        """Returns the time that computation and a copy of the missed bytes at this link
+        speed would take one after the other, as a share of the measured evaluation
+        time.
 
-        If the share is 1, only the processor and the link limit the speed. If the share is more than 1, some bytes were
-        copied while layers were running. The share is (compute time + missed bytes / link_bytes_per_s) / evaluation
-        time, and the compute time is the evaluation time without stalls.
+        If the share is 1, only the processor and the link limit the speed. If the share
+        is more than 1, some bytes were copied while layers were running. The share is
+        (compute time + missed bytes / link_bytes_per_s) / evaluation time, and the
+        compute time is the evaluation time without stalls.
         """
-        least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
+        least_s = (
+            self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
+        )
         return _ratio(least_s, self.eval_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the counters and derived figures as a dictionary that can be encoded as JSON."""
+        """Returns the counters and derived figures as a dictionary that can be encoded
+        as JSON."""
         return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
 
@@ -267,15 +290,26 @@ _DERIVED = (
 Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
-def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now` with each counter combined, by `operator`, with the same counter of `before`. PRESENT_VALUES stay
-    unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or copy."""
-    pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
+def _combined(
+    now: Figures, before: Figures, operator: Callable[[Any, Any], Any]
+) -> Figures:
+    """Returns `now` with each counter combined, by `operator`, with the same counter of
+    `before`. PRESENT_VALUES stay unchanged. Counters of a tier or of a copy of the
+    files are combined only if `before` also has this tier or copy."""
+    pairs = {
+        each.name: (getattr(now, each.name), getattr(before, each.name))
+        for each in fields(now)
+    }
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
-    changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}
+    changed = {
+        name: operator(*pair) for name, pair in pairs.items() if name not in fixed
+    }
     for name in PARTS if isinstance(now, Stats) else ():
         parts, known = pairs[name][0], {part.key: part for part in pairs[name][1]}
         changed[name] = tuple(
-            part if (like := known.get(part.key)) is None else _combined(part, like, operator) for part in parts
+            part
+            if (like := known.get(part.key)) is None
+            else _combined(part, like, operator)
+            for part in parts
         )
     return replace(now, **changed)

@@ -1,7 +1,9 @@
-"""The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
+"""The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a
+trial.Request in JSON.
 
-Uses a model briefly as users do: loads it with slots for a few experts, tokenizes texts, evaluates a prompt, and
-generates some tokens. Then writes a JSON object to stdout and exits. Also exits when its stdin closes.
+Uses a model briefly as users do: loads it with slots for a few experts, tokenizes
+texts, evaluates a prompt, and generates some tokens. Then writes a JSON object to
+stdout and exits. Also exits when its stdin closes.
 """
 
 from __future__ import annotations
@@ -24,18 +26,21 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
-IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # not a square, and no side is a multiple of 14 or 16, the usual patch sizes
+# Not a square, and no side is a multiple of 14 or 16, the usual patch sizes.
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Limits this process's memory and CPU time. If `memory_bytes` is 0, memory is not limited. If the machine runs out
-    of memory, the system kills this process first."""
+    """Limits this process's memory and CPU time. If `memory_bytes` is 0, memory is not
+    limited. If the machine runs out of memory, the system kills this process first."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
     if memory_bytes:
         limits.append((resource.RLIMIT_DATA, memory_bytes))
     for which, value in limits:
         with suppress(ValueError, OSError):  # a lower limit is already set
-            resource.setrlimit(which, (value, resource.getrlimit(which)[1] if value else 0))
+            resource.setrlimit(
+                which, (value, resource.getrlimit(which)[1] if value else 0)
+            )
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -53,11 +58,14 @@ def _try(request: dict[str, Any]) -> None:
 
     options = request["options"]
     with Llama(request["path"], **options) as llm:
-        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp also looks up bytes that no token begins with
+        # llama.cpp also looks up bytes that no token begins with.
+        llm.tokenize(bytes(range(256)), add_bos=False)
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
             llm.vocabulary.tokens(text)
-        for token in range(0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)):
+        for token in range(
+            0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)
+        ):
             llm.vocabulary.piece(token, special=True)
         if options.get("vocab_only"):
             return
@@ -67,18 +75,20 @@ def _try(request: dict[str, Any]) -> None:
         llm.eval([0] * (N_BATCH + 1))
         llm.create_completion([0], max_tokens=N_NEW)
         if llm.reads_images:
-            with suppress(MoeggufError):  # the user's first image will raise this error, too; texts still work
+            # The user's first image will raise this error, too; texts still work.
+            with suppress(MoeggufError):
                 read_an_image(llm)
 
 
 def read_an_image(llm: Llama) -> None:
-    """Evaluates a small image between two texts. Stops before an image that does not fit into the context. Raises the
-    projector's errors."""
+    """Evaluates a small image between two texts. Stops before an image that does not
+    fit into the context. Raises the projector's errors."""
     from moegguf.engine.projector import Image
 
     reader, at = llm.context.open_projector(), 0
     assert reader is not None
-    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))  # pixels of different colours
+    # pixels of different colours.
+    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))
     ppm = f"P6 {IMAGE_WIDTH} {IMAGE_HEIGHT} 255\n".encode() + pixels
     prompt = reader.tokenize(["look", "\n"], [Image(ppm, IMAGE_WIDTH, IMAGE_HEIGHT)])
     llm.reset()
@@ -92,7 +102,8 @@ def read_an_image(llm: Llama) -> None:
 
 
 def main() -> None:
-    """Tries the model of the request on the command line, and writes the result to stdout."""
+    """Tries the model of the request on the command line, and writes the result to
+    stdout."""
     request = json.loads(sys.argv[1])
     _limit(request["memory_bytes"], request["cpu_s"])
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -101,7 +112,8 @@ def main() -> None:
     answer = {"kind": "passed", "reason": ""}
     try:
         _try(request)
-    except BaseException as error:  # every exception, because the process only reports it and exits
+    except BaseException as error:
+        # Every exception, because the process only reports it and exits.
         answer = describe(error)
     os.write(1, json.dumps(answer).encode())
     os._exit(0)  # the exit of the process frees everything

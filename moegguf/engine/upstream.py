@@ -1,5 +1,5 @@
-"""llama-cpp-python's `Llama` with corrections that do not concern experts: downloads, logit_bias, grammars, pickling,
-tokenizing."""
+"""llama-cpp-python's `Llama` with corrections that do not concern experts: downloads,
+logit_bias, grammars, pickling, tokenizing."""
 
 from __future__ import annotations
 
@@ -19,44 +19,63 @@ from moegguf.models.pull import fetch
 from moegguf.native import library
 
 _bindings = library.llama_cpp()
-# `Llama` compares the adapter with None, but ctypes returns a null pointer, which would make llama.cpp abort.
+# `Llama` compares the adapter with None, but ctypes returns a null pointer, which would
+# make llama.cpp abort.
 _bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
-ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, in addition to one token per byte
+# Room for BOS, EOS and a leading space, in addition to one token per byte.
+ADDED_TOKENS = 8
 
 
 class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
-    """llama-cpp-python's tokenizer, but with a buffer for as many tokens as the text has bytes. llama-cpp-python's
-    buffer is as long as the context length that the file claims."""
+    """llama-cpp-python's tokenizer, but with a buffer for as many tokens as the text
+    has bytes. llama-cpp-python's buffer is as long as the context length that the file
+    claims."""
 
-    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
-        """Returns the tokens of a text. Raises OptionError for a text that llama.cpp cannot tokenize."""
+    def tokenize(
+        self, text: bytes, add_bos: bool = True, special: bool = True
+    ) -> list[int]:
+        """Returns the tokens of a text. Raises OptionError for a text that llama.cpp
+        cannot tokenize."""
         size = len(text) + ADDED_TOKENS
         for _ in range(2):
             tokens = (_bindings.llama_token * size)()
-            n = _bindings.llama_tokenize(self._model.vocab, text, len(text), tokens, size, add_bos, special)
+            n = _bindings.llama_tokenize(
+                self._model.vocab, text, len(text), tokens, size, add_bos, special
+            )
             if n >= 0:
                 return list(tokens[:n])
             size = -n
-        raise OptionError(f"a text of {len(text)} bytes cannot be tokenized; shorten it.")
+        raise OptionError(
+            f"a text of {len(text)} bytes cannot be tokenized; shorten it."
+        )
 
 
 class GrammarMask:
-    """A GBNF grammar for sampling: a logits processor, which must be the last one of a request. It uses llama.cpp's
-    grammar sampler outside llama.cpp's chain. If no token may follow, the caller must stop: a token outside the grammar
-    would make llama.cpp terminate the process with a C++ exception.
+    """A GBNF grammar for sampling: a logits processor, which must be the last one of a
+    request. It uses llama.cpp's grammar sampler outside llama.cpp's chain. If no token
+    may follow, the caller must stop: a token outside the grammar would make llama.cpp
+    terminate the process with a C++ exception.
 
-    `vocab`: llama.cpp's vocabulary, of `n_vocab` tokens. `grammar`: a `LlamaGrammar`, or its text in GBNF.
+    `vocab`: llama.cpp's vocabulary, of `n_vocab` tokens. `grammar`: a `LlamaGrammar`,
+    or its text in GBNF.
 
-    `exhausted`: True if no token may follow, because the text is complete, or because no token of the model continues
-    it. Raises SchemaError for a grammar that llama.cpp cannot read.
+    `exhausted`: True if no token may follow, because the text is complete, or because
+    no token of the model continues it. Raises SchemaError for a grammar that llama.cpp
+    cannot read.
     """
 
     def __init__(self, vocab: Any, n_vocab: int, grammar: Any) -> None:
         self._sampler = None
-        text, root = (grammar, "root") if isinstance(grammar, str) else (grammar._grammar, grammar._root)
-        self._sampler = _bindings.llama_sampler_init_grammar(vocab, text.encode(), root.encode())
+        text, root = (
+            (grammar, "root")
+            if isinstance(grammar, str)
+            else (grammar._grammar, grammar._root)
+        )
+        self._sampler = _bindings.llama_sampler_init_grammar(
+            vocab, text.encode(), root.encode()
+        )
         if not self._sampler:
             raise SchemaError(
                 f"a grammar must be GBNF with a rule {root!r} and without left recursion, but llama.cpp cannot read"
@@ -66,16 +85,19 @@ class GrammarMask:
         self.exhausted = False
 
     def __call__(self, _ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
-        """Returns the scores, with -inf for tokens that may not follow; unchanged if no token may follow."""
+        """Returns the scores, with -inf for tokens that may not follow; unchanged if no
+        token may follow."""
         self._candidates.copy_logits(scores)
-        _bindings.llama_sampler_apply(self._sampler, c.pointer(self._candidates.candidates))
+        _bindings.llama_sampler_apply(
+            self._sampler, c.pointer(self._candidates.candidates)
+        )
         masked: Floats = self._candidates.candidates_data.logit
         self.exhausted = not np.isfinite(masked).any()
         return scores if self.exhausted else masked
 
     def accept(self, token: int) -> None:
-        """Advances the grammar past a sampled token. Does nothing if `exhausted`: the token is then outside the
-        grammar."""
+        """Advances the grammar past a sampled token. Does nothing if `exhausted`: the
+        token is then outside the grammar."""
         if not self.exhausted:
             _bindings.llama_sampler_accept(self._sampler, token)
 
@@ -85,23 +107,35 @@ class GrammarMask:
 
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
-    """The base class of moegguf's `Llama`. Subclasses keep the keywords of the constructor in `_keywords`, for
-    pickling. They also complete the structs from which llama.cpp creates the model and the context (`_attach_model`,
-    `_attach_context`)."""
+    """The base class of moegguf's `Llama`. Subclasses keep the keywords of the
+    constructor in `_keywords`, for pickling. They also complete the structs from which
+    llama.cpp creates the model and the context (`_attach_model`, `_attach_context`)."""
 
     _keywords: dict[str, Any]
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     _batch: Any
-    # True: the last row of logits does not belong to the context's current tokens, or belongs to another request
+    # True: the last row of logits does not belong to the context's current tokens, or
+    # belongs to another request
     _requires_eval: bool
-    _grammar: GrammarMask | None = None  # grammar of the request that is currently sampling
+    # Grammar of the request that is currently sampling.
+    _grammar: GrammarMask | None = None
     tokenizer_: Any
 
-    def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
-        with readable(model_path) as path, readable(lora_path) if lora_path else nullcontext() as adapter:
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        lora_path: str | None = None,
+        **options: Any,
+    ) -> None:
+        with (
+            readable(model_path) as path,
+            readable(lora_path) if lora_path else nullcontext() as adapter,
+        ):
             super().__init__(path, lora_path=adapter, **options)
-        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # a user's own tokenizer is kept
+        # A user's own tokenizer is kept.
+        if type(self.tokenizer_) is _bindings.LlamaTokenizer:
             self.tokenizer_ = BoundedTokenizer(self)
 
     @property
@@ -136,8 +170,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @metadata.setter
     def metadata(self, _: Mapping[str, str]) -> None:
-        # llama-cpp-python returns no metadata at all if one text is not UTF-8, or if llama.cpp cuts a text within a
-        # character.
+        # llama-cpp-python returns no metadata at all if one text is not UTF-8, or if
+        # llama.cpp cuts a text within a character.
         self._metadata = _metadata(self._model.model)
 
     @classmethod
@@ -151,22 +185,35 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         cache_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Self:
-        """Loads a model from the Hugging Face Hub, with all shards of a split model. `options`: keywords of the class.
+        """Loads a model from the Hugging Face Hub, with all shards of a split model.
+        `options`: keywords of the class.
 
-        `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename, the default quantisation.
-        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model or more than one model matches,
-        and PullError if the download fails.
+        `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a
+        filename, the default quantisation. `local_dir_use_symlinks` has no effect.
+        Raises ModelNotFoundError if no model or more than one model matches, and
+        PullError if the download fails.
         """
-        return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
+        return cls(
+            fetch(repo_id, filename, additional_files or (), local_dir, cache_dir),
+            **options,
+        )
 
     def _init_sampler(
-        self, *arguments: Any, logits_processor: Sequence[Any] | None = None, grammar: Any = None, **options: Any
+        self,
+        *arguments: Any,
+        logits_processor: Sequence[Any] | None = None,
+        grammar: Any = None,
+        **options: Any,
     ) -> Any:
         self._grammar = None
         if grammar is not None:
             self._grammar = GrammarMask(self._model.vocab, self.n_vocab(), grammar)
-            logits_processor = _bindings.LogitsProcessorList([*(logits_processor or ()), self._grammar])
-        return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
+            logits_processor = _bindings.LogitsProcessorList(
+                [*(logits_processor or ()), self._grammar]
+            )
+        return super()._init_sampler(
+            *arguments, logits_processor=logits_processor, **options
+        )
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Returns the next token, as in llama-cpp-python."""
@@ -176,19 +223,30 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return token
 
     def generate(
-        self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
+        self,
+        *arguments: Any,
+        stopping_criteria: Sequence[Any] | None = None,
+        **options: Any,
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields tokens as in llama-cpp-python. Also stops, without yielding an end-of-text token, if a grammar allows
-        no further token. Raises OptionError if there is no token to begin with."""
+        """Yields tokens as in llama-cpp-python. Also stops, without yielding an
+        end-of-text token, if a grammar allows no further token. Raises OptionError if
+        there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
-            raise OptionError("there is nothing to continue, because the prompt has no tokens; give at least one.")
+            raise OptionError(
+                "there is nothing to continue, because the prompt has no tokens; give at least one."
+            )
         return super().generate(
-            *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
+            *arguments,
+            stopping_criteria=self._with_grammar_end(stopping_criteria, options),
+            **options,
         )
 
-    def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Returns `criteria`, with a criterion for the end of the grammar added if the request has a grammar."""
+    def _with_grammar_end(
+        self, criteria: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> Sequence[Any] | None:
+        """Returns `criteria`, with a criterion for the end of the grammar added if the
+        request has a grammar."""
         if options.get("grammar") is None:
             return criteria
 
@@ -206,9 +264,12 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         **options: Any,
     ) -> Iterator[Any]:
         stopping_criteria = self._with_grammar_end(stopping_criteria, options)
-        # the base class would lose the processors and the biases, because it uses the result of list.extend(): None
+        # the base class would lose the processors and the biases, because it uses the
+        # result of list.extend(): None
         if logits_processor is not None and logit_bias:
-            logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
+            logits_processor = _bindings.LogitsProcessorList(
+                [*logits_processor, _bias(logit_bias)]
+            )
             logit_bias = None
         return super()._create_completion(
             *arguments,
@@ -220,7 +281,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @property
     def _is_stateful(self) -> bool:
-        """True if the model has a recurrent state, from which tokens cannot be removed freely."""
+        """True if the model has a recurrent state, from which tokens cannot be removed
+        freely."""
         return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,27 +290,39 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return self._keywords
 
     def __copy__(self) -> Self:
-        raise OptionError("a loaded model cannot be copied; share it, or load it a second time.")
+        raise OptionError(
+            "a loaded model cannot be copied; share it, or load it a second time."
+        )
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self.__copy__()
 
 
 def _metadata(model: Any) -> dict[str, str]:
-    """Returns the metadata of a model's file as strings, in which U+FFFD replaces bytes that are not UTF-8."""
+    """Returns the metadata of a model's file as strings, in which U+FFFD replaces bytes
+    that are not UTF-8."""
 
     def text(read: Callable[..., int], i: int) -> str:
         buffer = c.create_string_buffer(max(0, read(model, i, None, 0)) + 1)
         read(model, i, buffer, len(buffer))
         return buffer.value.decode(errors="replace")
 
-    key, value = _bindings.llama_model_meta_key_by_index, _bindings.llama_model_meta_val_str_by_index
-    return {text(key, i): text(value, i) for i in range(_bindings.llama_model_meta_count(model))}
+    key, value = (
+        _bindings.llama_model_meta_key_by_index,
+        _bindings.llama_model_meta_val_str_by_index,
+    )
+    return {
+        text(key, i): text(value, i)
+        for i in range(_bindings.llama_model_meta_count(model))
+    }
 
 
 def _bias(logit_bias: Mapping[Any, float]) -> Any:
     """Returns a logits processor that adds these biases to the scores of tokens."""
-    tokens, added = [int(token) for token in logit_bias], np.array([*logit_bias.values()], np.float32)
+    tokens, added = (
+        [int(token) for token in logit_bias],
+        np.array([*logit_bias.values()], np.float32),
+    )
 
     def add(_ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
         scores = np.copy(scores)
@@ -259,7 +333,8 @@ def _bias(logit_bias: Mapping[Any, float]) -> Any:
 
 
 class LlamaCppOptions(TypedDict, total=False):
-    """Keywords of the pinned release's `llama_cpp.Llama`. `moegguf.Llama` accepts them with the same meaning."""
+    """Keywords of the pinned release's `llama_cpp.Llama`. `moegguf.Llama` accepts them
+    with the same meaning."""
 
     n_gpu_layers: int
     split_mode: int
@@ -307,14 +382,21 @@ class LlamaCppOptions(TypedDict, total=False):
     verbose: bool
 
 
-def with_keywords(init: Callable[..., None], base: Callable[..., None]) -> inspect.Signature:
-    """Returns the signature of `init`, in which the keywords of `base`, with their defaults, replace **options."""
+def with_keywords(
+    init: Callable[..., None], base: Callable[..., None]
+) -> inspect.Signature:
+    """Returns the signature of `init`, in which the keywords of `base`, with their
+    defaults, replace **options."""
     own = inspect.signature(init).parameters
     further = inspect.signature(base).parameters.values()
     kinds = inspect.Parameter
     return inspect.Signature(
         [
             *(each for each in own.values() if each.kind != kinds.VAR_KEYWORD),
-            *(each for each in further if each.kind == kinds.KEYWORD_ONLY and each.name not in own),
+            *(
+                each
+                for each in further
+                if each.kind == kinds.KEYWORD_ONLY and each.name not in own
+            ),
         ]
     )

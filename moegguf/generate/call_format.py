@@ -1,8 +1,9 @@
 """Learns from a chat template how its model writes thinking, text and tool calls.
 
-The module renders a conversation with a known tool call. From the result it takes the delimiters of the format, such as
-"<tool_call>": the texts before the call's name, between name and arguments, inside the arguments and after them. Small
-tables contain the formats and delimiters of models whose templates do not render calls or thinking.
+The module renders a conversation with a known tool call. From the result it takes the
+delimiters of the format, such as "<tool_call>": the texts before the call's name,
+between name and arguments, inside the arguments and after them. Small tables contain
+the formats and delimiters of models whose templates do not render calls or thinking.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ TOOLS = tuple(
             "description": "qdescription",
             "parameters": {
                 "type": "object",
-                "properties": {key: {"type": "string", "description": "qdescription"} for key in VALUES},
+                "properties": {
+                    key: {"type": "string", "description": "qdescription"}
+                    for key in VALUES
+                },
                 "required": ["qkeya"],
             },
         },
@@ -64,8 +68,11 @@ TOOLS = tuple(
     for name in (NAME, OTHER_NAME)
 )
 
-MAX_RENDERED = 256 << 10  # maximum number of characters that a template may render for a probe
-MAX_WRITTEN = 4 << 10  # maximum length of the probe's call in characters; if a call is longer, its format is unknown
+# Maximum number of characters that a template may render for a probe.
+MAX_RENDERED = 256 << 10
+# Maximum length of the probe's call in characters; if a call is longer, its format is
+# unknown.
+MAX_WRITTEN = 4 << 10
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 # a word on its own line, or a text without braces that ends with a delimiter
@@ -76,18 +83,21 @@ _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
 @dataclass(frozen=True)
 class Written:
-    """The exact text of one call, from which the grammar of calls is built: the texts `before` the name, `between` name
-    and arguments, and `after` the arguments.
+    """The exact text of one call, from which the grammar of calls is built: the texts
+    `before` the name, `between` name and arguments, and `after` the arguments.
 
-    If arguments have their own delimiters, `key_open` and `key_close` are the texts before and after an argument's
-    name, and `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for
-    any type. `separator` is the text between two arguments, and `quote` is the text before and after a string.
+    If arguments have their own delimiters, `key_open` and `key_close` are the texts
+    before and after an argument's name, and `value_close` is the text after its value.
+    `key_close` maps a JSON type to its text; the key "" stands for any type.
+    `separator` is the text between two arguments, and `quote` is the text before and
+    after a string.
     """
 
     before: str
     between: str
     after: str
-    style: str = "json"  # style of the arguments: json, tagged, elements, python, relaxed
+    # style of the arguments: json, tagged, elements, python, relaxed.
+    style: str = "json"
     key_open: str = ""
     key_close: Mapping[str, str] = field(default_factory=dict)
     value_close: str = ""
@@ -97,35 +107,39 @@ class Written:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of tool calls. A block of calls begins with `open` and ends with `close`. If `open` is empty, the whole
-    answer is the block; if `close` is empty, the block extends to the end of the answer. The first of `readers` that
-    finds calls in a block determines the result."""
+    """A format of tool calls. A block of calls begins with `open` and ends with
+    `close`. If `open` is empty, the whole answer is the block; if `close` is empty, the
+    block extends to the end of the answer. The first of `readers` that finds calls in a
+    block determines the result."""
 
     open: str
     close: str
     readers: tuple[Reader, ...]
     written: Written
 
-    def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, which is given with its delimiters, or None if the block is not a call.
-        `final`: True if the answer has ended, so that the last delimiters may be missing."""
+    def calls(
+        self, block: str, types: Types, *, final: bool = False
+    ) -> list[Call] | None:
+        """Returns the calls in a block, which is given with its delimiters, or None if
+        the block is not a call. `final`: True if the answer has ended, so that the last
+        delimiters may be missing."""
         body = self._body(block)
         found = (read(body, types, final=final) for read in self.readers)
         return next((calls for calls in found if calls is not None), None)
 
     def is_open(self, block: str) -> bool:
-        """Returns True if the block ends within a value, so that a closing delimiter after it may belong to that
-        value."""
+        """Returns True if the block ends within a value, so that a closing delimiter
+        after it may belong to that value."""
         return any(read.is_open(self._body(block)) for read in self.readers)
 
     def may_begin(self, block: str) -> bool:
-        """Returns True if the block may still become a call. Only a format without a closing delimiter can return
-        False."""
+        """Returns True if the block may still become a call. Only a format without a
+        closing delimiter can return False."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
-        """Returns the calls in a block that the token limit cut off, or None if no call can be read. The last call has
-        its arguments up to the cut."""
+        """Returns the calls in a block that the token limit cut off, or None if no call
+        can be read. The last call has its arguments up to the cut."""
         begin = block.find("{", len(self.open))
         texts = [block]
         if begin >= 0:
@@ -133,22 +147,41 @@ class ToolFormat:
             texts += [head + text for text in closed_json(block[begin:])]
             texts += [f"{head}{text}]" for text in closed_json(block[begin:])]
         quote = self.written.quote or "'"
-        texts += [block + end for end in (f"{quote})", ")", f'"{")"}', f"{quote}}}", "}", f"{quote}]}}", "]}")]
+        texts += [
+            block + end
+            for end in (
+                f"{quote})",
+                ")",
+                f'"{")"}',
+                f"{quote}}}",
+                "}",
+                f"{quote}]}}",
+                "]}",
+            )
+        ]
         found = (self.calls(text, types, final=True) for text in texts)
         return next((calls for calls in found if calls), None)
 
     def _body(self, block: str) -> str:
         body = block.removeprefix(self.open).rstrip()
         ends = list(itertools.accumulate(_pieces(self.close)))
-        return body.removesuffix(next((end for end in reversed(ends) if body.endswith(end)), ""))
+        return body.removesuffix(
+            next((end for end in reversed(ends) if body.endswith(end)), "")
+        )
 
 
-def _json_written(open_mark: str, close: str, *, arguments: str = "arguments", listed: bool = False) -> Written:
+def _json_written(
+    open_mark: str, close: str, *, arguments: str = "arguments", listed: bool = False
+) -> Written:
     begin, end = ("[", "]") if listed else ("", "")
-    return Written(f'{open_mark}{begin}{{"name": "', f'", "{arguments}": ', f"}}{end}{close}")
+    return Written(
+        f'{open_mark}{begin}{{"name": "', f'", "{arguments}": ', f"}}{end}{close}"
+    )
 
 
-HARMONY_CALL = Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "")
+HARMONY_CALL = Written(
+    "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
+)
 JSON_ONLY = ToolFormat("", "", (json_calls,), _json_written("", ""))
 
 _DEEPSEEK = NamedCalls(
@@ -156,8 +189,8 @@ _DEEPSEEK = NamedCalls(
     r"(?:```\s*)?<｜tool▁call▁end｜>",
 )  # fmt: skip
 
-# Formats that a model may use although its template does not render them. A format applies if the template contains
-# the key.
+# Formats that a model may use although its template does not render them. A format
+# applies if the template contains the key.
 KNOWN_FORMATS: Mapping[str, ToolFormat] = {
     "<tool_call>": ToolFormat(
         "<tool_call>", "</tool_call>", (parse_tool_call,), _json_written("<tool_call>\n", "\n</tool_call>")
@@ -190,8 +223,9 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
 
 @functools.lru_cache(32)
 def answer_format(template: str) -> AnswerFormat:
-    """Returns the format in which a model with this template writes the parts of an answer. For a template that cannot
-    be rendered, the format comes only from the tables of known formats and delimiters."""
+    """Returns the format in which a model with this template writes the parts of an
+    answer. For a template that cannot be rendered, the format comes only from the
+    tables of known formats and delimiters."""
     return AnswerFormat(_Probe(template))
 
 
@@ -204,10 +238,16 @@ def _common_suffix(*texts: str) -> int:
 
 
 def _call(name: str, call_id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": dict(arguments)},
+    }
 
 
-def _answer(*calls: Mapping[str, Any], text: str = "", thinking: str = "") -> dict[str, Any]:
+def _answer(
+    *calls: Mapping[str, Any], text: str = "", thinking: str = ""
+) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
@@ -221,7 +261,8 @@ def _pieces(text: str) -> list[str]:
 
 
 def _shared_end(one: str, other: str) -> str:
-    """Returns the common suffix of two texts, cut so that it begins with a whole delimiter, word or whitespace."""
+    """Returns the common suffix of two texts, cut so that it begins with a whole
+    delimiter, word or whitespace."""
     parts, others, n = _pieces(one), _pieces(other), 0
     while n < min(len(parts), len(others)) and parts[-1 - n] == others[-1 - n]:
         n += 1
@@ -229,13 +270,15 @@ def _shared_end(one: str, other: str) -> str:
 
 
 def _whole_mark_begin(text: str, at: int) -> int:
-    """Returns the start of the delimiter if the position `at` is inside a delimiter, otherwise `at`."""
+    """Returns the start of the delimiter if the position `at` is inside a delimiter,
+    otherwise `at`."""
     cut = re.search(r"[<\[][^<>\[\]\s]*$", text[:at])
     return cut.start() if cut else at
 
 
 def _whole_mark_end(text: str, at: int) -> int:
-    """Returns the end of the delimiter if the position `at` is inside a delimiter, otherwise `at`."""
+    """Returns the end of the delimiter if the position `at` is inside a delimiter,
+    otherwise `at`."""
     if _whole_mark_begin(text, at) == at:
         return at
     rest = re.compile(r"[^<>\[\]\s]*[>\]]?").match(text, at)
@@ -243,10 +286,11 @@ def _whole_mark_end(text: str, at: int) -> int:
 
 
 def _open_mark(head: str) -> str:
-    """Returns the text that announces a call, such as "<tool_call>". `head`: the text before the call's name.
+    """Returns the text that announces a call, such as "<tool_call>". `head`: the text
+    before the call's name.
 
-    The result is the first word of `head` up to the call's id, cut after the last delimiter. A word without a delimiter
-    is not cut.
+    The result is the first word of `head` up to the call's id, cut after the last
+    delimiter. A word without a delimiter is not cut.
     """
     word = head.split(maxsplit=1)[0].partition(ID)[0] if head.strip() else ""
     marks = list(_MARK.finditer(word))
@@ -254,8 +298,9 @@ def _open_mark(head: str) -> str:
 
 
 def _unique_begin(close: str, block: str) -> str:
-    """Returns the shortest prefix of `close` that consists of whole pieces, does not occur in `block`, and contains a
-    delimiter (if `close` has one). Returns all of `close` if there is no such prefix."""
+    """Returns the shortest prefix of `close` that consists of whole pieces, does not
+    occur in `block`, and contains a delimiter (if `close` has one). Returns all of
+    `close` if there is no such prefix."""
     found, has_mark = "", _MARK.search(close) is not None
     for piece in _pieces(close.strip()):
         found += piece
@@ -265,8 +310,9 @@ def _unique_begin(close: str, block: str) -> str:
 
 
 def _unique_end(close: str, block: str) -> str:
-    """Returns the shortest suffix of `close` that consists of whole pieces, begins with a delimiter and does not occur
-    in `block`. Returns all of `close` if there is no such suffix."""
+    """Returns the shortest suffix of `close` that consists of whole pieces, begins with
+    a delimiter and does not occur in `block`. Returns all of `close` if there is no
+    such suffix."""
     found = ""
     for piece in reversed(_pieces(close.strip())):
         found = piece + found
@@ -276,9 +322,11 @@ def _unique_end(close: str, block: str) -> str:
 
 
 def _behind_name(head: str) -> int:
-    """Finds the last `NAME` (the name of the probe's tool) in `head`, and the first delimiter after it.
+    """Finds the last `NAME` (the name of the probe's tool) in `head`, and the first
+    delimiter after it.
 
-    Returns the position where this delimiter, such as "<tool_call>", ends, or 0 if either is missing.
+    Returns the position where this delimiter, such as "<tool_call>", ends, or 0 if
+    either is missing.
     """
     at = head.rfind(NAME)
     mark = _MARK.search(head, at) if at >= 0 else None
@@ -286,13 +334,14 @@ def _behind_name(head: str) -> int:
 
 
 def _through(text: str, mark: str) -> str:
-    """Returns `text` up to and including the first `mark`. Returns "" if `mark` is empty or not in the text."""
+    """Returns `text` up to and including the first `mark`. Returns "" if `mark` is
+    empty or not in the text."""
     return text[: text.index(mark) + len(mark)] if mark and mark in text else ""
 
 
 def _object_at(text: str, begin: int) -> tuple[int, int] | None:
-    """Returns the start and end of the JSON object with the probe's arguments, or None if there is none. The search
-    starts at the position `begin`."""
+    """Returns the start and end of the JSON object with the probe's arguments, or None
+    if there is none. The search starts at the position `begin`."""
     for match in re.compile(r"\{").finditer(text, begin):
         found = json_at(text, match.start())
         if found and found[0] == VALUES:
@@ -301,8 +350,8 @@ def _object_at(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def _json_around(text: str, at: int) -> tuple[int, int] | None:
-    """Returns the start and end of the outermost JSON object or list that contains the position `at`, or None if there
-    is none."""
+    """Returns the start and end of the outermost JSON object or list that contains the
+    position `at`, or None if there is none."""
     for match in re.compile(r"[\[{]").finditer(text, 0, at):
         found = json_at(text, match.start())
         if found and found[1] > at:
@@ -311,8 +360,8 @@ def _json_around(text: str, at: int) -> tuple[int, int] | None:
 
 
 class _Probe:
-    """Determines the format of a chat template: renders conversations with known words and looks for these words in the
-    result."""
+    """Determines the format of a chat template: renders conversations with known words
+    and looks for these words in the result."""
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -323,59 +372,87 @@ class _Probe:
         self.text_open, self.text_close = self._text_marks()
 
     def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
-        """Renders the probe's question, followed by `answers`. Returns "" if the template cannot render them."""
+        """Renders the probe's question, followed by `answers`. Returns "" if the
+        template cannot render them."""
         try:
             conversation = [QUESTION, *map(dict, answers)]
-            return render(self.template, conversation, tools=TOOLS, think=think, characters=MAX_RENDERED)
+            return render(
+                self.template,
+                conversation,
+                tools=TOOLS,
+                think=think,
+                characters=MAX_RENDERED,
+            )
         except TemplateError:
             return ""
 
     # Thinking and text
 
     def _think_marks(self) -> ThinkMarks | None:
-        """Returns the delimiters around thinking: the known delimiters of this template, otherwise the delimiters that
-        it renders. Returns None if there are neither."""
+        """Returns the delimiters around thinking: the known delimiters of this
+        template, otherwise the delimiters that it renders. Returns None if there are
+        neither."""
         known = think_marks_of(self.template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
         close, text, _ = rest.partition(TEXT)
         if known or not thought or not text or not close.strip():
             return known
-        open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
+        open_text = self._text.partition(TEXT)[0][
+            _common_prefix(self._text, self._prompt) :
+        ]
         marks = close.strip().removesuffix(open_text.strip())
-        # `marks` is empty if all of `close` also comes before the text of an answer without thinking. Then the opening
-        # delimiter of the text is the common ending of `close` and a prompt with think=False.
+        # `marks` is empty if all of `close` also comes before the text of an answer
+        # without thinking. Then the opening delimiter of the text is the common ending
+        # of `close` and a prompt with think=False.
         if not marks:
-            shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
+            shared = _pieces(
+                _shared_end(close.strip(), self._render(think=False).strip())
+            )
             marks = close.strip().removesuffix("".join(shared))
-            # the opening delimiter ends with this piece, so it also belongs to the closing delimiter
+            # the opening delimiter ends with this piece, so it also belongs to the
+            # closing delimiter
             if shared and before.endswith(shared[0]):
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
         written, begun = before[shared_end:], self._prompt[shared_end:]
-        opened = begun or written or "".join(_pieces(before.rstrip())[-len(_pieces(marks)) :])
+        opened = (
+            begun
+            or written
+            or "".join(_pieces(before.rstrip())[-len(_pieces(marks)) :])
+        )
         return ThinkMarks(opened.strip("\n"), marks.strip())
 
     def _text_marks(self) -> tuple[str, str]:
-        """Returns the delimiters before and after the text of an answer, or two empty strings if there are none. Also
-        sets `closes_thinking`."""
+        """Returns the delimiters before and after the text of an answer, or two empty
+        strings if there are none. Also sets `closes_thinking`."""
         begin = _whole_mark_begin(self._text, _common_prefix(self._text, self._prompt))
         opened, text, rest = self._text[begin:].partition(TEXT)
         if self.think and self.think.close in opened:
             before, _, opened = opened.rpartition(self.think.close)
             self.closes_thinking = not before.strip()
         opened = opened.lstrip("\n")
-        if not text or not _TEXT_OPEN.fullmatch(opened) or opened.strip() in self._prompt[begin:]:
+        if (
+            not text
+            or not _TEXT_OPEN.fullmatch(opened)
+            or opened.strip() in self._prompt[begin:]
+        ):
             return "", ""
-        with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(TEXT)[2]
+        with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(
+            TEXT
+        )[2]
         if with_call:
-            return opened, rest[: _whole_mark_begin(rest, _common_prefix(rest, with_call))].strip()
+            return opened, rest[
+                : _whole_mark_begin(rest, _common_prefix(rest, with_call))
+            ].strip()
         call = self._render(_answer(_call(NAME, ID, VALUES)))
-        return opened, rest[: _whole_mark_end(rest, len(rest) - _common_suffix(call, rest))]
+        return opened, rest[
+            : _whole_mark_end(rest, len(rest) - _common_suffix(call, rest))
+        ]
 
     def behind_answers(self) -> list[str]:
-        """Returns the text that the template renders after an answer's text. If the format of calls is known, also
-        returns the text after a call."""
+        """Returns the text that the template renders after an answer's text. If the
+        format of calls is known, also returns the text after a call."""
         behind_text = self._text.partition(TEXT)[2].removeprefix(self.text_close)
         learned = self.tool_format()
         if learned is None:
@@ -387,25 +464,30 @@ class _Probe:
 
     @functools.cache  # noqa: B019 (a probe lives as long as its format)
     def tool_format(self) -> ToolFormat | None:
-        """Returns the format in which the template renders calls, or None if it renders none or the format is not
-        recognized."""
+        """Returns the format in which the template renders calls, or None if it renders
+        none or the format is not recognized."""
         written = self._written(_call(NAME, ID, VALUES))
         if NAME not in written or len(written) > MAX_WRITTEN:
             return None
         return self._json_format(written) or self._named_format(written)
 
     def _written(self, *calls: Mapping[str, Any]) -> str:
-        """Returns the text that the template renders for these calls, without the header and the end of the message.
-        Also sets `empties_text`."""
+        """Returns the text that the template renders for these calls, without the
+        header and the end of the message. Also sets `empties_text`."""
         text, rendered = self._text, self._render(_answer(*calls))
         # Some templates render a call only if the result of the call follows.
         if NAME not in rendered[_common_prefix(rendered, self._prompt) :]:
-            results = [{"role": "tool", "tool_call_id": call["id"], "content": "qresult"} for call in calls]
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "qresult"}
+                for call in calls
+            ]
             rendered = self._render(_answer(*calls), *results).partition("qresult")[0]
             text = self._render(_answer(text=TEXT), QUESTION)
         before = self._prompt if has_channels(self.template) else text
         begin = _whole_mark_begin(rendered, _common_prefix(rendered, before))
-        end = _whole_mark_end(rendered, len(rendered) - _common_suffix(rendered[begin:], text[begin:]))
+        end = _whole_mark_end(
+            rendered, len(rendered) - _common_suffix(rendered[begin:], text[begin:])
+        )
         found = rendered[begin:end]
         head = found.partition(NAME)[0]
         if self.think and self.think.close in head:
@@ -414,13 +496,17 @@ class _Probe:
         return found.removeprefix(self.text_close) if self.text_close else found
 
     def _json_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of the calls if their name is inside JSON, otherwise None."""
+        """Returns the format of the calls if their name is inside JSON, otherwise
+        None."""
         found = _json_around(written, written.index(NAME))
         arguments = _object_at(written, found[0]) if found else None
         if found is None or arguments is None:
             return None
         begin, end = found
-        reader = JsonCalls(name_is_key=calls_in(json_value(written[begin:end])) != [(NAME, dict(VALUES))])
+        reader = JsonCalls(
+            name_is_key=calls_in(json_value(written[begin:end]))
+            != [(NAME, dict(VALUES))]
+        )
         head, rest = written[:begin], written[end:]
         close = _unique_begin(rest, written[begin:end]) if head.strip() else ""
         at = begin + written[begin:].index(NAME)
@@ -429,19 +515,25 @@ class _Probe:
         return ToolFormat(head.strip(), close, (reader,), exact)
 
     def _named_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of the calls if their name is between delimiters, otherwise None."""
+        """Returns the format of the calls if their name is between delimiters,
+        otherwise None."""
         whole = _object_at(written, written.index(NAME))
         first_key = whole[0] if whole else written.find("qkeya")
         at = written.rfind(NAME, 0, max(first_key, 0))
         if at < 0:
             return None
-        style = self._json_style(written, at, whole) if whole else self._text_style(written, at)
+        style = (
+            self._json_style(written, at, whole)
+            if whole
+            else self._text_style(written, at)
+        )
         if style is None:
             return None
         head, rest = written[:at], written[style.end :]
         block = head[_behind_name(head) :]
         next_head, call_close = self._between_calls(block, style)
-        if not head.strip():  # the prompt ends with the first call's delimiter, so the second call's is used
+        # The prompt ends with the first call's delimiter, so the second call's is used.
+        if not head.strip():
             head = block = next_head
         opened = _open_mark(block)
         inner = [block.strip().removeprefix(opened)]
@@ -455,19 +547,34 @@ class _Probe:
             section = rest.removeprefix(after)
             close = _unique_begin(section, written[at : style.end] + after)
             inner.append(next_head.strip())
-        before = "|".join(dict.fromkeys(_flexible(part.strip()) for part in inner if part.strip()))
+        before = "|".join(
+            dict.fromkeys(_flexible(part.strip()) for part in inner if part.strip())
+        )
         reader = replace(style.reader, before=before, after=_flexible(after.strip()))
-        exact = replace(style.written, before=head, after=style.written.after + _through(rest, close))
+        exact = replace(
+            style.written,
+            before=head,
+            after=style.written.after + _through(rest, close),
+        )
         return ToolFormat(opened, close, (reader,), exact)
 
     def _between_calls(self, head: str, style: _Style) -> tuple[str, str]:
-        """Returns the delimiters before the name of a second call, and the delimiters that end the first call. `head`:
-        the delimiters before the name of the first call. If the template renders only one call, returns `head` and
-        ""."""
-        two = self._written(_call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"}))
-        first, second = two.rfind(NAME, 0, two.find("qkeya")), two.rfind(OTHER_NAME, 0, two.rfind("qkeya"))
+        """Returns the delimiters before the name of a second call, and the delimiters
+        that end the first call. `head`: the delimiters before the name of the first
+        call. If the template renders only one call, returns `head` and ""."""
+        two = self._written(
+            _call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"})
+        )
+        first, second = (
+            two.rfind(NAME, 0, two.find("qkeya")),
+            two.rfind(OTHER_NAME, 0, two.rfind("qkeya")),
+        )
         is_json = isinstance(style.reader, NamedCalls)
-        again = self._json_style(two, first, _object_at(two, first)) if is_json else self._text_style(two, first)
+        again = (
+            self._json_style(two, first, _object_at(two, first))
+            if is_json
+            else self._text_style(two, first)
+        )
         if first < 0 or second < 0 or again is None:
             return head, ""
         between = two[again.end : second].replace(OTHER_ID, ID)
@@ -476,16 +583,24 @@ class _Probe:
         next_head = head if between.endswith(head) else _shared_end(head, between)
         return next_head, between.removesuffix(next_head)
 
-    def _json_style(self, written: str, at: int, place: tuple[int, int] | None) -> _Style | None:
+    def _json_style(
+        self, written: str, at: int, place: tuple[int, int] | None
+    ) -> _Style | None:
         if place is None:
             return None
         between = written[at + len(NAME) : place[0]]
-        return _Style(place[1], NamedCalls(between=_flexible(between.strip())), Written("", between, ""))
+        return _Style(
+            place[1],
+            NamedCalls(between=_flexible(between.strip())),
+            Written("", between, ""),
+        )
 
     def _text_style(self, written: str, at: int) -> _Style | None:
-        """Returns the style of arguments that are not JSON, or None if the probe's arguments are not found in
-        `written`."""
-        places = [written.find(text, at) for text in ("qkeya", "qvala", "qkeyb", "qvalb")]
+        """Returns the style of arguments that are not JSON, or None if the probe's
+        arguments are not found in `written`."""
+        places = [
+            written.find(text, at) for text in ("qkeya", "qvala", "qkeyb", "qvalb")
+        ]
         if min(places) < 0 or places != sorted(places):
             return None
         key, value, next_key, next_value = places
@@ -503,10 +618,20 @@ class _Probe:
     def _python_style(self, key_close: str, end: int, rest: str) -> _Style:
         raw = ESCAPED in self._render(_answer(_call(NAME, ID, {"qkeya": ESCAPED})))
         n = len(_through(rest, ")"))
-        exact = Written("", "(", ")", "python", key_close={"": "="}, separator=", ", quote="'" if raw else "")
+        exact = Written(
+            "",
+            "(",
+            ")",
+            "python",
+            key_close={"": "="},
+            separator=", ",
+            quote="'" if raw else "",
+        )
         return _Style(end + n, PythonCalls(raw=raw), exact)
 
-    def _tagged_style(self, begin: str, key_close: str, divider: str, end: int, rest: str) -> _Style:
+    def _tagged_style(
+        self, begin: str, key_close: str, divider: str, end: int, rest: str
+    ) -> _Style:
         key_open = _shared_end(begin, divider)
         value_close = divider.removesuffix(key_open)
         pattern, signs = self._key_close(key_close)
@@ -514,16 +639,23 @@ class _Probe:
             between=_flexible(begin.removesuffix(key_open).strip()),
             key_open=_flexible(key_open.strip()),
             key_close=pattern,
-            value_close=("\\n?" if value_close.startswith("\n") else "") + _flexible(value_close.strip()),
+            value_close=("\\n?" if value_close.startswith("\n") else "")
+            + _flexible(value_close.strip()),
             string_sign=signs.get("string", ""),
         )
-        texts = {kind: key_close.replace(signs["string"], sign, 1) for kind, sign in signs.items()} or {"": key_close}
-        exact = Written("", begin.removesuffix(key_open), "", "tagged", key_open, texts, value_close)
+        texts = {
+            kind: key_close.replace(signs["string"], sign, 1)
+            for kind, sign in signs.items()
+        } or {"": key_close}
+        exact = Written(
+            "", begin.removesuffix(key_open), "", "tagged", key_open, texts, value_close
+        )
         return _Style(end + _common_prefix(value_close, rest), reader, exact)
 
     def _key_close(self, text: str) -> tuple[str, dict[str, str]]:
-        """Returns a regular expression for the text between an argument's name and its value. If this text names the
-        type of the value, also returns {JSON type: name of the type in this text}, otherwise {}."""
+        """Returns a regular expression for the text between an argument's name and its
+        value. If this text names the type of the value, also returns {JSON type: name
+        of the type in this text}, otherwise {}."""
         found = {kind: self._key_close_of(kind, value) for kind, value in KINDS.items()}
         begin, end = _common_prefix(*found.values()), _common_suffix(*found.values())
         blank = "\\n?" if text.endswith("\n") else ""
@@ -538,16 +670,32 @@ class _Probe:
         return pattern, signs
 
     def _key_close_of(self, kind: str, value: Any) -> str:
-        """Returns the text between an argument's name and its value, for a value of the JSON type `kind`, or "" if the
-        value is not found."""
-        rendered = self._render(_answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"})))
+        """Returns the text between an argument's name and its value, for a value of the
+        JSON type `kind`, or "" if the value is not found."""
+        rendered = self._render(
+            _answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"}))
+        )
         at = rendered.rfind("qkeya")
-        found = re.compile(VALUE_BEGINS[kind]).search(rendered, at + 5) if at >= 0 else None
+        found = (
+            re.compile(VALUE_BEGINS[kind]).search(rendered, at + 5) if at >= 0 else None
+        )
         return rendered[at + 5 : found.start()] if found else ""
 
 
-KINDS: Mapping[str, Any] = {"string": "qvala", "number": 77, "boolean": True, "object": {"x": 77}, "array": [77]}
-VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "object": r"\{", "array": r"\["}
+KINDS: Mapping[str, Any] = {
+    "string": "qvala",
+    "number": 77,
+    "boolean": True,
+    "object": {"x": 77},
+    "array": [77],
+}
+VALUE_BEGINS = {
+    "string": "qvala",
+    "number": "77",
+    "boolean": "(?i:true)",
+    "object": r"\{",
+    "array": r"\[",
+}
 
 
 @dataclass(frozen=True)
@@ -555,13 +703,16 @@ class _Style:
     """The way a template writes arguments."""
 
     end: int  # position after the arguments
-    reader: MarkedCalls  # reads such arguments; its delimiters `before` and `after` are set later
+    # Reads such arguments; its delimiters `before` and `after` are set later.
+    reader: MarkedCalls
     written: Written  # exact text from the name to the arguments' end
 
 
 def _relaxed_style(quote: str, end: int, rest: str) -> _Style:
     n = len(_through(rest, "}"))
-    exact = Written("", "{", "}", "relaxed", key_close={"": ":"}, separator=",", quote=quote)
+    exact = Written(
+        "", "{", "}", "relaxed", key_close={"": ":"}, separator=",", quote=quote
+    )
     return _Style(end + n, RelaxedCalls(quote=quote), exact)
 
 
@@ -574,8 +725,8 @@ def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
 
 
 def _flexible(text: str) -> str:
-    """Returns a regular expression for a delimiter that the template rendered. In place of the probe's call id, any id
-    matches."""
+    """Returns a regular expression for a delimiter that the template rendered. In place
+    of the probe's call id, any id matches."""
     return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
 
 
@@ -583,8 +734,8 @@ _MAX_ENDING_PIECES = 8
 
 
 def _endings(text: str) -> Iterator[str]:
-    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole pieces and contains a delimiter,
-    the shortest first."""
+    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole
+    pieces and contains a delimiter, the shortest first."""
     found = ""
     for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
         found += piece
@@ -595,48 +746,69 @@ def _endings(text: str) -> Iterator[str]:
 class AnswerFormat:
     """The format of a model's answers: its delimiters, and its formats of tool calls.
 
-    `think`: the thinking delimiters. `closes_thinking`: True if an answer without thinking begins with the delimiter
-    that ends thinking. `text_open`, `text_close`: the delimiters around the text. `channels`: True if an answer
-    consists of messages whose headers name a channel or a recipient.
+    `think`: the thinking delimiters. `closes_thinking`: True if an answer without
+    thinking begins with the delimiter that ends thinking. `text_open`, `text_close`:
+    the delimiters around the text. `channels`: True if an answer consists of messages
+    whose headers name a channel or a recipient.
     """
 
     def __init__(self, probe: _Probe) -> None:
         self._probe = probe
         self.think, self.closes_thinking = probe.think, probe.closes_thinking
         self.text_open, self.text_close = probe.text_open, probe.text_close
-        self.channels, self.is_harmony = has_channels(probe.template), HARMONY in probe.template
+        self.channels, self.is_harmony = (
+            has_channels(probe.template),
+            HARMONY in probe.template,
+        )
 
     @property
     def empties_text(self) -> bool:
-        """True if the template writes the delimiters around the text even before a call without text."""
+        """True if the template writes the delimiters around the text even before a call
+        without text."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it, such as end-of-turn delimiters that are not end
-        tokens."""
-        return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
+        """The texts that may follow an answer without belonging to it, such as
+        end-of-turn delimiters that are not end tokens."""
+        return frozenset(
+            itertools.chain.from_iterable(map(_endings, self._probe.behind_answers()))
+        )
 
     def learn(self) -> None:
-        """Computes the cached properties now, so that the first request does not have to wait for them."""
+        """Computes the cached properties now, so that the first request does not have
+        to wait for them."""
         _ = self.tools, self.endings
 
     def begun(self, prompt_end: str) -> str:
-        """Returns the opening delimiter of calls if the prompt ends with this delimiter and the model also has an
-        opening delimiter for text. Otherwise returns ""."""
-        marks = [form.open for form in self.tools if form.open and prompt_end.endswith(form.open)]
+        """Returns the opening delimiter of calls if the prompt ends with this delimiter
+        and the model also has an opening delimiter for text. Otherwise returns ""."""
+        marks = [
+            form.open
+            for form in self.tools
+            if form.open and prompt_end.endswith(form.open)
+        ]
         return marks[0] if marks and self.text_open else ""
 
     @functools.cached_property
     def tools(self) -> tuple[ToolFormat, ...]:
-        """The formats in which the model may write calls. There is at least one. The format that the template renders,
-        if it is recognized, comes first."""
+        """The formats in which the model may write calls. There is at least one. The
+        format that the template renders, if it is recognized, comes first."""
         template = self._probe.template
-        formats = {form.open: form for sign, form in KNOWN_FORMATS.items() if sign in template}
+        formats = {
+            form.open: form for sign, form in KNOWN_FORMATS.items() if sign in template
+        }
         learned = self._probe.tool_format()
         if learned is None:
             return tuple(formats.values()) or (JSON_ONLY,)
-        known = next((form for form in formats.values() if form.open and learned.open.startswith(form.open)), learned)
+        known = next(
+            (
+                form
+                for form in formats.values()
+                if form.open and learned.open.startswith(form.open)
+            ),
+            learned,
+        )
         readers = dict.fromkeys((*learned.readers, *known.readers, json_calls))
         others = [form for form in formats.values() if form.open not in learned.open]
         return replace(learned, open=known.open, readers=tuple(readers)), *others

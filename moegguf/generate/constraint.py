@@ -1,5 +1,5 @@
-"""The required format of an answer (JSON, a JSON schema, a GBNF grammar, a tool call) as a grammar in llguidance's Lark
-dialect."""
+"""The required format of an answer (JSON, a JSON schema, a GBNF grammar, a tool call)
+as a grammar in llguidance's Lark dialect."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class Constraint:
-    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect with the start rule "start".
-    `begun`: the text of the message that the answer continues, which the grammar must match first; "" for a new
-    message."""
+    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect
+    with the start rule "start". `begun`: the text of the message that the answer
+    continues, which the grammar must match first; "" for a new message."""
 
     lark: str
     begun: str = ""
@@ -38,32 +38,47 @@ def constraint_for(
     continuation: Continuation | None = None,
     token_of: Callable[[str], int | None] = lambda text: None,
 ) -> Constraint | None:
-    """Returns the required format of an answer to `request`; None if any text is allowed. `Matcher` compiles the
-    grammar.
+    """Returns the required format of an answer to `request`; None if any text is
+    allowed. `Matcher` compiles the grammar.
 
-    If the request requires a tool call, the answer is exactly one call, possibly after thinking.
+    If the request requires a tool call, the answer is exactly one call, possibly after
+    thinking.
 
-    template: the model's chat template. It determines the format of calls and the thinking delimiters; None: a call is
-    plain JSON, and there are no delimiters.
+    template: the model's chat template. It determines the format of calls and the
+    thinking delimiters; None: a call is plain JSON, and there are no delimiters.
 
-    prompt_end: the end of the prompt. It may already contain the opening delimiter of thinking.
+    prompt_end: the end of the prompt. It may already contain the opening delimiter of
+    thinking.
 
-    continuation: given for an answer that continues a message. The grammar then covers the message's text and the
-    answer together.
+    continuation: given for an answer that continues a message. The grammar then covers
+    the message's text and the answer together.
 
-    token_of: returns the token id of a string, or None for a string that is not a single token.
+    token_of: returns the token id of a string, or None for a string that is not a
+    single token.
 
-    Raises SchemaError for an invalid or too large schema or grammar, and for a strict schema that cannot be enforced.
-    Also raises SchemaError for invalid tools or too many, and for a grammar together with a format or tools. Raises
-    CapabilityError if `tool_choice` names no tool of the request. Raises OptionError if a call is required but the
-    answer continues a message with text.
+    Raises SchemaError for an invalid or too large schema or grammar, and for a strict
+    schema that cannot be enforced. Also raises SchemaError for invalid tools or too
+    many, and for a grammar together with a format or tools. Raises CapabilityError if
+    `tool_choice` names no tool of the request. Raises OptionError if a call is required
+    but the answer continues a message with text.
     """
     has_tools = bool(request.tools) and request.tool_choice != "none"
     forced = has_tools and request.tool_choice != "auto"
     if request.grammar is not None and (request.format is not None or has_tools):
-        raise SchemaError("a grammar cannot be combined with a JSON schema, JSON or tools; send one of them.")
-    form, begun = answer_format(template) if template else None, continuation.content if continuation else ""
-    is_strict = has_tools and _check_strict(request.tools) and not forced and form is not None and not begun
+        raise SchemaError(
+            "a grammar cannot be combined with a JSON schema, JSON or tools; send one of them."
+        )
+    form, begun = (
+        answer_format(template) if template else None,
+        continuation.content if continuation else "",
+    )
+    is_strict = (
+        has_tools
+        and _check_strict(request.tools)
+        and not forced
+        and form is not None
+        and not begun
+    )
     if request.format is None and request.grammar is None and not (forced or is_strict):
         return None
     if begun and forced:
@@ -73,22 +88,43 @@ def constraint_for(
     schemas, alternatives = Schemas(), list[str]()
     if request.format is not None and not forced:
         if isinstance(request.format, str) and request.format != "json":
-            raise SchemaError(f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}.')
-        body = schemas.grammar({"type": "object"} if request.format == "json" else request.format, request.strict)
-        alternatives.append(body if begun or form is None else _text(form, prompt_end, body))
+            raise SchemaError(
+                f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}.'
+            )
+        body = schemas.grammar(
+            {"type": "object"} if request.format == "json" else request.format,
+            request.strict,
+        )
+        alternatives.append(
+            body if begun or form is None else _text(form, prompt_end, body)
+        )
     rules = list[str]()
     if request.grammar is not None:
         body, rules = lark_rules(request.grammar, token_of)
-        alternatives.append(body if begun or form is None else _text(form, prompt_end, body))
+        alternatives.append(
+            body if begun or form is None else _text(form, prompt_end, body)
+        )
     free = form is not None and is_strict and request.format is None
     if has_tools:
         calls = _Calls(form or answer_format(""), prompt_end, schemas, behind_mark=free)
-        alternatives += [calls.call(tool) for tool in _allowed_tools(request.tools, request.tool_choice)]
+        alternatives += [
+            calls.call(tool)
+            for tool in _allowed_tools(request.tools, request.tool_choice)
+        ]
         rules += calls.grammar.rules
-    rules += [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
-    rules.append(f"{'call' if free else 'answer'}: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
+    rules += [
+        f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)
+    ]
+    rules.append(
+        f"{'call' if free else 'answer'}: "
+        + " | ".join(f"alternative_{n}" for n in range(len(alternatives)))
+    )
     rules += _free_text(form, prompt_end) if form is not None and free else []
-    start = ["start: answer"] if begun or form is None else _start(form, request.think, prompt_end, continuation)
+    start = (
+        ["start: answer"]
+        if begun or form is None
+        else _start(form, request.think, prompt_end, continuation)
+    )
     rules += [*SHARED_RULES, *schemas.rules] if schemas.rules else []
     lark = "\n".join([*start, *rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_CHARS:
@@ -100,9 +136,13 @@ def constraint_for(
 
 
 def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns True if any of the tools is strict. Raises SchemaError for a strict tool if its schema is invalid, too
-    large, or has keywords that no grammar can enforce."""
-    functions = [function for tool in tools if (function := tool.get("function", tool)).get("strict") is True]
+    """Returns True if any of the tools is strict. Raises SchemaError for a strict tool
+    if its schema is invalid, too large, or has keywords that no grammar can enforce."""
+    functions = [
+        function
+        for tool in tools
+        if (function := tool.get("function", tool)).get("strict") is True
+    ]
     for function in functions:
         if isinstance(function.get("parameters"), Mapping):
             Schemas().grammar({"type": "object", **function["parameters"]}, strict=True)
@@ -110,8 +150,8 @@ def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
-    """Returns the rules of an answer that may contain text and calls. As soon as the model begins a call, the call
-    must be valid."""
+    """Returns the rules of an answer that may contain text and calls. As soon as the
+    model begins a call, the call must be valid."""
     if form.is_harmony:
         return ['answer: call | "<|channel|>final<|message|>" /(?s:.*)/']
     mark = form.tools[0].open
@@ -126,16 +166,21 @@ def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
-    """Returns the grammar `body` between the model's delimiters around text. If the prompt already ends with an opening
-    delimiter, the grammar leaves this delimiter out."""
+    """Returns the grammar `body` between the model's delimiters around text. If the
+    prompt already ends with an opening delimiter, the grammar leaves this delimiter
+    out."""
     if form.is_harmony:
         return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
     opened = form.text_open.removeprefix(form.begun(prompt_end))
     begun = bool(opened) and prompt_end.rstrip().endswith(opened.strip())
-    return " ".join(filter(None, ["" if begun else quoted(opened), body, quoted(form.text_close)]))
+    return " ".join(
+        filter(None, ["" if begun else quoted(opened), body, quoted(form.text_close)])
+    )
 
 
-def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str, Any]]:
+def _allowed_tools(
+    tools: Sequence[Mapping[str, Any]], choice: str
+) -> list[Mapping[str, Any]]:
     functions = [tool.get("function", tool) for tool in tools]
     if len(functions) > MAX_TOOLS:
         raise SchemaError(
@@ -152,25 +197,43 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if each grammar begins after the
-    delimiter that begins a call."""
+    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if
+    each grammar begins after the delimiter that begins a call."""
 
-    def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
+    def __init__(
+        self,
+        form: AnswerFormat,
+        prompt_end: str,
+        schemas: Schemas,
+        *,
+        behind_mark: bool,
+    ) -> None:
         written = form.tools[0].written
         if form.is_harmony:
             written = HARMONY_CALL
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
         if behind_mark:  # the delimiter that begins a call is in another rule
-            self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # the template writes the delimiters around the text even before a call without text
+            self._before = (
+                self._before.partition(form.tools[0].open)[2]
+                if form.tools[0].open
+                else self._before
+            )
+        elif form.empties_text:
+            # The template writes the delimiters around the text even before a call
+            # without text.
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
-            self._before = ("" if begun else form.text_open) + form.text_close + self._before
+            self._before = (
+                ("" if begun else form.text_open) + form.text_close + self._before
+            )
         self.grammar = CallGrammar(written, schemas.grammar)
 
     def call(self, function: Mapping[str, Any]) -> str:
-        """Returns the grammar of a call to `function`. Raises SchemaError for a tool without a usable name or
-        schema."""
-        name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
+        """Returns the grammar of a call to `function`. Raises SchemaError for a tool
+        without a usable name or schema."""
+        name, parameters = (
+            function.get("name"),
+            function.get("parameters") or {"type": "object"},
+        )
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise SchemaError(
                 f"a tool's name must be 1 to 128 letters, digits or _.:/-, but is {str(name)[:50]!r}; rename the tool."
@@ -184,15 +247,21 @@ class _Calls:
 
 
 def _start(
-    form: AnswerFormat, think: bool | str | None, prompt_end: str, continuation: Continuation | None
+    form: AnswerFormat,
+    think: bool | str | None,
+    prompt_end: str,
+    continuation: Continuation | None,
 ) -> list[str]:
-    """Returns the rules from `start` to the rule `answer`. If the model has thinking delimiters, thinking may come
-    before the answer. `think` False forbids thinking, unless the prompt has already begun it or the model is
-    gpt-oss."""
+    """Returns the rules from `start` to the rule `answer`. If the model has thinking
+    delimiters, thinking may come before the answer. `think` False forbids thinking,
+    unless the prompt has already begun it or the model is gpt-oss."""
     in_thinking = continuation is not None and continuation.in_thinking
     if form.is_harmony:
         if in_thinking:
-            return ['start: thought "<|start|>assistant" answer', f"thought[lazy]: {until('<|end|>')}"]
+            return [
+                'start: thought "<|start|>assistant" answer',
+                f"thought[lazy]: {until('<|end|>')}",
+            ]
         thinking = '("<|channel|>analysis<|message|>" thought "<|start|>assistant")?'
         return [f"start: {thinking} answer", f"thought[lazy]: {until('<|end|>')}"]
     marks = form.think

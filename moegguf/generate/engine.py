@@ -1,5 +1,5 @@
-"""Defines `Engine`, which processes many requests to one model together in this process. It has blocking and
-asynchronous methods."""
+"""Defines `Engine`, which processes many requests to one model together in this
+process. It has blocking and asynchronous methods."""
 
 from __future__ import annotations
 
@@ -18,19 +18,30 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.kv_sequences import Schedule
-from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sampling, join, sampling_with
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Message,
+    Request,
+    Sampling,
+    join,
+    sampling_with,
+)
 from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
-AHEAD = 2  # maximum number of requests submitted and not yet collected, per sequence of the context
+# Maximum number of requests submitted and not yet collected, per sequence of the
+# context.
+AHEAD = 2
 
 Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
-    """A whole answer: the content of all deltas, and a summary. `error` is the exception that ended the answer early,
-    or None. After an error, the other fields contain what the model generated before the error."""
+    """A whole answer: the content of all deltas, and a summary. `error` is the
+    exception that ended the answer early, or None. After an error, the other fields
+    contain what the model generated before the error."""
 
     summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
@@ -42,8 +53,8 @@ class EngineAnswer(Delta):
 
 
 class _Events(AnswerEvents):
-    """Passes the deltas of one answer to `put`, and at the end an `EngineAnswer` that has the summary and the error but
-    no content."""
+    """Passes the deltas of one answer to `put`, and at the end an `EngineAnswer` that
+    has the summary and the error but no content."""
 
     def __init__(self, put: Callable[[Delta], object]) -> None:
         self._put = put
@@ -56,7 +67,8 @@ class _Events(AnswerEvents):
 
 
 def _collected(queue: SimpleQueue[Delta]) -> EngineAnswer:
-    """Waits for the end of an answer. Returns the whole answer, with the content of all deltas in the queue."""
+    """Waits for the end of an answer. Returns the whole answer, with the content of all
+    deltas in the queue."""
     deltas = list[Delta]()
     while not isinstance(delta := queue.get(), EngineAnswer):
         deltas.append(delta)
@@ -79,10 +91,12 @@ class Engine:
             (`moegguf.generate.kv_sequences`). If `schedule` is None, all sequences take part in each step.
         options: other keywords of `moegguf.Llama`. By default, `flash_attn` is None and `verbose` is False.
 
-    If the model is batch-invariant (`Llama.batch_invariant`), an answer is bit-identical whether it is generated alone
-    or together with others, unless its context shifts. For other models, and for contexts that shift,
-    `Sampling(exact=True)` processes a request alone. All methods may be called from any thread. Raises the errors of
-    `Llama`, and OptionError for options given with a loaded `Llama`.
+    If the model is batch-invariant (`Llama.batch_invariant`), an answer is
+    bit-identical whether it is generated alone or together with others, unless its
+    context shifts. For other models, and for contexts that shift,
+    `Sampling(exact=True)` processes a request alone. All methods may be called from any
+    thread. Raises the errors of `Llama`, and OptionError for options given with a
+    loaded `Llama`.
 
     Example:
         >>> import moegguf
@@ -106,18 +120,25 @@ class Engine:
             raise OptionError(
                 f"load options cannot change a loaded model, but these are given: {names}; give them to Llama."
             )
-        options = {"verbose": False, "flash_attn": None, "n_seq_max": parallel, "kv_tokens": kv_tokens} | options
+        options = {
+            "verbose": False,
+            "flash_attn": None,
+            "n_seq_max": parallel,
+            "kv_tokens": kv_tokens,
+        } | options
         self._is_own = not isinstance(model, Llama)
         self._llm = model if isinstance(model, Llama) else Llama(model, **options)
         self._sampling = sampling_with(Sampling(), self._llm.layout.sampling)
         self._loop = BatchLoop(self._llm, schedule and schedule(self._llm))
-        self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run, name="moegguf-engine", daemon=True
+        )
         self._thread.start()
 
     @property
     def llm(self) -> Llama:
-        """The loaded model with its plan, vocabulary and statistics. Only the engine may evaluate tokens with this
-        model.
+        """The loaded model with its plan, vocabulary and statistics. Only the engine
+        may evaluate tokens with this model.
 
         Example:
             >>> engine.llm.plan.n_experts
@@ -139,8 +160,9 @@ class Engine:
                 options come from the model's file, and otherwise from the defaults of `Sampling`.
             fields: further fields of `Sampling` and `Request`, such as `max_tokens=8, temperature=0`.
 
-        If one prompt fails, its answer contains the exception in `error`. For example, a prompt that is longer than the
-        context causes a ContextError, unless `truncate=True` removes the middle of the prompt. Raises OptionError and
+        If one prompt fails, its answer contains the exception in `error`. For example,
+        a prompt that is longer than the context causes a ContextError, unless
+        `truncate=True` removes the middle of the prompt. Raises OptionError and
         ClosedError.
 
         Example:
@@ -149,7 +171,9 @@ class Engine:
             [None, None]
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._answers([given] if given and isinstance(given[0], int) else given, sampling, fields)
+        return self._answers(
+            [given] if given and isinstance(given[0], int) else given, sampling, fields
+        )
 
     def chat(
         self,
@@ -157,9 +181,10 @@ class Engine:
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
-        """Returns the answers to one conversation or to a list of conversations. A conversation is a list of messages.
-        If a conversation is too long, the engine leaves out the oldest messages, unless `truncate=False`. The other
-        arguments and the errors are the same as for `generate`.
+        """Returns the answers to one conversation or to a list of conversations. A
+        conversation is a list of messages. If a conversation is too long, the engine
+        leaves out the oldest messages, unless `truncate=False`. The other arguments and
+        the errors are the same as for `generate`.
 
         Example:
             >>> [answer] = engine.chat([{"role": "user", "content": "What does moegguf do?"}], max_tokens=4)
@@ -167,15 +192,22 @@ class Engine:
             'length'
         """
         given: list[Any] = list(conversations)
-        return self._answers([given] if given and isinstance(given[0], dict) else given, sampling, fields)
+        return self._answers(
+            [given] if given and isinstance(given[0], dict) else given, sampling, fields
+        )
 
     async def stream(
-        self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
+        self,
+        prompt: Prompt | abc.Sequence[Message],
+        sampling: Sampling | None = None,
+        **fields: Any,
     ) -> AsyncGenerator[Delta, None]:
-        """Yields the parts of an answer to a string, token ids or messages, as the model generates them.
+        """Yields the parts of an answer to a string, token ids or messages, as the
+        model generates them.
 
-        If you close the generator before its end, the engine cancels the answer. `fields` has the same meaning as in
-        `generate`. Raises OptionError and ClosedError, and the error that ended the answer, such as a ContextError.
+        If you close the generator before its end, the engine cancels the answer.
+        `fields` has the same meaning as in `generate`. Raises OptionError and
+        ClosedError, and the error that ended the answer, such as a ContextError.
 
         Example:
             >>> import asyncio
@@ -188,10 +220,13 @@ class Engine:
         loop = asyncio.get_running_loop()
 
         def put(delta: Delta) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: nobody reads the queue any more
+            # The event loop is closed: nobody reads the queue any more.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(queue.put_nowait, delta)
 
-        sequence = self._submit(_request(prompt, sampling or self._sampling, fields), put)
+        sequence = self._submit(
+            _request(prompt, sampling or self._sampling, fields), put
+        )
         try:
             while not isinstance(delta := await queue.get(), EngineAnswer):
                 yield delta
@@ -210,8 +245,8 @@ class Engine:
         return self._llm.stats()
 
     def close(self) -> None:
-        """Cancels all answers and frees the model. A loaded `Llama` that you passed to the engine stays loaded. A
-        second call does nothing.
+        """Cancels all answers and frees the model. A loaded `Llama` that you passed to
+        the engine stays loaded. A second call does nothing.
 
         Example:
             >>> engine = moegguf.Engine("demo")
@@ -236,11 +271,15 @@ class Engine:
         return self._loop.submit(request, _Events(put))
 
     def _answers(
-        self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
+        self,
+        prompts: abc.Sequence[Any],
+        sampling: Sampling | abc.Sequence[Sampling] | None,
+        fields: dict[str, Any],
     ) -> list[EngineAnswer]:
-        """Returns the answers to `prompts`, in their order. The number of requests that are submitted and not yet
-        collected is at most AHEAD times the number of sequences, so that thousands of prompts need little memory. An
-        exception or interrupt cancels all submitted requests."""
+        """Returns the answers to `prompts`, in their order. The number of requests that
+        are submitted and not yet collected is at most AHEAD times the number of
+        sequences, so that thousands of prompts need little memory. An exception or
+        interrupt cancels all submitted requests."""
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or self._sampling] * len(prompts)
         if len(sampling) != len(prompts):
@@ -248,7 +287,10 @@ class Engine:
                 f"a list of samplings must have one for each of {len(prompts)} prompts, but has {len(sampling)}; give"
                 " that many, or one Sampling without a list."
             )
-        requests = [_request(prompt, each, fields) for prompt, each in zip(prompts, sampling, strict=True)]
+        requests = [
+            _request(prompt, each, fields)
+            for prompt, each in zip(prompts, sampling, strict=True)
+        ]
         queues = [SimpleQueue[Delta]() for _ in requests]
         n_ahead = AHEAD * self._llm.n_seq_max
         submitted = list[Sequence]()
@@ -259,20 +301,28 @@ class Engine:
                     answers.append(_collected(queues[len(answers)]))
                 submitted.append(self._submit(request, queue.put))
             return answers + [_collected(queue) for queue in queues[len(answers) :]]
-        except BaseException:  # also on an interrupt: nobody waits for these answers any more
+        except BaseException:
+            # Also on an interrupt: nobody waits for these answers any more.
             for sequence in submitted:
                 self._loop.cancel(sequence)
             raise
 
 
-def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
-    """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` sets `truncate`
-    to True, a string or token ids that do not fit into the context will cause an error. Raises OptionError for an
-    unknown field."""
-    of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
+def _request(
+    prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]
+) -> Request:
+    """Returns the request for a string, token ids or messages, with the other `fields`.
+    Unless `fields` sets `truncate` to True, a string or token ids that do not fit into
+    the context will cause an error. Raises OptionError for an unknown field."""
+    of_sampling, of_request = (
+        Sampling.__dataclass_fields__,
+        Request.__dataclass_fields__,
+    )
     for name in fields:
         if name not in of_sampling and name not in of_request:
-            raise OptionError.unknown(name, [*of_sampling, *of_request], "help(moegguf.Sampling)")
+            raise OptionError.unknown(
+                name, [*of_sampling, *of_request], "help(moegguf.Sampling)"
+            )
     given: dict[str, Any] = {"prompt": prompt, "truncate": False}
     if not isinstance(prompt, str):
         is_chat = bool(prompt) and isinstance(prompt[0], dict)

@@ -1,10 +1,12 @@
 """Combines JSON schemas: determines which values several schemas allow together.
 
-A *goal* is a set of schemas that must all hold for one value. `Document.alternatives` splits a goal into alternatives
-that have only keywords for single types. References are followed, and `anyOf` becomes alternatives. `oneOf`, `not` and
-`if` are replaced with combinations of schemas and their complements. (The complement of a schema allows all values that
-the schema does not allow.) Most keywords have a complement. If a keyword has none, a `oneOf`, `not` or `if` that needs
-the complement is not fully enforced, and `Document.ignored` has an entry for the keyword.
+A *goal* is a set of schemas that must all hold for one value. `Document.alternatives`
+splits a goal into alternatives that have only keywords for single types. References are
+followed, and `anyOf` becomes alternatives. `oneOf`, `not` and `if` are replaced with
+combinations of schemas and their complements. (The complement of a schema allows all
+values that the schema does not allow.) Most keywords have a complement. If a keyword
+has none, a `oneOf`, `not` or `if` that needs the complement is not fully enforced, and
+`Document.ignored` has an entry for the keyword.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from moegguf.generate.json_references import References
 
 Json = dict[str, Any]
 Goal = tuple[int, ...]
-"""The numbers that a `Document` gave to schemas. A value must satisfy all of these schemas. An empty tuple allows any
-value."""
+"""The numbers that a `Document` gave to schemas. A value must satisfy all of these
+schemas. An empty tuple allows any value."""
 
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
@@ -42,17 +44,22 @@ _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 
-# Keywords that only schemas of this module (`Made`) have. In a user's schema they are ignored.
+# Keywords that only schemas of this module (`Made`) have. In a user's schema they are
+# ignored.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
 MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is treated as anyOf
-MAX_COMPLEMENTS = 64  # an alternative of a oneOf that needs more combinations does not exclude the other alternatives
-_DEPTH = 3  # levels of nested values that are compared to decide whether two alternatives exclude each other
+# An alternative of a oneOf that needs more combinations does not exclude the other
+# alternatives.
+MAX_COMPLEMENTS = 64
+# Levels of nested values that are compared to decide whether two alternatives exclude
+# each other.
+_DEPTH = 3
 
 
 class Made(dict[str, Any]):
-    """A schema that this module made. The exceptions that json_schema.py makes for users' schemas do not apply to such
-    a schema."""
+    """A schema that this module made. The exceptions that json_schema.py makes for
+    users' schemas do not apply to such a schema."""
 
 
 class _NoComplementError(Exception):
@@ -61,10 +68,11 @@ class _NoComplementError(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """One alternative of a goal: the values that have one of `types` and satisfy all of `parts`.
+    """One alternative of a goal: the values that have one of `types` and satisfy all of
+    `parts`.
 
-    `whole`: True if numbers must be integers. `values`: {key: scalar}, the only values that are allowed; None: the
-    values are not listed.
+    `whole`: True if numbers must be integers. `values`: {key: scalar}, the only values
+    that are allowed; None: the values are not listed.
     """
 
     parts: tuple[Json, ...]
@@ -77,24 +85,38 @@ class Facts:
         return (part[keyword] for part in self.parts if keyword in part)
 
     def least(self, keyword: str, default: int = 0) -> int:
-        """Returns the strictest lower limit: the largest value of this keyword, or `default` if no part has it."""
+        """Returns the strictest lower limit: the largest value of this keyword, or
+        `default` if no part has it."""
         return max(self.each(keyword), default=default)
 
     def most(self, keyword: str) -> int | None:
-        """Returns the strictest upper limit: the smallest value of this keyword, or None if no part has it."""
+        """Returns the strictest upper limit: the smallest value of this keyword, or
+        None if no part has it."""
         return min(self.each(keyword), default=None)
 
     @functools.cached_property
     def excluded(self) -> Mapping[Any, Any]:
-        """The scalars that the parts' keyword EXCLUDED forbids, as {`key_of(scalar)`: scalar}."""
-        return {key_of(value): value for values in self.each(EXCLUDED) for value in values}
+        """The scalars that the parts' keyword EXCLUDED forbids, as {`key_of(scalar)`:
+        scalar}."""
+        return {
+            key_of(value): value for values in self.each(EXCLUDED) for value in values
+        }
 
     def values_of(self, kind: str) -> list[Any] | None:
-        """Returns the scalars of the type `kind` that are listed and allowed. Returns None if `values` is None."""
+        """Returns the scalars of the type `kind` that are listed and allowed. Returns
+        None if `values` is None."""
         if self.values is None:
             return None
-        values = [value for key, value in self.values.items() if key[0] == kind and key not in self.excluded]
-        return [value for value in values if self.numbers.allows(value)] if kind == "number" else values
+        values = [
+            value
+            for key, value in self.values.items()
+            if key[0] == kind and key not in self.excluded
+        ]
+        return (
+            [value for value in values if self.numbers.allows(value)]
+            if kind == "number"
+            else values
+        )
 
     @functools.cached_property
     def numbers(self) -> Numbers:
@@ -103,14 +125,23 @@ class Facts:
         for keyword in _BOUNDS:
             for value in self.each(keyword):
                 found.restrict(keyword, value)
-        found.excluded = [decimal_of(value) for key, value in self.excluded.items() if key[0] == "number"]
+        found.excluded = [
+            decimal_of(value)
+            for key, value in self.excluded.items()
+            if key[0] == "number"
+        ]
         return found
 
     @functools.cached_property
     def property_names(self) -> Sequence[str]:
-        """The names of all properties that the parts name in `properties` or `required`."""
+        """The names of all properties that the parts name in `properties` or
+        `required`."""
         described = itertools.chain.from_iterable(self.each("properties"))
-        return tuple(dict.fromkeys([*described, *itertools.chain.from_iterable(self.each("required"))]))
+        return tuple(
+            dict.fromkeys(
+                [*described, *itertools.chain.from_iterable(self.each("required"))]
+            )
+        )
 
     @functools.cached_property
     def required(self) -> set[str]:
@@ -124,8 +155,11 @@ class Facts:
 
     @functools.cached_property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns for names of properties, from `patternProperties` of all parts."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.each("patternProperties"))))
+        """The patterns for names of properties, from `patternProperties` of all
+        parts."""
+        return tuple(
+            dict.fromkeys(itertools.chain.from_iterable(self.each("patternProperties")))
+        )
 
     @functools.cached_property
     def n_prefix(self) -> int:
@@ -134,52 +168,66 @@ class Facts:
 
     @functools.cached_property
     def fewest_items(self) -> int:
-        """The minimum number of items: the largest `minItems`, or the length of the longest tuple (a user's
-        `prefixItems` without `items` or `minItems`) if this length is greater."""
-        tuples = (len(part["prefixItems"]) for part in self.parts if _is_tuple(part) and "minItems" not in part)
+        """The minimum number of items: the largest `minItems`, or the length of the
+        longest tuple (a user's `prefixItems` without `items` or `minItems`) if this
+        length is greater."""
+        tuples = (
+            len(part["prefixItems"])
+            for part in self.parts
+            if _is_tuple(part) and "minItems" not in part
+        )
         return max([self.least("minItems"), *tuples])
 
     @functools.cached_property
     def is_closed(self) -> bool:
-        """True if objects may have only the properties that are named: a user's schema names properties, and no user's
-        schema has a keyword in _OPENING."""
+        """True if objects may have only the properties that are named: a user's schema
+        names properties, and no user's schema has a keyword in _OPENING."""
         own = [part for part in self.parts if not isinstance(part, Made)]
         names = any("properties" in part or part.get("required") for part in own)
         return names and not any(part.keys() & _OPENING for part in own)
 
 
 class Document:
-    """The schemas of one root document, each with a number. `count_steps` is called with the number of steps of work,
-    and may raise an error to stop the work."""
+    """The schemas of one root document, each with a number. `count_steps` is called
+    with the number of steps of work, and may raise an error to stop the work."""
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
-        self.ignored: set[str] = set()  # keywords that the grammar does not enforce, some with their location
+        # Keywords that the grammar does not enforce, some with their location.
+        self.ignored: set[str] = set()
         self._references = References(root)
         self._count_steps = count_steps
-        self._raw: list[Any] = []  # keeps every schema alive, so that its id() stays unique
+        # Keeps every schema alive, so that its id() stays unique.
+        self._raw: list[Any] = []
         self._numbers: dict[int, int] = {}  # id() of a schema -> its number
-        # Key of a schema -> its number. The key is the type and repr() of the supported keywords, or the schema's id()
-        # if a keyword contains an object or a nested list.
+        # Key of a schema -> its number. The key is the type and repr() of the supported
+        # keywords, or the schema's id() if a keyword contains an object or a nested
+        # list.
         self._equal: dict[Any, int] = {}
-        self._kept: list[bool | Json] = []  # supported keywords of each schema; index: number of the schema
+        # Supported keywords of each schema; index: number of the schema.
+        self._kept: list[bool | Json] = []
         self._complements: dict[int, Made] = {}
         self._plain_parts: dict[int, Json] = {}
         self._compares = False  # True while the alternatives of a oneOf are compared
-        self._taken_apart: dict[tuple[int, bool], tuple[list[int], list[int] | None]] = {}
+        self._taken_apart: dict[
+            tuple[int, bool], tuple[list[int], list[int] | None]
+        ] = {}
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
 
     def goal(self, *schemas: Any) -> Goal:
-        """Returns the goal of values that all these schemas allow. Raises SchemaError for an invalid schema."""
+        """Returns the goal of values that all these schemas allow. Raises SchemaError
+        for an invalid schema."""
         numbers = dict.fromkeys(map(self._number, schemas))
-        return tuple(number for number in numbers if self._kept[number] not in (True, {}))
+        return tuple(
+            number for number in numbers if self._kept[number] not in (True, {})
+        )
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
         """Returns the goal of values that `goal` and all these schemas allow."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
     def _number(self, schema: Any) -> int:
-        """Returns the number of a schema, or of the schema that it refers to. A schema that only refers to itself
-        allows nothing."""
+        """Returns the number of a schema, or of the schema that it refers to. A schema
+        that only refers to itself allows nothing."""
         seen: set[int] = set()
         while (number := self._number_of(schema)) not in seen:
             kept = self._kept[number]
@@ -193,7 +241,9 @@ class Document:
         if id(schema) not in self._numbers:
             kept = schema if isinstance(schema, Made) else _kept(schema)
             key = (type(kept), repr(kept)) if _has_no_schemas(kept) else id(schema)
-            self._numbers[id(schema)] = number = self._equal.setdefault(key, len(self._kept))
+            self._numbers[id(schema)] = number = self._equal.setdefault(
+                key, len(self._kept)
+            )
             self._raw.append(schema)
             if number == len(self._kept):
                 self._kept.append(kept)
@@ -202,20 +252,24 @@ class Document:
     # Alternatives
 
     def alternatives(self, goal: Goal) -> list[Facts]:
-        """Returns the alternatives of a goal: a value satisfies the goal if it satisfies any of them."""
+        """Returns the alternatives of a goal: a value satisfies the goal if it
+        satisfies any of them."""
         key = goal, self._compares
         if key not in self._alternatives:
             self._alternatives[key] = [_facts(parts) for parts in self._parts_of(goal)]
         return self._alternatives[key]
 
     def _parts_of(self, goal: Goal) -> Iterator[list[Json]]:
-        """Yields each alternative of a goal as a list of schemas that have only keywords for single types. An
-        alternative that allows nothing is left out if it has the schema False, or a schema that refers to itself
-        without a nested value in between."""
-        start = [
-            (number, frozenset[int]()) for number in reversed(goal)
-        ]  # (schema number, numbers of the schemas that combine it or refer to it), processed from the end
-        todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [(start, {})]
+        """Yields each alternative of a goal as a list of schemas that have only
+        keywords for single types. An alternative that allows nothing is left out if it
+        has the schema False, or a schema that refers to itself without a nested value
+        in between."""
+        # (schema number, numbers of the schemas that combine it or refer to it),
+        # processed from the end.
+        start = [(number, frozenset[int]()) for number in reversed(goal)]
+        todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [
+            (start, {})
+        ]
         seen: set[Any] = set()
         while todo:
             pending, done = todo.pop()
@@ -243,20 +297,22 @@ class Document:
                 yield [plain for number in done if (plain := self._plain(number))]
 
     def _plain(self, number: int) -> Json:
-        """Returns a schema's keywords for single types, without combining keywords such as `anyOf`, and without an
-        `enum` that lists objects or arrays."""
+        """Returns a schema's keywords for single types, without combining keywords such
+        as `anyOf`, and without an `enum` that lists objects or arrays."""
         if number not in self._plain_parts:
             kept = self._kept[number]
             left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
             items = kept.items() if isinstance(kept, dict) else ()
             kind = Made if isinstance(kept, Made) else dict
-            self._plain_parts[number] = kind((key, value) for key, value in items if key not in left_out)
+            self._plain_parts[number] = kind(
+                (key, value) for key, value in items if key not in left_out
+            )
         return self._plain_parts[number]
 
     def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
-        """Returns the schemas that must hold in addition to the schema's own keywords for single types (from `$ref`,
-        `allOf` and others), and the alternatives of `anyOf` (None without `anyOf`). Each schema is given by its
-        number."""
+        """Returns the schemas that must hold in addition to the schema's own keywords
+        for single types (from `$ref`, `allOf` and others), and the alternatives of
+        `anyOf` (None without `anyOf`). Each schema is given by its number."""
         key = number, self._compares
         if key not in self._taken_apart:
             kept = self._kept[number]
@@ -270,8 +326,8 @@ class Document:
         return self._taken_apart[key]
 
     def _all_of(self, kept: Json) -> Iterator[Any]:
-        """Yields schemas that must all hold, for the combining keywords except `anyOf`, for dependencies, and for an
-        `enum` that lists objects or arrays."""
+        """Yields schemas that must all hold, for the combining keywords except `anyOf`,
+        for dependencies, and for an `enum` that lists objects or arrays."""
         yield from kept.get("allOf", ())
         if "$ref" in kept:
             yield self._references.follow(kept["$ref"])
@@ -284,7 +340,9 @@ class Document:
             unless = Made({"allOf": [self._complement(kept["if"]), otherwise]})
             yield Made({"anyOf": [Made({"allOf": [kept["if"], then]}), unless]})
         for name, names in kept.get("dependentRequired", {}).items():
-            yield Made({"anyOf": [Made({ABSENT: [name]}), Made({"required": [name, *names]})]})
+            yield Made(
+                {"anyOf": [Made({ABSENT: [name]}), Made({"required": [name, *names]})]}
+            )
         for name, schema in kept.get("dependentSchemas", {}).items():
             present = Made({"allOf": [Made({"required": [name]}), schema]})
             yield Made({"anyOf": [Made({ABSENT: [name]}), present]})
@@ -294,9 +352,10 @@ class Document:
             self.ignored.add("unevaluatedItems")
 
     def _exactly_one(self, options: Sequence[Any]) -> Made:
-        """Returns an `anyOf` that replaces a `oneOf`. Each alternative excludes the values of the alternatives that
-        `_overlapping` lists for it, as far as these have a complement. It excludes none of them if this would need more
-        than MAX_COMPLEMENTS combinations."""
+        """Returns an `anyOf` that replaces a `oneOf`. Each alternative excludes the
+        values of the alternatives that `_overlapping` lists for it, as far as these
+        have a complement. It excludes none of them if this would need more than
+        MAX_COMPLEMENTS combinations."""
         overlapping = self._overlapping(options)
         alternatives = []
         for option, others in zip(options, overlapping, strict=True):
@@ -308,8 +367,9 @@ class Document:
         return Made({"anyOf": alternatives})
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
-        """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. The
-        lists are empty if there are more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is
+        """Returns, for each alternative of a `oneOf`, the other alternatives that may
+        allow some of its values. The lists are empty if there are more than
+        MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is
         treated as `anyOf`, so that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
@@ -328,11 +388,16 @@ class Document:
         return found
 
     def _is_empty(self, goal: Goal | None, depth: int) -> bool:
-        """Returns True if the goal is known to allow no value. Nested values are compared up to `depth` levels."""
+        """Returns True if the goal is known to allow no value. Nested values are
+        compared up to `depth` levels."""
         if goal is None:
             return True
         alternatives = self.alternatives(goal)
-        return not any(self._may_be(facts, kind, depth) for facts in alternatives for kind in facts.types)
+        return not any(
+            self._may_be(facts, kind, depth)
+            for facts in alternatives
+            for kind in facts.types
+        )
 
     def _may_be(self, facts: Facts, kind: str, depth: int) -> bool:
         if facts.values is not None:
@@ -343,20 +408,29 @@ class Document:
         if kind == "object" and not facts.patterns:
             inner = (self.property_goal(facts, name) for name in facts.required)
         elif kind == "array":
-            inner = (self.item_goal(facts, n) for n in range(min(facts.fewest_items, facts.n_prefix)))
+            inner = (
+                self.item_goal(facts, n)
+                for n in range(min(facts.fewest_items, facts.n_prefix))
+            )
         return depth == 0 or not any(self._is_empty(each, depth - 1) for each in inner)
 
     # Nested values
 
-    def property_goal(self, facts: Facts, name: str | None, matched: Iterable[str] = ()) -> Goal | None:
-        """Returns the goal of a property's value, or None if the property is not allowed. `matched`: the patterns that
-        the property's name matches. `name` is None for a property that no schema names."""
+    def property_goal(
+        self, facts: Facts, name: str | None, matched: Iterable[str] = ()
+    ) -> Goal | None:
+        """Returns the goal of a property's value, or None if the property is not
+        allowed. `matched`: the patterns that the property's name matches. `name` is
+        None for a property that no schema names."""
         self._count_steps(len(facts.parts))
         found, is_covered = list[Any](), False
         if name in facts.absent:
             return None
         for part in facts.parts:
-            own, patterns = part.get("properties", {}), part.get("patternProperties", {})
+            own, patterns = (
+                part.get("properties", {}),
+                part.get("patternProperties", {}),
+            )
             schemas = [own[name]] if name in own else []
             schemas += [patterns[pattern] for pattern in matched if pattern in patterns]
             if not schemas and "additionalProperties" in part:
@@ -370,7 +444,8 @@ class Document:
         return self._goal_of_all(found)
 
     def item_goal(self, facts: Facts, n: int) -> Goal | None:
-        """Returns the goal of the item with index `n` of an array, or None if this item is not allowed."""
+        """Returns the goal of the item with index `n` of an array, or None if this item
+        is not allowed."""
         self._count_steps(len(facts.parts))
         found = list[Any]()
         for part in facts.parts:
@@ -388,23 +463,28 @@ class Document:
     # Complements
 
     def _complement(self, schema: Any) -> Made:
-        """Returns a schema that allows exactly the values that `schema` does not allow. If a keyword has no complement,
-        the result allows every value, and `ignored` has an entry for the keyword."""
+        """Returns a schema that allows exactly the values that `schema` does not allow.
+        If a keyword has no complement, the result allows every value, and `ignored` has
+        an entry for the keyword."""
         number = self._number(schema)
         if number not in self._complements:
             kept = self._kept[number]
             options: list[Any] = [] if kept is True else [True]
             try:
                 if isinstance(kept, dict):
-                    options = list(itertools.chain.from_iterable(self._without(kept, key) for key in kept))
+                    options = list(
+                        itertools.chain.from_iterable(
+                            self._without(kept, key) for key in kept
+                        )
+                    )
             except _NoComplementError as error:
                 self.ignored.add(f"{error} inside not, if or oneOf")
             self._complements[number] = Made({"anyOf": options})
         return self._complements[number]
 
     def _without(self, kept: Json, keyword: str) -> Iterator[Any]:
-        """Yields schemas that together allow exactly the values that a keyword forbids. Raises _NoComplementError if
-        no schema does this."""
+        """Yields schemas that together allow exactly the values that a keyword forbids.
+        Raises _NoComplementError if no schema does this."""
         value = kept[keyword]
         match keyword:
             case "type":
@@ -414,7 +494,11 @@ class Document:
                     yield Made({"type": ["number"], FRACTIONAL: True})
                 yield Made({"type": others})
             case "enum":
-                composites = [Made({"not": _equal_to(each)}) for each in value if isinstance(each, dict | list)]
+                composites = [
+                    Made({"not": _equal_to(each)})
+                    for each in value
+                    if isinstance(each, dict | list)
+                ]
                 scalars = [each for each in value if not isinstance(each, dict | list)]
                 yield Made({"allOf": [Made({EXCLUDED: scalars}), *composites]})
             case "$ref":
@@ -425,29 +509,59 @@ class Document:
                 yield Made({"allOf": [Made({"not": each}) for each in value]})
             case "oneOf":
                 yield Made({"allOf": [Made({"not": each}) for each in value]})
-                yield from (Made({"allOf": list(pair)}) for pair in itertools.combinations(value, 2))
+                yield from (
+                    Made({"allOf": list(pair)})
+                    for pair in itertools.combinations(value, 2)
+                )
             case "not":
                 yield value
             case "if":
                 yield Made({"allOf": [value, Made({"not": kept.get("then", True)})]})
-                yield Made({"allOf": [Made({"not": value}), Made({"not": kept.get("else", True)})]})
+                yield Made(
+                    {
+                        "allOf": [
+                            Made({"not": value}),
+                            Made({"not": kept.get("else", True)}),
+                        ]
+                    }
+                )
             case "then" | "else" | "minContains" | "maxContains":
                 return
             case "properties":
                 for name, each in value.items():
-                    yield Made({"type": ["object"], "required": [name], "properties": {name: Made({"not": each})}})
+                    yield Made(
+                        {
+                            "type": ["object"],
+                            "required": [name],
+                            "properties": {name: Made({"not": each})},
+                        }
+                    )
             case "required":
-                yield from (Made({"type": ["object"], ABSENT: [name]}) for name in value)
+                yield from (
+                    Made({"type": ["object"], ABSENT: [name]}) for name in value
+                )
             case "dependentRequired":
                 for name, names in value.items():
-                    yield from (Made({"type": ["object"], "required": [name], ABSENT: [each]}) for each in names)
+                    yield from (
+                        Made({"type": ["object"], "required": [name], ABSENT: [each]})
+                        for each in names
+                    )
             case "dependentSchemas":
                 for name, each in value.items():
-                    yield Made({"allOf": [Made({"type": ["object"], "required": [name]}), Made({"not": each})]})
+                    yield Made(
+                        {
+                            "allOf": [
+                                Made({"type": ["object"], "required": [name]}),
+                                Made({"not": each}),
+                            ]
+                        }
+                    )
             case "prefixItems":
                 for n, each in enumerate(value):
                     prefix = [*[True] * n, Made({"not": each})]
-                    yield Made({"type": ["array"], "minItems": n + 1, "prefixItems": prefix})
+                    yield Made(
+                        {"type": ["array"], "minItems": n + 1, "prefixItems": prefix}
+                    )
             case "items" if "prefixItems" not in kept:
                 yield Made({"type": ["array"], "contains": Made({"not": value})})
             case "contains" if not kept.keys() & {"minContains", "maxContains"}:
@@ -456,7 +570,12 @@ class Document:
                 kind, opposite, step = _OPPOSITES[keyword]
                 if step >= 0 or value > 0:
                     yield Made({"type": [kind], opposite: value + step})
-            case "items" | "additionalProperties" | "unevaluatedProperties" | "propertyNames" if value is True:
+            case (
+                "items"
+                | "additionalProperties"
+                | "unevaluatedProperties"
+                | "propertyNames"
+            ) if value is True:
                 return
             case "uniqueItems" if value is False:
                 return
@@ -478,20 +597,22 @@ _OPPOSITES = {
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
-"""{keyword: (type of the values to which the keyword applies, keyword of the complement, step)}. The complement's
-keyword has the keyword's value plus `step`."""
+"""{keyword: (type of the values to which the keyword applies, keyword of the
+complement, step)}. The complement's keyword has the keyword's value plus `step`."""
 
 
 def key_of(value: Any) -> tuple[str, Any]:
-    """Returns a key that is the same for equal JSON values: the type and a normalized value. Inside lists and objects,
-    1 and 1.0 are not equal here."""
+    """Returns a key that is the same for equal JSON values: the type and a normalized
+    value. Inside lists and objects, 1 and 1.0 are not equal here."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean", value
     if isinstance(value, int | float):
         return "number", decimal_of(value)
     if isinstance(value, str):
         return "string", value
-    return "array" if isinstance(value, list) else "object", json.dumps(value, sort_keys=True)
+    return "array" if isinstance(value, list) else "object", json.dumps(
+        value, sort_keys=True
+    )
 
 
 def _facts(parts: list[Json]) -> Facts:
@@ -499,30 +620,45 @@ def _facts(parts: list[Json]) -> Facts:
     for part in parts:
         if "type" in part:
             names = part["type"]
-            types = [kind for kind in types if kind in names or (kind == "number" and "integer" in names)]
+            types = [
+                kind
+                for kind in types
+                if kind in names or (kind == "number" and "integer" in names)
+            ]
             whole |= "integer" in names and "number" not in names
     own = [part for part in parts if not isinstance(part, Made)]
-    if not any("enum" in part for part in parts) and not any("type" in part for part in own):
-        implied = (kind for kind, keywords in _OF_TYPE.items() if any(part.keys() & {*keywords} for part in own))
+    if not any("enum" in part for part in parts) and not any(
+        "type" in part for part in own
+    ):
+        implied = (
+            kind
+            for kind, keywords in _OF_TYPE.items()
+            if any(part.keys() & {*keywords} for part in own)
+        )
         if first := next(implied, None):
             types = [kind for kind in types if kind == first]
     values: dict[Any, Any] | None = None
     for part in parts:
         if "enum" in part:
             these = {key_of(value): value for value in part["enum"]}
-            values = these if values is None else {key: value for key, value in values.items() if key in these}
+            values = (
+                these
+                if values is None
+                else {key: value for key, value in values.items() if key in these}
+            )
     return Facts(tuple(parts), tuple(types), whole, values)
 
 
 def _is_tuple(part: Json) -> bool:
-    """Returns True if an array may have only the items in `prefixItems` of this part. This holds for a user's schema
-    without `items`."""
+    """Returns True if an array may have only the items in `prefixItems` of this part.
+    This holds for a user's schema without `items`."""
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 
 def _has_no_schemas(kept: bool | Json) -> bool:
     values = itertools.chain.from_iterable(
-        value if isinstance(value, list) else [value] for value in (kept.values() if isinstance(kept, dict) else ())
+        value if isinstance(value, list) else [value]
+        for value in (kept.values() if isinstance(kept, dict) else ())
     )
     return not any(isinstance(value, dict | list) for value in values)
 
@@ -536,10 +672,22 @@ def _equal_to(value: Any) -> Made:
     """Returns a schema that allows only `value`."""
     if isinstance(value, list):
         items = [_equal_to(item) for item in value]
-        return Made({"type": ["array"], "prefixItems": items, "minItems": len(items), "maxItems": len(items)})
+        return Made(
+            {
+                "type": ["array"],
+                "prefixItems": items,
+                "minItems": len(items),
+                "maxItems": len(items),
+            }
+        )
     if isinstance(value, dict):
         properties = {name: _equal_to(item) for name, item in value.items()}
-        form = {"type": ["object"], "properties": properties, "required": [*value], "additionalProperties": False}
+        form = {
+            "type": ["object"],
+            "properties": properties,
+            "required": [*value],
+            "additionalProperties": False,
+        }
         return Made(form)
     return Made({"enum": [value]})
 
@@ -549,7 +697,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_names(value: Any, allowed: Sequence[str] = ()) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) and (not allowed or each in allowed) for each in value)
+    return isinstance(value, list) and all(
+        isinstance(each, str) and (not allowed or each in allowed) for each in value
+    )
 
 
 _COUNTS = (
@@ -571,34 +721,47 @@ _RULES: Sequence[tuple[str, Callable[[Any], bool], Sequence[str]]] = (
      ("dependentRequired",)),
     ("a type, or a list of types", lambda value: _are_names(value, (*TYPES, "integer")), ("type",)),
 )  # fmt: skip
-"""(description of a valid value, function that checks a value, keywords whose values must be valid in this way). If two
-rules contain the same keyword, the first rule applies."""
-_CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RULES) for keyword in keywords}
+"""(description of a valid value, function that checks a value, keywords whose values
+must be valid in this way). If two rules contain the same keyword, the first rule
+applies."""
+_CHECKS = {
+    keyword: (wanted, check)
+    for wanted, check, keywords in reversed(_RULES)
+    for keyword in keywords
+}
 
 
 def _kept(schema: Any) -> bool | Json:
-    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns a bool unchanged. A keyword
-    that is null is treated as absent (some clients send null), except `const`. Raises SchemaError for an invalid value
-    of a keyword."""
+    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns
+    a bool unchanged. A keyword that is null is treated as absent (some clients send
+    null), except `const`. Raises SchemaError for an invalid value of a keyword."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
         raise SchemaError(
             f"every part of a JSON schema must be an object, true or false, but one is {str(schema)[:50]!r}; change it."
         )
-    kept = _of_today({key: value for key, value in schema.items() if value is not None or key == "const"})
+    kept = _of_today(
+        {
+            key: value
+            for key, value in schema.items()
+            if value is not None or key == "const"
+        }
+    )
     for keyword, value in kept.items():
         wanted, check = _CHECKS.get(keyword, ("", None))
         if check and not check(value):
-            raise SchemaError(f"`{keyword}` of a JSON schema must be {wanted}, but is {str(value)[:50]!r}; change it.")
+            raise SchemaError(
+                f"`{keyword}` of a JSON schema must be {wanted}, but is {str(value)[:50]!r}; change it."
+            )
         if keyword in _COUNTS:
             kept[keyword] = int(value)
     return kept
 
 
 def _of_today(schema: Json) -> Json:
-    """Returns a schema's supported keywords. Keywords of earlier drafts are converted to current keywords, and `const`
-    is converted to `enum`."""
+    """Returns a schema's supported keywords. Keywords of earlier drafts are converted
+    to current keywords, and `const` is converted to `enum`."""
     schema = dict(schema)
     for old in ("$dynamicRef", "$recursiveRef"):
         if old in schema:
@@ -609,19 +772,32 @@ def _of_today(schema: Json) -> Json:
         schema["prefixItems"] = schema.pop("items")
         if "additionalItems" in schema:
             schema["items"] = schema["additionalItems"]
-    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+    for exclusive, bound in (
+        ("exclusiveMinimum", "minimum"),
+        ("exclusiveMaximum", "maximum"),
+    ):
         if isinstance(schema.get(exclusive), bool):
             is_strict = schema.pop(exclusive)
             if is_strict and bound in schema:
                 schema[exclusive] = schema.pop(bound)
     dependencies = schema.get("dependencies")
-    for name, dependency in dependencies.items() if isinstance(dependencies, Mapping) else ():
-        keyword = "dependentRequired" if isinstance(dependency, list) else "dependentSchemas"
+    for name, dependency in (
+        dependencies.items() if isinstance(dependencies, Mapping) else ()
+    ):
+        keyword = (
+            "dependentRequired" if isinstance(dependency, list) else "dependentSchemas"
+        )
         schema[keyword] = {**schema.get(keyword, {}), name: dependency}
     if "contains" not in schema:
-        schema = {key: value for key, value in schema.items() if key not in ("minContains", "maxContains")}
+        schema = {
+            key: value
+            for key, value in schema.items()
+            if key not in ("minContains", "maxContains")
+        }
     if "const" in schema:
         others = schema.get("enum", [schema["const"]])
-        is_among = isinstance(others, list) and key_of(schema["const"]) in map(key_of, others)
+        is_among = isinstance(others, list) and key_of(schema["const"]) in map(
+            key_of, others
+        )
         schema["enum"] = [schema["const"]] if is_among else []
     return {key: value for key, value in schema.items() if key in _KEPT}

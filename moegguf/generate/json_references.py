@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 from moegguf.errors import SchemaError
 
-_VALUES = ("enum", "const", "default", "examples")  # keywords whose values are data, not schemas
+# Keywords whose values are data, not schemas.
+_VALUES = ("enum", "const", "default", "examples")
 
 
 class References:
@@ -20,23 +21,26 @@ class References:
 
     @functools.cached_property
     def _named(self) -> Mapping[str, Any]:
-        """All parts of the schema that have an anchor or identifier, as {name: part}. The name is "#" and the anchor,
-        or the `$id`."""
+        """All parts of the schema that have an anchor or identifier, as {name: part}.
+        The name is "#" and the anchor, or the `$id`."""
         todo, named = [self._root], dict[str, Any]()
         while todo:
             part = todo.pop()
             if isinstance(part, Mapping):
                 for keyword in ("$anchor", "$dynamicAnchor", "$id"):
                     if isinstance(name := part.get(keyword), str):
-                        named[name.removesuffix("#") if keyword == "$id" else "#" + name] = part
+                        named[
+                            name.removesuffix("#") if keyword == "$id" else "#" + name
+                        ] = part
                 todo += [value for key, value in part.items() if key not in _VALUES]
             elif isinstance(part, list | tuple):
                 todo += part
         return named
 
     def follow(self, reference: str) -> Any:
-        """Returns the part of the schema that `reference` refers to. `reference` is "#" with a JSON pointer or an
-        anchor, or the `$id` of a part, or both. Raises SchemaError if there is no such part."""
+        """Returns the part of the schema that `reference` refers to. `reference` is "#"
+        with a JSON pointer or an anchor, or the `$id` of a part, or both. Raises
+        SchemaError if there is no such part."""
         base, _, fragment = reference.partition("#")
         try:
             fragment = unquote(fragment, errors="strict")
@@ -57,10 +61,17 @@ class References:
             fragment = ""
         for step in fragment.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and step.isascii() and step.isdigit() and int(step[:9]) < len(target):
+            if (
+                isinstance(target, list)
+                and step.isascii()
+                and step.isdigit()
+                and int(step[:9]) < len(target)
+            ):
                 target = target[int(step[:9])]
             else:
                 target = target.get(step) if isinstance(target, Mapping) else None
         if target is None:
-            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which is not in the schema; define it.")
+            raise SchemaError(
+                f"the JSON schema refers to {reference[:80]!r}, which is not in the schema; define it."
+            )
         return target

@@ -27,17 +27,29 @@ from typing import Any, NamedTuple
 from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
-MAX_GRAMMAR_CHARS = 1 << 20  # maximum length of a request's grammar, including the schemas of tools
-MAX_SUBSCHEMAS = 10_000  # maximum number of subschemas in a request; a subschema is counted each time it is used
-MAX_STEPS = 100_000  # maximum number of steps to split all schemas of a request into alternatives
-MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array
-MAX_MATCHES = 3  # if more patternProperties have different schemas, a name may match the patterns of only one schema
-MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
-MAX_UNIQUE = 63  # maximum number of values for the items of a `uniqueItems` array: one bit each in a grammar parameter
+# Maximum length of a request's grammar, including the schemas of tools.
+MAX_GRAMMAR_CHARS = 1 << 20
+# Maximum number of subschemas in a request; a subschema is counted each time it is
+# used.
+MAX_SUBSCHEMAS = 10_000
+# Maximum number of steps to split all schemas of a request into alternatives.
+MAX_STEPS = 100_000
+# Maximum number of grammar states that count the properties of an object or the items
+# of an array.
+MAX_STATES = 5_000
+# If more patternProperties have different schemas, a name may match the patterns of
+# only one schema.
+MAX_MATCHES = 3
+# Maximum number of patternProperties of one object that have different schemas.
+MAX_PATTERNS = 100
+# Maximum number of values for the items of a `uniqueItems` array: one bit each in a
+# grammar parameter.
+MAX_UNIQUE = 63
 
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""Regular expression for the whitespace that may occur once between the parts of JSON. Whitespace is limited, because
-otherwise some models write whitespace until the token limit."""
+"""Regular expression for the whitespace that may occur once between the parts of JSON.
+Whitespace is limited, because otherwise some models write whitespace until the token
+limit."""
 
 SHARED_RULES = (
     rf"J_OPEN: /\{{(?:{WHITESPACE})?/",
@@ -49,8 +61,9 @@ SHARED_RULES = (
     r'J_PLAIN: /"[^"\\\x00-\x1F\x7F]*"/',
     r'J_NAME: /"(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/',
 )
-"""Terminals of all grammars of JSON. J_NAME matches a property name or string value that has no unnecessary escapes.
-With such escapes, an excluded name could be written in a form that the grammar does not recognize."""
+"""Terminals of all grammars of JSON. J_NAME matches a property name or string value
+that has no unnecessary escapes. With such escapes, an excluded name could be written in
+a form that the grammar does not recognize."""
 
 
 ANY = "(?s:.*)"
@@ -61,7 +74,8 @@ class Rule(str):
 
 
 class Repeat(NamedTuple):
-    """A repetition of symbols, from `least` to `most` times. `most` is None if there is no limit."""
+    """A repetition of symbols, from `least` to `most` times. `most` is None if there is
+    no limit."""
 
     body: Sequence[Symbol]
     least: int
@@ -73,7 +87,8 @@ Symbol = str | Repeat
 
 
 class Schemas:
-    """Collects the grammar rules for all JSON schemas of one request. The grammar also needs SHARED_RULES."""
+    """Collects the grammar rules for all JSON schemas of one request. The grammar also
+    needs SHARED_RULES."""
 
     def __init__(self) -> None:
         self.rules: list[str] = []
@@ -81,9 +96,11 @@ class Schemas:
         self._numbers = itertools.count()
 
     def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
-        """Adds the rules for a schema. Returns the name of the rule for JSON that satisfies the schema. `root`: the
-        document in which `$ref` is looked up; None: the schema itself. Raises SchemaError for a schema that is invalid
-        or too large, or that nothing matches, and for a strict schema with keywords that no grammar can enforce."""
+        """Adds the rules for a schema. Returns the name of the rule for JSON that
+        satisfies the schema. `root`: the document in which `$ref` is looked up; None:
+        the schema itself. Raises SchemaError for a schema that is invalid or too large,
+        or that nothing matches, and for a strict schema with keywords that no grammar
+        can enforce."""
         try:
             json.dumps(schema, allow_nan=False)
             document = Document(schema if root is None else root, self._count_steps)
@@ -91,11 +108,15 @@ class Schemas:
             rule = writer.rule(document.goal(schema))
             self.rules += writer.rules(rule, schema)
         except RecursionError:
-            raise SchemaError("the JSON schema or its references are nested too deeply; simplify it.") from None
+            raise SchemaError(
+                "the JSON schema or its references are nested too deeply; simplify it."
+            ) from None
         except SchemaError:
             raise
         except (TypeError, ValueError) as error:
-            raise SchemaError(f"the JSON schema is not JSON ({error}); correct it.") from error
+            raise SchemaError(
+                f"the JSON schema is not JSON ({error}); correct it."
+            ) from error
         if strict and document.ignored:
             raise SchemaError(
                 "a strict JSON schema may have only keywords that the server can follow, but this one has"
@@ -132,12 +153,15 @@ class _Writer:
         self._goals: dict[Goal, Rule] = {}
         self._todo: list[Goal] = []
         self._rules: dict[str, list[Sequence[Symbol]]] = {}
-        self._names: dict[str, str] = {}  # content -> name, of terminals and of %json rules
-        self._patterns: dict[str, str] = {}  # pattern of property names -> name of the terminal
+        # Content -> name, of terminals and of %json rules.
+        self._names: dict[str, str] = {}
+        # Pattern of property names -> name of the terminal.
+        self._patterns: dict[str, str] = {}
         self._lines: list[str] = []
 
     def rule(self, goal: Goal) -> Rule:
-        """Returns the name of the rule for values that satisfy a goal. `rules` writes the rule later."""
+        """Returns the name of the rule for values that satisfy a goal. `rules` writes
+        the rule later."""
         self.count_part()
         if goal not in self._goals:
             self._goals[goal] = self._new_rule()
@@ -145,7 +169,8 @@ class _Writer:
         return self._goals[goal]
 
     def rules(self, first: Rule, schema: Any) -> list[str]:
-        """Writes all rules and returns their lines. Raises SchemaError if the rule `first` matches nothing."""
+        """Writes all rules and returns their lines. Raises SchemaError if the rule
+        `first` matches nothing."""
         while self._todo:
             goal = self._todo.pop()
             rule = self._goals[goal]
@@ -153,11 +178,15 @@ class _Writer:
                 self._rules[rule] += self._values(facts)
         possible = _productive(self._rules)
         if first not in possible:
-            raise SchemaError(f"nothing matches the JSON schema {json.dumps(schema)[:80]}; change it.")
+            raise SchemaError(
+                f"nothing matches the JSON schema {json.dumps(schema)[:80]}; change it."
+            )
         lines = []
         for name in possible:
             texts = [_text_of(symbols, possible) for symbols in self._rules[name]]
-            lines.append(f"{name}: {' | '.join(dict.fromkeys(text for text in texts if text is not None))}")
+            lines.append(
+                f"{name}: {' | '.join(dict.fromkeys(text for text in texts if text is not None))}"
+            )
         return lines + self._lines
 
     def _new_rule(self, *alternatives: Sequence[Symbol]) -> Rule:
@@ -166,14 +195,16 @@ class _Writer:
         return name
 
     def _terminal(self, expression: str) -> str:
-        """Returns the name of the terminal for an expression. Equal expressions share one terminal."""
+        """Returns the name of the terminal for an expression. Equal expressions share
+        one terminal."""
         if expression not in self._names:
             self._names[expression] = name = f"J_{next(self.numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
-        """Returns the name of a rule for a number or string. llguidance itself converts the schema `form`."""
+        """Returns the name of a rule for a number or string. llguidance itself converts
+        the schema `form`."""
         expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
         if expression not in self._names:
             self._names[expression] = name = f"json_{next(self.numbers)}"
@@ -200,16 +231,22 @@ class _Writer:
                 yield from self._number(facts)
 
     def _scalars(self, facts: Facts, kind: str) -> list[Any] | None:
-        """Returns all allowed values of the type `kind` if there are few (null, booleans, listed values), otherwise
-        None."""
+        """Returns all allowed values of the type `kind` if there are few (null,
+        booleans, listed values), otherwise None."""
         if facts.values is not None:
             return facts.values_of(kind)
         few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
-        return [value for value in few[kind] if (kind, value) not in facts.excluded] if kind in few else None
+        return (
+            [value for value in few[kind] if (kind, value) not in facts.excluded]
+            if kind in few
+            else None
+        )
 
     def _number(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         numbers = facts.numbers
-        for n, expression in enumerate([] if numbers.is_empty() else numbers.expressions()):
+        for n, expression in enumerate(
+            [] if numbers.is_empty() else numbers.expressions()
+        ):
             if n:  # `rule` has already counted the first one
                 self.count_part()
             if isinstance(expression, str):
@@ -220,7 +257,10 @@ class _Writer:
             yield (self._leaf(expression),)
 
     def _string(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
-        forms = [{key: part[key] for key in STRING_KEYWORDS if key in part} for part in facts.parts]
+        forms = [
+            {key: part[key] for key in STRING_KEYWORDS if key in part}
+            for part in facts.parts
+        ]
         forms = [form for form in forms if form]
         values, most = facts.values_of("string"), facts.most("maxLength")
         if values is not None and not forms:
@@ -229,7 +269,11 @@ class _Writer:
             yield (self._terminal(self._texts(facts)),)
         elif values != [] and (most is None or facts.least("minLength") <= most):
             forms += [] if values is None else [{"enum": values}]
-            yield (self._leaf({"type": "string", "allOf": forms} if forms else {"type": "string"}),)
+            yield (
+                self._leaf(
+                    {"type": "string", "allOf": forms} if forms else {"type": "string"}
+                ),
+            )
 
     # Arrays
 
@@ -260,52 +304,78 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """Returns the rule for an array's item with index `n`, which must also satisfy `schemas`. Returns None if such
-        an item is not allowed."""
+        """Returns the rule for an array's item with index `n`, which must also satisfy
+        `schemas`. Returns None if such an item is not allowed."""
         goal = self.document.item_goal(facts, n)
-        return None if goal is None else self.rule(self.document.together(goal, *schemas))
+        return (
+            None if goal is None else self.rule(self.document.together(goal, *schemas))
+        )
 
-    def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
-        """Returns the rule for the remainder of an array or object after its first `n` items or properties. The
-        remainder consists of more items or properties, which match the rule `one`, and the closing terminal `end`. If
-        `one` is None, no more are allowed. `least` and `most` limit the total number; None: no limit."""
+    def _rest(
+        self, one: Rule | None, n: int, least: int, most: int | None, end: str
+    ) -> Rule:
+        """Returns the rule for the remainder of an array or object after its first `n`
+        items or properties. The remainder consists of more items or properties, which
+        match the rule `one`, and the closing terminal `end`. If `one` is None, no more
+        are allowed. `least` and `most` limit the total number; None: no limit."""
         alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):
             if n:
-                alternatives.append((Repeat(("J_COMMA", one), max(least - n, 1), room), end))
+                alternatives.append(
+                    (Repeat(("J_COMMA", one), max(least - n, 1), room), end)
+                )
             else:
-                more = Repeat(("J_COMMA", one), max(least - 1, 0), None if room is None else room - 1)
+                more = Repeat(
+                    ("J_COMMA", one),
+                    max(least - 1, 0),
+                    None if room is None else room - 1,
+                )
                 alternatives.append((one, more, end))
         return self._new_rule(*alternatives)
 
-    def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Returns the rule for an array after its opening bracket, if some items must satisfy the schema of `contains`.
-        Returns None if there are several `contains`, or if counting would need more than MAX_STATES states."""
+    def _containing_items(
+        self, facts: Facts, least: int, most: int | None, contained: list[Any]
+    ) -> Rule | None:
+        """Returns the rule for an array after its opening bracket, if some items must
+        satisfy the schema of `contains`. Returns None if there are several `contains`,
+        or if counting would need more than MAX_STATES states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
-        n_items = max(facts.n_prefix, least, most or 0, 1)  # the states count up to this number of items
+        # The states count up to this number of items.
+        n_items = max(facts.n_prefix, least, most or 0, 1)
         n_found = max(fewest, limit or 0)
         if len(contained) > 1 or (n_items + 1) * (n_found + 1) > MAX_STATES:
             return None
         without = [] if limit is None else [{"not": contained[0]}]
-        states = {key: self._new_rule() for key in itertools.product(range(n_items + 1), range(n_found + 1))}
+        states = {
+            key: self._new_rule()
+            for key in itertools.product(range(n_items + 1), range(n_found + 1))
+        }
         for (n, found), state in states.items():
             alternatives = self._rules[state]
             if n >= least and found >= fewest:
                 alternatives.append(("J_END",))
-            one, other = self._item(facts, n, contained[0]), self._item(facts, n, *without)
+            one, other = (
+                self._item(facts, n, contained[0]),
+                self._item(facts, n, *without),
+            )
             if one is None or other is None or (most is not None and n >= most):
                 continue
             after = min(n + 1, n_items)
             if limit is None or found < limit:
-                alternatives.append((*_comma(n), one, states[after, min(found + 1, n_found)]))
+                alternatives.append(
+                    (*_comma(n), one, states[after, min(found + 1, n_found)])
+                )
             alternatives.append((*_comma(n), other, states[after, found]))
         return states[0, 0]
 
-    def _unique_items(self, facts: Facts, least: int, most: int | None) -> list[Sequence[Symbol]] | None:
-        """Returns the alternatives for an array whose items all differ. The rule has a parameter with one bit for each
-        value, which is set if the value already occurred. Returns None if the items are not scalars from a list of at
-        most MAX_UNIQUE values, or if there is `prefixItems`."""
+    def _unique_items(
+        self, facts: Facts, least: int, most: int | None
+    ) -> list[Sequence[Symbol]] | None:
+        """Returns the alternatives for an array whose items all differ. The rule has a
+        parameter with one bit for each value, which is set if the value already
+        occurred. Returns None if the items are not scalars from a list of at most
+        MAX_UNIQUE values, or if there is `prefixItems`."""
         goal = self.document.item_goal(facts, 0)
         values = None if goal is None or facts.n_prefix else self._few(goal)
         if values is None or len(values) > MAX_UNIQUE:
@@ -319,19 +389,26 @@ class _Writer:
         for bit, value in enumerate(values):
             item = self._terminal(json.dumps(value))
             begun.append(f"{item} {more}::set_bit({bit})")
-            going.append(f"J_COMMA {item} {more}::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {most}))")
-        self._lines += [f"{first}::_: {' | '.join(begun)}", f"{more}::_: {' | '.join(going)}"]
+            going.append(
+                f"J_COMMA {item} {more}::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {most}))"
+            )
+        self._lines += [
+            f"{first}::_: {' | '.join(begun)}",
+            f"{more}::_: {' | '.join(going)}",
+        ]
         return [("J_BEGIN", f"{first}::0x0")]
 
     def _few(self, goal: Goal) -> list[str] | None:
-        """Returns the JSON texts of all values of a goal if it allows only null, booleans and listed scalars, otherwise
-        None. Also returns None if strings must also satisfy other keywords such as `pattern`."""
+        """Returns the JSON texts of all values of a goal if it allows only null,
+        booleans and listed scalars, otherwise None. Also returns None if strings must
+        also satisfy other keywords such as `pattern`."""
         texts = list[str]()
         for facts in self.document.alternatives(goal):
             for kind in facts.types:
                 values = self._scalars(facts, kind)
                 if values is None or (
-                    kind == "string" and any(part.keys() & {*STRING_KEYWORDS} for part in facts.parts)
+                    kind == "string"
+                    and any(part.keys() & {*STRING_KEYWORDS} for part in facts.parts)
                 ):
                     return None
                 texts += [_texts_of(value)[0] for value in values]
@@ -345,17 +422,27 @@ class _Writer:
             return
         names = facts.property_names
         n_counted = max(least, most or 0, 1)
-        if n_counted > 1 and (len(names) + 1) * (min(len(names), n_counted) + 1) > MAX_STATES:
+        if (
+            n_counted > 1
+            and (len(names) + 1) * (min(len(names), n_counted) + 1) > MAX_STATES
+        ):
             self.document.ignored |= {"minProperties", "maxProperties"}
             least, most, n_counted = 0, None, 1
         filters = [self._name_filter(schema) for schema in facts.each("propertyNames")]
-        other = self._new_rule(*self._pairs(facts, None, [*names, *facts.absent], filters))
-        after = [self._rest(other, n, least, most, "J_CLOSE") for n in range(min(len(names), n_counted) + 1)]
+        other = self._new_rule(
+            *self._pairs(facts, None, [*names, *facts.absent], filters)
+        )
+        after = [
+            self._rest(other, n, least, most, "J_CLOSE")
+            for n in range(min(len(names), n_counted) + 1)
+        ]
         for position, name in reversed(list(enumerate(names))):
             pairs = self._pairs(facts, name, (), filters)
             states = list[Rule]()
             for n in range(min(position, n_counted) + 1):
-                skipped: list[Sequence[Symbol]] = [] if name in facts.required else [(after[n],)]
+                skipped: list[Sequence[Symbol]] = (
+                    [] if name in facts.required else [(after[n],)]
+                )
                 following = after[min(n + 1, n_counted)]
                 fits = most is None or n < most
                 present = [(*_comma(n), *pair, following) for pair in pairs if fits]
@@ -366,15 +453,20 @@ class _Writer:
     def _pairs(
         self, facts: Facts, name: str | None, taken: Sequence[str], filters: list[str]
     ) -> list[Sequence[Symbol]]:
-        """Returns the alternatives for a property and its value, one for each set of patterns that the name may match.
-        `name` is None for any name that is not in `taken`."""
+        """Returns the alternatives for a property and its value, one for each set of
+        patterns that the name may match. `name` is None for any name that is not in
+        `taken`."""
         others = ["J_NAME", *([f"~{_literal(taken)}"] if taken else ())]
         key = others if name is None else [_literal([name])]
         pairs = list[Sequence[Symbol]]()
         groups = self._pattern_groups(facts)
         sizes = range((len(groups) if len(groups) <= MAX_MATCHES else 1) + 1)
-        for matched in itertools.chain.from_iterable(itertools.combinations(groups, n) for n in sizes):
-            goal = self.document.property_goal(facts, name, [group[0] for group in matched])
+        for matched in itertools.chain.from_iterable(
+            itertools.combinations(groups, n) for n in sizes
+        ):
+            goal = self.document.property_goal(
+                facts, name, [group[0] for group in matched]
+            )
             if goal is None:
                 continue
             terms = [*key, *filters]
@@ -388,13 +480,17 @@ class _Writer:
         return pairs
 
     def _pattern_groups(self, facts: Facts) -> list[list[str]]:
-        """Returns the patterns of `patternProperties` in groups. If a single part has this keyword, patterns whose
-        values must satisfy the same goal are in one group; otherwise each pattern is a group. Raises SchemaError for
-        too many groups."""
+        """Returns the patterns of `patternProperties` in groups. If a single part has
+        this keyword, patterns whose values must satisfy the same goal are in one group;
+        otherwise each pattern is a group. Raises SchemaError for too many groups."""
         is_one = len(list(facts.each("patternProperties"))) == 1
         groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
-            key = self.document.property_goal(facts, None, (pattern,)) if is_one else pattern
+            key = (
+                self.document.property_goal(facts, None, (pattern,))
+                if is_one
+                else pattern
+            )
             groups.setdefault(key, []).append(pattern)
         if len(groups) > MAX_PATTERNS:
             raise SchemaError(
@@ -404,20 +500,26 @@ class _Writer:
         return list(groups.values())
 
     def _name_pattern(self, pattern: str) -> str:
-        """Returns the terminal for property names or other strings in which `pattern` matches any part. The strings are
-        written without escapes."""
+        """Returns the terminal for property names or other strings in which `pattern`
+        matches any part. The strings are written without escapes."""
         if pattern not in self._patterns:
             self._patterns[pattern] = self._terminal(rf'/"(?:{_search(pattern)})"/')
         return self._patterns[pattern]
 
     def _name_filter(self, schema: Any) -> str:
-        """Returns the terminal for property names that satisfy the schema of `propertyNames`."""
+        """Returns the terminal for property names that satisfy the schema of
+        `propertyNames`."""
         alternatives = self.document.alternatives(self.document.goal(schema))
-        expressions = [f"({self._texts(facts)})" for facts in alternatives if "string" in facts.types]
+        expressions = [
+            f"({self._texts(facts)})"
+            for facts in alternatives
+            if "string" in facts.types
+        ]
         return self._terminal(" | ".join(expressions) or "J_NAME & ~J_NAME")
 
     def _texts(self, facts: Facts) -> str:
-        """Returns the expression of a terminal for strings that `facts` allow, written without unnecessary escapes."""
+        """Returns the expression of a terminal for strings that `facts` allow, written
+        without unnecessary escapes."""
         terms = ["J_NAME"]
         if (values := facts.values_of("string")) is not None:
             terms.append(_literal(values) if values else "~J_NAME")
@@ -425,11 +527,15 @@ class _Writer:
             terms.append(f"~{_literal(excluded)}")
         least, most = facts.least("minLength"), facts.most("maxLength")
         if least or most is not None:
-            terms.append(rf'/"(?:[^"\\]|\\.){{{least},{"" if most is None else most}}}"/')
+            terms.append(
+                rf'/"(?:[^"\\]|\\.){{{least},{"" if most is None else most}}}"/'
+            )
         for pattern in facts.each("pattern"):
             terms += ["J_PLAIN", self._name_pattern(pattern)]
         if any(facts.each("format")):
-            self.document.ignored.add("format together with excluded texts, or inside propertyNames")
+            self.document.ignored.add(
+                "format together with excluded texts, or inside propertyNames"
+            )
         return " & ".join(terms)
 
 
@@ -439,7 +545,8 @@ class _Writer:
 @functools.cache
 def _leaf_options() -> Json:
     """Returns the options of llguidance's %json for a number or string."""
-    from importlib.metadata import version  # a slow import, which only requests with a schema need
+    # A slow import, which only requests with a schema need.
+    from importlib.metadata import version
 
     major, minor, *_ = version("llguidance").split(".")
     is_new = (int(major), int(minor)) >= (1, 9)
@@ -454,19 +561,25 @@ def _literal(values: Iterable[Any]) -> str:
 
 
 def _comma(n: int) -> tuple[str, ...]:
-    """Returns the comma before an item or property that follows `n` others, or nothing if `n` is 0."""
+    """Returns the comma before an item or property that follows `n` others, or nothing
+    if `n` is 0."""
     return ("J_COMMA",) if n else ()
 
 
 def _texts_of(value: Any) -> list[str]:
-    """Returns the JSON texts of a scalar. A float that is an integer has two, such as "1.0" and "1"."""
+    """Returns the JSON texts of a scalar. A float that is an integer has two, such as
+    "1.0" and "1"."""
     texts = [json.dumps(value, ensure_ascii=False)]
-    return [*texts, str(int(value))] if isinstance(value, float) and value.is_integer() else texts
+    return (
+        [*texts, str(int(value))]
+        if isinstance(value, float) and value.is_integer()
+        else texts
+    )
 
 
 def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
-    """Returns the names of the rules that match some text, in the order of `rules`. A match of any other rule could
-    never end."""
+    """Returns the names of the rules that match some text, in the order of `rules`. A
+    match of any other rule could never end."""
     users: dict[str, list[str]] = {}
     for name, alternatives in rules.items():
         for symbol in itertools.chain.from_iterable(map(_rules_in, alternatives)):
@@ -475,7 +588,9 @@ def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
     todo = list(rules)
     while todo:
         name = todo.pop()
-        if name not in possible and any(_text_of(symbols, possible) is not None for symbols in rules[name]):
+        if name not in possible and any(
+            _text_of(symbols, possible) is not None for symbols in rules[name]
+        ):
             possible.add(name)
             todo += users.get(name, ())
     return {name: None for name in rules if name in possible}
@@ -490,8 +605,9 @@ def _rules_in(symbols: Sequence[Symbol]) -> Iterator[Rule]:
 
 
 def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
-    """Returns the text of an alternative for the grammar. Leaves out an optional repetition whose body needs a rule
-    that is not in `possible`. Returns None if any other part needs such a rule."""
+    """Returns the text of an alternative for the grammar. Leaves out an optional
+    repetition whose body needs a rule that is not in `possible`. Returns None if any
+    other part needs such a rule."""
     texts = []
     for symbol in symbols:
         if isinstance(symbol, Repeat):
@@ -499,7 +615,9 @@ def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
             if inner is None and symbol.least:
                 return None
             if inner is not None and symbol.most != 0:
-                texts.append(f"({inner}){{{symbol.least},{'' if symbol.most is None else symbol.most}}}")
+                texts.append(
+                    f"({inner}){{{symbol.least},{'' if symbol.most is None else symbol.most}}}"
+                )
         elif isinstance(symbol, Rule) and symbol not in possible:
             return None
         else:
@@ -508,7 +626,8 @@ def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
 
 
 def _search(pattern: str) -> str:
-    """Returns a regular expression that matches a whole name if `pattern` matches any part of the name."""
+    """Returns a regular expression that matches a whole name if `pattern` matches any
+    part of the name."""
     alternatives, part, depth = list[str](), "", 0
     for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (piece == "(") - (piece == ")")
@@ -524,5 +643,7 @@ def _search(pattern: str) -> str:
     texts = []
     for each in [*alternatives, part]:
         begin, end = each.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", each)
-        texts.append(f"{'' if begin else ANY}(?:{each[begin : -1 if end else None]}){'' if end else ANY}")
+        texts.append(
+            f"{'' if begin else ANY}(?:{each[begin : -1 if end else None]}){'' if end else ANY}"
+        )
     return "|".join(texts)

@@ -1,10 +1,12 @@
-"""Builds the prompt of a request, as tokens. The sources are messages that the chat template renders, an earlier
-context, and a text, which may have a gap that the model fills.
+"""Builds the prompt of a request, as tokens. The sources are messages that the chat
+template renders, an earlier context, and a text, which may have a gap that the model
+fills.
 
-If the request allows it, a prompt that is too long is shortened. In a conversation, whole messages are left out, the
-oldest first; then the longest message is cut at its beginning. Any other prompt keeps its first and its last tokens,
-and loses its middle. As in llama.cpp, it keeps the number of tokens that a full context keeps in a shift. A prompt with
-a gap is never shortened. This module evaluates nothing.
+If the request allows it, a prompt that is too long is shortened. In a conversation,
+whole messages are left out, the oldest first; then the longest message is cut at its
+beginning. Any other prompt keeps its first and its last tokens, and loses its middle.
+As in llama.cpp, it keeps the number of tokens that a full context keeps in a shift. A
+prompt with a gap is never shortened. This module evaluates nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +31,20 @@ from moegguf.gguf.experts import ExpertLayout
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MAX_WHOLE_CHARACTERS = 512 << 10  # the number of tokens of a longer text is estimated before the text is tokenized
-TOKEN_CHARACTERS = 32  # maximum characters of a rendered prompt per token of the context; COPIES may allow more
+# The number of tokens of a longer text is estimated before the text is tokenized.
+MAX_WHOLE_CHARACTERS = 512 << 10
+# Maximum characters of a rendered prompt per token of the context; COPIES may allow
+# more.
+TOKEN_CHARACTERS = 32
 COPIES = 4  # a rendered prompt may be this many times as long as its messages and tools
 USUAL_CHARACTERS = 4  # typical number of characters per token, for estimates
-HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may be kept
-ANSWER_DIVISOR = 8  # a shortened conversation leaves 1/8 of the context for the answer, or `max_tokens` if less
-MESSAGE_TOKENS = 8  # estimated number of tokens in the template's delimiters around a message
+# Characters of a cut message that are tokenized for each token that may be kept.
+HEADROOM_CHARACTERS = 8
+# A shortened conversation leaves 1/8 of the context for the answer, or `max_tokens` if
+# less.
+ANSWER_DIVISOR = 8
+# Estimated number of tokens in the template's delimiters around a message.
+MESSAGE_TOKENS = 8
 
 Token = TypeVar("Token")
 
@@ -45,8 +54,12 @@ class Prompt:
     """The prompt of a request, as tokens and as text."""
 
     tokens: list[int]  # tokens of the prompt, including image placeholders
-    end: str = ""  # the whole text of the prompt; "" if it is not known, or for a conversation that is far too long
-    n_tokens: int = 0  # tokens of the whole prompt; an estimate for a text that is far too long; 0: not counted
+    # The whole text of the prompt; "" if it is not known, or for a conversation that is
+    # far too long.
+    end: str = ""
+    # Tokens of the whole prompt; an estimate for a text that is far too long; 0: not
+    # counted.
+    n_tokens: int = 0
     template: str | None = None  # the chat template that rendered the messages
     continuation: Continuation | None = None  # given if the answer continues a message
     cut_messages: int = 0  # number of messages that were left out
@@ -57,16 +70,21 @@ class Prompt:
     @property
     def text_tokens(self) -> list[int]:
         """The tokens without the image placeholders."""
-        return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
+        return (
+            [token for token in self.tokens if token != PLACEHOLDER]
+            if self.images
+            else self.tokens
+        )
 
 
 def read_prompt(llm: Llama, request: Request) -> Prompt:
     """Returns the prompt of `request`.
 
-    Raises ContextError if the prompt does not fit into the context, even after any shortening that the request allows.
-    Raises CapabilityError if the prompt needs a capability that the model lacks. Raises TemplateError if the chat
-    template fails. Raises OptionError for an invalid token or image, for an empty list of messages, and for an empty
-    prompt unless the model has a BOS token.
+    Raises ContextError if the prompt does not fit into the context, even after any
+    shortening that the request allows. Raises CapabilityError if the prompt needs a
+    capability that the model lacks. Raises TemplateError if the chat template fails.
+    Raises OptionError for an invalid token or image, for an empty list of messages, and
+    for an empty prompt unless the model has a BOS token.
     """
     vocabulary = llm.vocabulary
     context = _context_tokens(llm, request)
@@ -75,17 +93,22 @@ def read_prompt(llm: Llama, request: Request) -> Prompt:
     elif request.prompt is not None:
         prompt = _completion(llm, request, request.prompt, context)
     else:
-        raise OptionError("a request must have messages or a prompt, but this one has neither; give one of them.")
+        raise OptionError(
+            "a request must have messages or a prompt, but this one has neither; give one of them."
+        )
     prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
     if not prompt.tokens:
-        rendered = " once its template has rendered it" if request.messages is not None else ""
+        rendered = (
+            " once its template has rendered it" if request.messages is not None else ""
+        )
         raise OptionError(f"the prompt is empty{rendered}; give at least one word.")
     return prompt
 
 
 def render_prompt(llm: Llama, request: Request) -> str:
-    """Returns the text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
-    ContextError for a conversation that is far too long."""
+    """Returns the text of a conversation's prompt. Raises CapabilityError and
+    TemplateError as `read_prompt` does, and ContextError for a conversation that is far
+    too long."""
     found = _Renderer(llm, request)(request.messages or ())
     if not found.end:
         check_fits(found.n_tokens, request.sampling.context_within(llm.n_ctx()))
@@ -93,20 +116,24 @@ def render_prompt(llm: Llama, request: Request) -> str:
 
 
 def count_prompt(llm: Llama, request: Request) -> int:
-    """Returns the number of tokens of a conversation's prompt, which may be too long for the context. For a
-    conversation that is far too long, returns an estimate. Raises CapabilityError and TemplateError as `read_prompt`
-    does."""
+    """Returns the number of tokens of a conversation's prompt, which may be too long
+    for the context. For a conversation that is far too long, returns an estimate.
+    Raises CapabilityError and TemplateError as `read_prompt` does."""
     return _Renderer(llm, request)(request.messages or ()).n_tokens
 
 
 def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
-    """Returns the chat template for a conversation. A model may have a separate template for conversations with tools.
-    For a model without a template, returns CHATML."""
-    return (layout.tool_template if with_tools else None) or layout.chat_template or CHATML
+    """Returns the chat template for a conversation. A model may have a separate
+    template for conversations with tools. For a model without a template, returns
+    CHATML."""
+    return (
+        (layout.tool_template if with_tools else None) or layout.chat_template or CHATML
+    )
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
-    """Raises ContextError if a prompt of `n_tokens` tokens leaves no room in the context for the answer."""
+    """Raises ContextError if a prompt of `n_tokens` tokens leaves no room in the
+    context for the answer."""
     if n_tokens >= n_ctx:
         raise ContextError(
             f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}, and the answer needs at least one token;"
@@ -114,18 +141,24 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """Returns a prompt with the tokens of `text`. If the text is longer than MAX_WHOLE_CHARACTERS and needs more than
-    twice the context (by estimate), only its beginning and its end are tokenized."""
+def tokenize(
+    vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True
+) -> Prompt:
+    """Returns a prompt with the tokens of `text`. If the text is longer than
+    MAX_WHOLE_CHARACTERS and needs more than twice the context (by estimate), only its
+    beginning and its end are tokenized."""
     if far := _far(vocabulary, text, n_ctx, special=special):
         return far
     tokens = vocabulary.tokens(text, special=special)
     return Prompt(tokens, text, len(tokens))
 
 
-def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt | None:
-    """Returns a prompt with only the first and last tokens of a text that is longer than MAX_WHOLE_CHARACTERS and needs
-    more than twice the context (by estimate). Returns None for any other text."""
+def _far(
+    vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True
+) -> Prompt | None:
+    """Returns a prompt with only the first and last tokens of a text that is longer
+    than MAX_WHOLE_CHARACTERS and needs more than twice the context (by estimate).
+    Returns None for any other text."""
     if len(text) <= MAX_WHOLE_CHARACTERS:
         return None
     half = MAX_WHOLE_CHARACTERS // 2
@@ -135,12 +168,16 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
-    """Returns the tokens of `request.context`, which may contain strings. If the first element is a string, BOS comes
-    first. Raises OptionError for a number that is not a valid token id, and ContextError for a string that is far too
-    long."""
+    """Returns the tokens of `request.context`, which may contain strings. If the first
+    element is a string, BOS comes first. Raises OptionError for a number that is not a
+    valid token id, and ContextError for a string that is far too long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
-    first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
+    first = (
+        []
+        if request.begins_with_token or not request.context
+        else vocabulary.bos_tokens
+    )
     tokens = list[int]()
     for each in request.context:
         if isinstance(each, int):
@@ -153,18 +190,27 @@ def _context_tokens(llm: Llama, request: Request) -> list[int]:
     return first + _without_second_bos(first, tokens)
 
 
-def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -> Prompt:
+def _completion(
+    llm: Llama, request: Request, prompt: str, context: list[int]
+) -> Prompt:
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     first = [] if context else vocabulary.bos_tokens
     if request.suffix is None:
         found = tokenize(vocabulary, prompt, n_ctx)
         tokens = first + _without_second_bos(first, found.tokens)
-        return _fitted(llm, request, context + tokens, found.n_tokens - len(found.tokens))
+        return _fitted(
+            llm, request, context + tokens, found.n_tokens - len(found.tokens)
+        )
     marks = vocabulary.fim_tokens
     if marks is None:
-        raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
+        raise CapabilityError(
+            "this model cannot fill in text before a suffix (insert); ask without one."
+        )
     before, after, gap = marks
-    head, tail = (tokenize(vocabulary, text, n_ctx, special=False) for text in (prompt, request.suffix))
+    head, tail = (
+        tokenize(vocabulary, text, n_ctx, special=False)
+        for text in (prompt, request.suffix)
+    )
     files = _file_tokens(vocabulary, request.files, n_ctx)
     tokens = [*context, *first, *files, before, *head.tokens, after, *tail.tokens, gap]
     n_left_out = head.n_tokens - len(head.tokens) + tail.n_tokens - len(tail.tokens)
@@ -172,13 +218,16 @@ def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -
     return Prompt(tokens)
 
 
-def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
-    """Returns the tokens of `files`, which are (name, text) pairs, in llama-server's format, or [] if there are no
-    files.
+def _file_tokens(
+    vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int
+) -> list[int]:
+    """Returns the tokens of `files`, which are (name, text) pairs, in llama-server's
+    format, or [] if there are no files.
 
-    If the model has tokens for a repository (arXiv 2409.12186), each text follows its name. At the end, the constant
-    "filename" is the name of the file with the gap. For other models the files are snippets without names. Raises
-    ContextError for a file that does not fit into the context.
+    If the model has tokens for a repository (arXiv 2409.12186), each text follows its
+    name. At the end, the constant "filename" is the name of the file with the gap. For
+    other models the files are snippets without names. Raises ContextError for a file
+    that does not fit into the context.
     """
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
@@ -197,9 +246,10 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 
 
 def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) -> Prompt:
-    """Returns the prompt with these tokens. If there are too many, some tokens in the middle are cut. `n_more`: number
-    of tokens that are already missing in the middle. Raises ContextError if a cut is necessary, but `truncate` or
-    `shift` of the request is False."""
+    """Returns the prompt with these tokens. If there are too many, some tokens in the
+    middle are cut. `n_more`: number of tokens that are already missing in the middle.
+    Raises ContextError if a cut is necessary, but `truncate` or `shift` of the request
+    is False."""
     n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
     if n_whole < n_ctx:
         return Prompt(tokens)
@@ -212,7 +262,8 @@ def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) ->
 
 
 def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
-    """Returns `tokens` without the first token if that token repeats the BOS token in `first`."""
+    """Returns `tokens` without the first token if that token repeats the BOS token in
+    `first`."""
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
@@ -228,29 +279,39 @@ def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
         check_fits(len(images.tokens), request.sampling.context_within(llm.n_ctx()))
         return replace(prompt, tokens=images.tokens, images=images)
     fitted = _fitted(llm, request, context + prompt.tokens)
-    return replace(prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens)
+    return replace(
+        prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens
+    )
 
 
 class _Renderer:
-    """Builds prompts from messages. If the answer continues the last message, the prompt ends with this message's text.
-    Raises CapabilityError if the request has tools or thinking but the chat template does not support them."""
+    """Builds prompts from messages. If the answer continues the last message, the
+    prompt ends with this message's text. Raises CapabilityError if the request has
+    tools or thinking but the chat template does not support them."""
 
     def __init__(self, llm: Llama, request: Request) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
-        self._tools = () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
-        self.template = request.template or template_of(llm.layout, with_tools=bool(self._tools))
+        self._tools = (
+            () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
+        )
+        self.template = request.template or template_of(
+            llm.layout, with_tools=bool(self._tools)
+        )
         able = capabilities_of(self.template)
         if self._tools and "tools" not in able:
             raise CapabilityError(
                 "this model does not support tools: its chat template has no place for them; ask without tools."
             )
         if request.think and "thinking" not in able:
-            raise CapabilityError("this model does not support thinking; ask without it.")
+            raise CapabilityError(
+                "this model does not support thinking; ask without it."
+            )
         self._first = [] if request.context else self.vocabulary.bos_tokens
 
     def __call__(self, messages: Sequence[Message]) -> Prompt:
-        """Renders and tokenizes the messages. For messages that are far too long, returns only an estimate of
-        `n_tokens`. Raises TemplateError, and for images CapabilityError and OptionError."""
+        """Renders and tokenizes the messages. For messages that are far too long,
+        returns only an estimate of `n_tokens`. Raises TemplateError, and for images
+        CapabilityError and OptionError."""
         n_ctx = self._request.sampling.context_within(self._llm.n_ctx())
         text = "".join(text_of(message.get("content")) for message in messages)
         if far := _far(self.vocabulary, text, n_ctx):
@@ -261,7 +322,9 @@ class _Renderer:
         marked = mark_images(messages)
         most = max(TOKEN_CHARACTERS * n_ctx, COPIES * self._n_given(marked.messages))
         try:
-            text = self._render(marked.messages, self._request.begins_answer or last is not None, most)
+            text = self._render(
+                marked.messages, self._request.begins_answer or last is not None, most
+            )
         except LongPromptError:
             return Prompt([], "", most // USUAL_CHARACTERS)
         if far := _far(self.vocabulary, text, n_ctx):
@@ -274,23 +337,40 @@ class _Renderer:
         if images is not None:
             tokens = images.tokens
         else:
-            tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
+            tokens = self._first + _without_second_bos(
+                self._first, self.vocabulary.tokens(text)
+            )
         stops = (CHATML_END,) if self.template is CHATML else ()
-        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images, stops=stops)
+        return Prompt(
+            tokens,
+            text,
+            len(tokens),
+            self.template,
+            continuation,
+            images=images,
+            stops=stops,
+        )
 
     def image_tokens(self, message: Message) -> int:
-        """Returns the number of tokens of a message's images, or 0 if the model has no projector."""
-        images, projector = mark_images([message]).images, self._llm.context.open_projector()
+        """Returns the number of tokens of a message's images, or 0 if the model has no
+        projector."""
+        images, projector = (
+            mark_images([message]).images,
+            self._llm.context.open_projector(),
+        )
         if not images or projector is None:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
     def _n_given(self, messages: Sequence[Message]) -> int:
-        """Returns the number of characters in the messages and tools that the template receives."""
+        """Returns the number of characters in the messages and tools that the template
+        receives."""
         values = [value for message in messages for value in message.values()]
         return sum(len(str(value)) for value in (*values, *self._tools))
 
-    def _render(self, messages: Sequence[Message], begins_answer: bool, characters: int) -> str:
+    def _render(
+        self, messages: Sequence[Message], begins_answer: bool, characters: int
+    ) -> str:
         request, vocabulary = self._request, self.vocabulary
         return render(
             self.template,
@@ -316,26 +396,36 @@ class _Renderer:
             raise TemplateError(
                 "the chat template leaves out an image; give the model a template with a place for images."
             )
-        texts[-1] = texts[-1] or "\n"  # the answer must come after text, not after an image
+        # The answer must come after text, not after an image.
+        texts[-1] = texts[-1] or "\n"
         images = projector.tokenize(texts, marked.images)
-        n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
+        n_bos = len(images.tokens) - len(
+            _without_second_bos(self._first, images.tokens)
+        )
         return images.after(self._first, n_bos)
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool for the template, without its field `strict`, which concerns only the constraint of the answer."""
+    """Returns a tool for the template, without its field `strict`, which concerns only
+    the constraint of the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
-    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+    return {
+        **tool,
+        "function": {key: value for key, value in function.items() if key != "strict"},
+    }
 
 
-def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render: _Renderer) -> Prompt:
+def _truncated(
+    llm: Llama, request: Request, messages: Sequence[Message], render: _Renderer
+) -> Prompt:
     """Returns the prompt of a conversation.
 
-    If the prompt leaves too little room for an answer and the request has `truncate`, only system messages and the
-    newest other messages are kept. If these still fill the context and the request has `shift`, the longest message is
-    cut. Raises ContextError if the prompt still does not fit into the context.
+    If the prompt leaves too little room for an answer and the request has `truncate`,
+    only system messages and the newest other messages are kept. If these still fill the
+    context and the request has `shift`, the longest message is cut. Raises ContextError
+    if the prompt still does not fit into the context.
     """
     whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
     n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
@@ -351,48 +441,74 @@ def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render
     return replace(best, cut_messages=len(messages) - len(kept), cut_tokens=n_cut)
 
 
-def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Prompt]:
-    """Returns the messages of a shortened conversation that fits into `n_room` tokens, and its prompt. If no shortened
-    conversation fits, returns the shortest one."""
+def _newest(
+    messages: Sequence[Message], render: _Renderer, n_room: int
+) -> tuple[list[Message], Prompt]:
+    """Returns the messages of a shortened conversation that fits into `n_room` tokens,
+    and its prompt. If no shortened conversation fits, returns the shortest one."""
     conversation, vocabulary = Conversation(messages), render.vocabulary
     others = [message.get("role") != "system" for message in messages]
     texts = [
-        f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}" if other else ""
+        f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
+        if other
+        else ""
         for message, other in zip(messages, others, strict=True)
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
-    images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
+    sizes = [
+        len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS
+        for text in texts
+    ]
+    images = [
+        render.image_tokens(message) if other else 0
+        for message, other in zip(messages, others, strict=True)
+    ]
     # A message has the same estimate in every request.
     sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]
     fixed = render(conversation.fixed)
     begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
     found = render(conversation.kept(begin))
     later = [other for other in conversation.begins if other > begin]
-    if found.n_tokens > n_room and later:  # the estimate was too low: searches for the first beginning that fits
-        n = bisect_left(later, True, key=lambda other: render(conversation.kept(other)).n_tokens <= n_room)
+    # The estimate was too low: searches for the first beginning that fits.
+    if found.n_tokens > n_room and later:
+        n = bisect_left(
+            later,
+            True,
+            key=lambda other: render(conversation.kept(other)).n_tokens <= n_room,
+        )
         begin = later[min(n, len(later) - 1)]
         found = render(conversation.kept(begin))
     return conversation.kept(begin), found
 
 
-def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Prompt | None:
-    """Returns a prompt in which the beginning of the longest message is cut off, so that the prompt has no more tokens
-    than a full context after a shift. System messages are not cut. Returns None if there is no message to cut, or if
-    the other messages leave no room."""
+def _with_cut_text(
+    messages: Sequence[Message], render: _Renderer, n_ctx: int
+) -> Prompt | None:
+    """Returns a prompt in which the beginning of the longest message is cut off, so
+    that the prompt has no more tokens than a full context after a shift. System
+    messages are not cut. Returns None if there is no message to cut, or if the other
+    messages leave no room."""
     at = longest(messages)
     if at is None or not isinstance(messages[at]["content"], str):
         return None
     vocabulary, text = render.vocabulary, str(messages[at]["content"])
 
     def with_text(text: str) -> Prompt:
-        return render([*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]])
+        return render(
+            [*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]]
+        )
 
     n_rest = with_text(" ").n_tokens
     n_text = n_most = n_after_shift(n_ctx, n_rest) - n_rest
-    tokens = vocabulary.tokens(text[-n_text * HEADROOM_CHARACTERS :]) if n_text > 0 and n_rest < n_ctx - 1 else []
+    tokens = (
+        vocabulary.tokens(text[-n_text * HEADROOM_CHARACTERS :])
+        if n_text > 0 and n_rest < n_ctx - 1
+        else []
+    )
     while n_text > 0 and tokens:
-        end = b"".join(vocabulary.piece(token, special=True) for token in tokens[-n_text:])
+        end = b"".join(
+            vocabulary.piece(token, special=True) for token in tokens[-n_text:]
+        )
         found = with_text(end.decode(errors="ignore"))
         if found.n_tokens <= n_rest + n_most:
             return found
@@ -401,15 +517,16 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
 
 
 def n_after_shift(n_ctx: int, n_keep: int) -> int:
-    """Returns the number of tokens that a full context has left after a shift. The first `n_keep` tokens are kept, and
-    the older half of the others (at least one token) is dropped."""
+    """Returns the number of tokens that a full context has left after a shift. The
+    first `n_keep` tokens are kept, and the older half of the others (at least one
+    token) is dropped."""
     n_keep = min(max(n_keep, 0), n_ctx - 1)
     return n_ctx - max((n_ctx - n_keep) // 2, 1)
 
 
 def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
-    """Returns the first `n_keep` and the last tokens of a prompt that is too long. The result has as many tokens as a
-    full context has left after a shift.
+    """Returns the first `n_keep` and the last tokens of a prompt that is too long. The
+    result has as many tokens as a full context has left after a shift.
 
     `tokens` may lack some tokens in the middle of the prompt.
     """
@@ -419,28 +536,38 @@ def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
 
 
 class Conversation:
-    """A conversation that can be shortened. System messages and the user's last message are always kept.
+    """A conversation that can be shortened. System messages and the user's last message
+    are always kept.
 
-    `begins` has the indices of the messages that may come first in a shortened conversation. These are messages of the
-    user, and the assistant's messages after the user's last one, so that a call is never separated from its results.
+    `begins` has the indices of the messages that may come first in a shortened
+    conversation. These are messages of the user, and the assistant's messages after the
+    user's last one, so that a call is never separated from its results.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
         roles = [message.get("role") for message in messages]
-        self._last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+        self._last_user = max(
+            (i for i, role in enumerate(roles) if role == "user"), default=-1
+        )
         self.begins = [
-            i for i, role in enumerate(roles) if role == "user" or (role == "assistant" and i > self._last_user)
+            i
+            for i, role in enumerate(roles)
+            if role == "user" or (role == "assistant" and i > self._last_user)
         ]
 
     @property
     def fixed(self) -> list[Message]:
-        """The messages of the shortest conversation: the system messages, and an empty user message."""
-        system = [message for message in self._messages if message.get("role") == "system"]
+        """The messages of the shortest conversation: the system messages, and an empty
+        user message."""
+        system = [
+            message for message in self._messages if message.get("role") == "system"
+        ]
         return [*system, {"role": "user", "content": ""}]
 
     def kept(self, begin: int) -> list[Message]:
-        """Returns the messages that are kept if the conversation begins at the message with index `begin`."""
+        """Returns the messages that are kept if the conversation begins at the message
+        with index `begin`."""
         return [
             message
             for i, message in enumerate(self._messages)
@@ -448,11 +575,12 @@ class Conversation:
         ]
 
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
-        """Returns the index of the message to begin with, so that the messages have about `room` tokens or fewer. 0
-        means that all messages are kept.
+        """Returns the index of the message to begin with, so that the messages have
+        about `room` tokens or fewer. 0 means that all messages are kept.
 
-        The number of dropped tokens is rounded up to a multiple of half of the room. So several successive turns begin
-        at the same message, and the context already contains most of their prompts.
+        The number of dropped tokens is rounded up to a multiple of half of the room. So
+        several successive turns begin at the same message, and the context already
+        contains most of their prompts.
 
         n_tokens: number of tokens of each message, 0 for system messages.
         """
@@ -465,11 +593,14 @@ class Conversation:
 
 
 def longest(messages: Sequence[Message]) -> int | None:
-    """Returns the index of the message with the longest text. System messages, and contents that are lists of parts,
-    are ignored. Returns None if no other message has text."""
+    """Returns the index of the message with the longest text. System messages, and
+    contents that are lists of parts, are ignored. Returns None if no other message has
+    text."""
     sizes = {
         i: len(message["content"])
         for i, message in enumerate(messages)
-        if message.get("role") != "system" and isinstance(message.get("content"), str) and message["content"]
+        if message.get("role") != "system"
+        and isinstance(message.get("content"), str)
+        and message["content"]
     }
     return max(sizes, key=lambda i: sizes[i], default=None)

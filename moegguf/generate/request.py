@@ -1,5 +1,5 @@
-"""Plain data: a request to a model, the progress of its prompt, the deltas of its answer, and the summary at the
-end."""
+"""Plain data: a request to a model, the progress of its prompt, the deltas of its
+answer, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from moegguf.engine.stats import Stats
 
 Message = dict[str, Any]
-"""A message of a conversation, with the keys `role` (system, user, assistant, tool) and `content`, which is a string or
-a list of texts and images (images.py). Optional keys: `thinking`, `tool_calls` (each {"id", "function": {"name",
-"arguments": object}}), `tool_name` and `tool_call_id`."""
+"""A message of a conversation, with the keys `role` (system, user, assistant, tool) and
+`content`, which is a string or a list of texts and images (images.py). Optional keys:
+`thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": object}}),
+`tool_name` and `tool_call_id`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options with Ollama's names and defaults, except that Ollama's `num_predict` is called `max_tokens`.
-    Options that Ollama does not have are named as in llama-server, except `exact` and `text_bias`.
+    """Sampling options with Ollama's names and defaults, except that Ollama's
+    `num_predict` is called `max_tokens`. Options that Ollama does not have are named as
+    in llama-server, except `exact` and `text_bias`.
 
     Attributes:
         temperature: 0 or less chooses the most likely token (if XTC applies, the most likely token that XTC keeps).
@@ -84,7 +86,8 @@ class Sampling:
     num_ctx: int | None = None
 
     def context_within(self, n_ctx: int) -> int:
-        """Returns the number of tokens that a request may use in a context of `n_ctx` tokens.
+        """Returns the number of tokens that a request may use in a context of `n_ctx`
+        tokens.
 
         Example:
             >>> moegguf.Sampling(num_ctx=1024).context_within(4096)
@@ -98,48 +101,64 @@ REPEAT_LIMIT = 30  # Ollama's repetition limit, see `Request.repeat_limit`
 
 @dataclass(frozen=True)
 class Request:
-    """One request to a model. It has either `messages`, which the chat template renders, or `prompt`, which is used
-    verbatim."""
+    """One request to a model. It has either `messages`, which the chat template
+    renders, or `prompt`, which is used verbatim."""
 
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
-    # Token ids and strings before the prompt, such as the tokens in the summary of an earlier answer with
-    # `return_context`. A string is tokenized. If the first element is a string, BOS is added before it.
+    # Token ids and strings before the prompt, such as the tokens in the summary of an
+    # earlier answer with `return_context`. A string is tokenized. If the first element
+    # is a string, BOS is added before it.
     context: tuple[int | str, ...] = ()
     suffix: str | None = None  # text after the gap that the model fills
-    files: tuple[tuple[str, str], ...] = ()  # (name, text) of other files, as context for filling the gap
-    tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI's format: {"type": "function", "function": {...}}
+    # (name, text) of other files, as context for filling the gap.
+    files: tuple[tuple[str, str], ...] = ()
+    # OpenAI's format: {"type": "function", "function": {...}}.
+    tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
-    format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer satisfies
-    strict: bool = False  # True: a schema keyword that no grammar can enforce is an error; False: it is ignored
+    # "json", or a JSON schema that the answer satisfies.
+    format: str | Mapping[str, Any] | None = None
+    # True: a schema keyword that no grammar can enforce is an error; False: it is
+    # ignored.
+    strict: bool = False
     grammar: str | None = None  # GBNF grammar that the answer matches
-    # True, False, or (for some templates) a level such as "high". None: the template's default, with `enable_thinking`
-    # set to True.
+    # True, False, or (for some templates) a level such as "high". None: the template's
+    # default, with `enable_thinking` set to True.
     think: bool | str | None = None
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    # False: messages that do not fit raise ContextError. True: the oldest messages are dropped instead, but no system
-    # message and not the user's last message.
+    # False: messages that do not fit raise ContextError. True: the oldest messages are
+    # dropped instead, but no system message and not the user's last message.
     truncate: bool = True
-    # True: if the model can shift its context, drops the older half of the tokens after `num_keep` when an answer fills
-    # the context. If `truncate` is True as well, also cuts a message or prompt that is still too long.
+    # True: if the model can shift its context, drops the older half of the tokens after
+    # `num_keep` when an answer fills the context. If `truncate` is True as well, also
+    # cuts a message or prompt that is still too long.
     shift: bool = True
-    continue_final_message: bool = True  # if True and the last message is the assistant's, the answer continues it
-    begins_answer: bool = True  # if True, the template adds the header of an answer, which nearly all models need
-    n_logprobs: int | None = None  # number of alternatives per token, up to 20; None: no logprobs
-    prompt_logprobs: bool = False  # if True, the prompt's tokens also get logprobs, so the whole prompt is evaluated
+    # If True and the last message is the assistant's, the answer continues it.
+    continue_final_message: bool = True
+    # If True, the template adds the header of an answer, which nearly all models need.
+    begins_answer: bool = True
+    # Number of alternatives per token, up to 20; None: no logprobs.
+    n_logprobs: int | None = None
+    # If True, the prompt's tokens also get logprobs, so the whole prompt is evaluated.
+    prompt_logprobs: bool = False
     prompt_only: bool = False  # if True, evaluates the prompt and samples no token
     return_context: bool = False
-    # The text before the thinking, then the texts that may end it; the thinking budget uses them. When the budget is
-    # used up, the first of the ending texts is forced. (): the delimiters of the model's template.
+    # The text before the thinking, then the texts that may end it; the thinking budget
+    # uses them. When the budget is used up, the first of the ending texts is forced.
+    # (): the delimiters of the model's template.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # True if deltas contain their tokens
-    # If one token is repeated more often than this, the answer ends. A cycle of a few tokens may be repeated
-    # CYCLE_PATIENCE times as often (`moegguf.generate.sequence`). 0: no limit.
+    # If one token is repeated more often than this, the answer ends. A cycle of a few
+    # tokens may be repeated CYCLE_PATIENCE times as often
+    # (`moegguf.generate.sequence`). 0: no limit.
     repeat_limit: int = 0
-    owner: str = ""  # only requests with equal `owner` may reuse each other's computed tokens
-    lora_scale: float | None = None  # scale of the LoRA adapter; None: the scale that the model was loaded with
-    client_key: str = ""  # key of the client that may see which experts the request uses
+    # Only requests with equal `owner` may reuse each other's computed tokens.
+    owner: str = ""
+    # Scale of the LoRA adapter; None: the scale that the model was loaded with.
+    lora_scale: float | None = None
+    # Key of the client that may see which experts the request uses.
+    client_key: str = ""
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -148,13 +167,15 @@ class Request:
 
     @property
     def begins_with_token(self) -> bool:
-        """True if the context begins with a token id. No BOS is then added; the request must contain its own."""
+        """True if the context begins with a token id. No BOS is then added; the request
+        must contain its own."""
         return bool(self.context) and isinstance(self.context[0], int)
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function call by the model. `arguments`: {name: value}, with values that JSON can represent."""
+    """A function call by the model. `arguments`: {name: value}, with values that JSON
+    can represent."""
 
     id: str
     name: str
@@ -163,7 +184,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TokenChance:
-    """A token, its bytes, and the natural logarithm of its probability before any sampling option is applied."""
+    """A token, its bytes, and the natural logarithm of its probability before any
+    sampling option is applied."""
 
     token: int
     piece: bytes
@@ -177,28 +199,31 @@ class TokenChance:
 
 @dataclass(frozen=True)
 class TokenLogprob(TokenChance):
-    """A token of an answer or a prompt. `top`: the likeliest tokens at its position, the likeliest first."""
+    """A token of an answer or a prompt. `top`: the likeliest tokens at its position,
+    the likeliest first."""
 
     top: tuple[TokenChance, ...] = ()
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer: text, thinking or complete tool calls. Usually only one of the three is non-empty."""
+    """A part of an answer: text, thinking or complete tool calls. Usually only one of
+    the three is non-empty."""
 
     text: str = ""
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # logprobs of the tokens in this part
-    # The prompt's tokens without an added BOS, in the first delta of a request with `prompt_logprobs`. The first
-    # token's logprob is always 0.
+    # The prompt's tokens without an added BOS, in the first delta of a request with
+    # `prompt_logprobs`. The first token's logprob is always 0.
     prompt: tuple[TokenLogprob, ...] = ()
-    tokens: tuple[int, ...] = ()  # tokens of this part, if the request has `return_tokens`
+    # tokens of this part, if the request has `return_tokens`.
+    tokens: tuple[int, ...] = ()
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """Returns one delta with the contents of all deltas, in order. (Thinking precedes text in an answer, even within
-    one delta.)"""
+    """Returns one delta with the contents of all deltas, in order. (Thinking precedes
+    text in an answer, even within one delta.)"""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -226,7 +251,8 @@ class AnswerSummary:
     """Counts and times of an answer."""
 
     prompt_tokens: int = 0  # tokens of the prompt that were evaluated
-    cached_tokens: int = 0  # tokens of the prompt that were reused from the context or the disk
+    # Tokens of the prompt that were reused from the context or the disk.
+    cached_tokens: int = 0
     disk_tokens: int = 0  # the part of cached_tokens that was read from disk
     answer_tokens: int = 0
     thinking_tokens: int = 0  # tokens of the answer up to the end of its thinking
@@ -235,12 +261,14 @@ class AnswerSummary:
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
     stop_string: str = ""  # the stop string that ended the answer, or "" if none did
-    cut_messages: int = 0  # messages that were left out so that the prompt fits the context
+    # Messages that were left out so that the prompt fits the context.
+    cut_messages: int = 0
     cut_tokens: int = 0  # tokens that were left out of the prompt
     n_shifts: int = 0  # number of times that the full context lost its older half
-    context: tuple[int, ...] = ()  # tokens of prompt and answer if the request had `return_context`, otherwise empty
-    # Counters of all computation during the answer, including computation for other answers. `answer_stats` counts only
-    # from the answer's first token on.
+    # Tokens of prompt and answer if the request had `return_context`, otherwise empty.
+    context: tuple[int, ...] = ()
+    # Counters of all computation during the answer, including computation for other
+    # answers. `answer_stats` counts only from the answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 
@@ -255,10 +283,12 @@ THINK_LEVELS = ("low", "medium", "high", "max")
 
 
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
-    """Returns a copy of `base` with the sampling options in `parameters`. Other parameters are ignored.
+    """Returns a copy of `base` with the sampling options in `parameters`. Other
+    parameters are ignored.
 
-    A value of num_predict below 1, num_ctx 0, or reasoning_budget_tokens below 0 sets no limit. seed -1 is random for
-    each request; other seeds are taken modulo 2^32. None leaves an option as in `base` if the option cannot be None.
+    A value of num_predict below 1, num_ctx 0, or reasoning_budget_tokens below 0 sets
+    no limit. seed -1 is random for each request; other seeds are taken modulo 2^32.
+    None leaves an option as in `base` if the option cannot be None.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -270,7 +300,9 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
                 changes[field] = None
             continue
         if name == "stop":
-            value = tuple(text for text in ([value] if isinstance(value, str) else value) if text)
+            value = tuple(
+                text for text in ([value] if isinstance(value, str) else value) if text
+            )
         elif name == "dry_sequence_breakers":
             value = tuple(value)
         elif name == "num_predict":

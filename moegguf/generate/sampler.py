@@ -1,8 +1,10 @@
-"""Chooses the next token with llama.cpp's samplers, in llama-cpp-python's order, under an optional constraint.
+"""Chooses the next token with llama.cpp's samplers, in llama-cpp-python's order, under
+an optional constraint.
 
-llguidance computes which tokens the constraint's grammar allows. First, only the sampled token is checked. If the
-constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
-`common_sampler_sample` (common/sampling.cpp). llguidance is imported for the first answer with a constraint.
+llguidance computes which tokens the constraint's grammar allows. First, only the
+sampled token is checked. If the constraint forbids it, all forbidden tokens are masked
+and the samplers run again, as in llama.cpp's `common_sampler_sample`
+(common/sampling.cpp). llguidance is imported for the first answer with a constraint.
 """
 
 from __future__ import annotations
@@ -36,14 +38,19 @@ if TYPE_CHECKING:
     from moegguf.generate.thinking_budget import ThinkingBudget
 
 _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written as its number
-MIROSTAT_TOKENS = 100  # number of tokens from which Mirostat 1 estimates the distribution, as in llama.cpp
-MAX_BREAKERS = 32  # maximum number of DRY sequence breakers; each is compared with every token of the vocabulary
-MAX_BREAKER_BYTES = 40  # maximum length of a DRY sequence breaker; llama.cpp would cut longer ones
+# Number of tokens from which Mirostat 1 estimates the distribution, as in llama.cpp.
+MIROSTAT_TOKENS = 100
+# Maximum number of DRY sequence breakers; each is compared with every token of the
+# vocabulary.
+MAX_BREAKERS = 32
+# Maximum length of a DRY sequence breaker; llama.cpp would cut longer ones.
+MAX_BREAKER_BYTES = 40
 MAX_STEP_S = 1.0  # maximum CPU seconds of one call to llguidance about a token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms
-    "step_max_items": 500_000,  # Earley items for one token: about 25 ms; a GBNF grammar needs up to 200,000
+    # Earley items for one token: about 25 ms; a GBNF grammar needs up to 200,000.
+    "step_max_items": 500_000,
     "max_lexer_states": 50_000,  # lexer states during one answer: about 25 MB
     "max_grammar_size": 500_000,
     "verbose_errors": False,
@@ -52,10 +59,12 @@ _LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MatcherTokens:
-    """A model's vocabulary for `Matcher`. `n_tokens`: number of tokens. `end_tokens`: the end-of-generation tokens.
+    """A model's vocabulary for `Matcher`. `n_tokens`: number of tokens. `end_tokens`:
+    the end-of-generation tokens.
 
-    In `tokenizer` the end-of-generation tokens are special tokens, which match no text of a grammar. The tokenizer's
-    own end token is an additional token with the id `n_tokens`.
+    In `tokenizer` the end-of-generation tokens are special tokens, which match no text
+    of a grammar. The tokenizer's own end token is an additional token with the id
+    `n_tokens`.
     """
 
     tokenizer: LLTokenizer
@@ -67,11 +76,12 @@ _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionar
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """Returns a model's tokens for its matchers. They are created once per model, which takes 0.5 s and 60 MB for
-    150,000 tokens.
+    """Returns a model's tokens for its matchers. They are created once per model, which
+    takes 0.5 s and 60 MB for 150,000 tokens.
 
-    End-of-generation tokens match no text of a grammar. Other control tokens keep their text, because the delimiters
-    around thinking and calls are control tokens in some models and plain text in others.
+    End-of-generation tokens match no text of a grammar. Other control tokens keep their
+    text, because the delimiters around thinking and calls are control tokens in some
+    models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -79,7 +89,9 @@ def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
         return found
     pieces, end_tokens = vocabulary.all_pieces(), vocabulary.end_tokens()
     tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(pieces, end_tokens)))
-    _matcher_tokens[vocabulary] = made = MatcherTokens(tokenizer, len(pieces), frozenset(end_tokens))
+    _matcher_tokens[vocabulary] = made = MatcherTokens(
+        tokenizer, len(pieces), frozenset(end_tokens)
+    )
     return made
 
 
@@ -88,21 +100,26 @@ class _Tokens:
 
     def __init__(self, pieces: list[bytes], end_tokens: list[int]) -> None:
         # 0xFF marks special tokens in llguidance; it never occurs in UTF-8
-        self.tokens = [*(b"" if piece.startswith(b"\xff") else piece for piece in pieces), b""]
+        self.tokens = [
+            *(b"" if piece.startswith(b"\xff") else piece for piece in pieces),
+            b"",
+        ]
         self.bos_token_id = None
         self.eos_token_id = len(pieces)
         self.special_token_ids = [*end_tokens, self.eos_token_id]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Returns no tokens. llguidance would only tokenize forced text, and forced text is switched off."""
+        """Returns no tokens. llguidance would only tokenize forced text, and forced
+        text is switched off."""
         return []
 
 
 class Matcher:
-    """Follows a grammar: computes which tokens may come after the tokens accepted so far.
+    """Follows a grammar: computes which tokens may come after the tokens accepted so
+    far.
 
-    Raises SchemaError if the grammar cannot be compiled, exceeds the limits, allows no text, or does not match the
-    message that the answer continues.
+    Raises SchemaError if the grammar cannot be compiled, exceeds the limits, allows no
+    text, or does not match the message that the answer continues.
     """
 
     def __init__(self, constraint: Constraint, tokens: MatcherTokens) -> None:
@@ -110,15 +127,23 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        # "no_forcing": if the grammar allows only one text, the model may split this text into tokens in any way
-        grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
+        # "no_forcing": if the grammar allows only one text, the model may split this
+        # text into tokens in any way
+        grammar = LLMatcher.grammar_from_lark(
+            '%llguidance {"no_forcing": true}\n' + constraint.lark
+        )
         limits = LLParserLimits(**_LIMITS)
         try:
-            # the sandbox compiles with bytes instead of the model's tokens, so token numbers become 0
+            # the sandbox compiles with bytes instead of the model's tokens, so token
+            # numbers become 0
             reply_of({"grammar": _TOKEN.sub(r"<[\g<1>0]>", grammar), "limits": _LIMITS})
         except LimitedError as error:
-            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema or the grammar.") from error
-        self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
+            raise SchemaError(
+                f"the format cannot be followed: {error}; simplify the schema or the grammar."
+            ) from error
+        self._matcher: LLMatcher = LLMatcher(
+            tokens.tokenizer, grammar, log_level=0, limits=limits
+        )
         self._check()
         begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
         if self._matcher.try_consume_tokens(begun) < len(begun):
@@ -138,10 +163,18 @@ class Matcher:
                 "no token of this model can continue the requested format, or nothing matches it; send another format."
             )
         # Removes the grammar and the parser's state from the error message.
-        message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
-        message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
+        message = re.split(
+            r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1
+        )[0]
+        message = re.sub(
+            r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?",
+            "",
+            message,
+        )
         message = " ".join(message.split())[:300].rstrip(". ")
-        raise SchemaError(f"the format cannot be followed: {message}; simplify the schema or the grammar.")
+        raise SchemaError(
+            f"the format cannot be followed: {message}; simplify the schema or the grammar."
+        )
 
     @property
     def finished(self) -> bool:
@@ -149,10 +182,11 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Returns an array of shape [n_tokens], True for each token that may come next. This includes end-of-generation
-        tokens if the answer may end here.
+        """Returns an array of shape [n_tokens], True for each token that may come next.
+        This includes end-of-generation tokens if the answer may end here.
 
-        Raises SchemaError if neither a token nor the end may come next, or if the computation exceeds its limits.
+        Raises SchemaError if neither a token nor the end may come next, or if the
+        computation exceeds its limits.
         """
         if self._mask is None:
             with self._step():
@@ -163,23 +197,24 @@ class Matcher:
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Returns True if `token` may come next. This is much cheaper than `mask` and raises the same errors."""
+        """Returns True if `token` may come next. This is much cheaper than `mask` and
+        raises the same errors."""
         if token in self._end_tokens:
             return self.finished
         with self._step():
             return self._matcher.validate_tokens([token]) == 1
 
     def accept(self, token: int) -> None:
-        """Advances the grammar by `token`, which must be allowed and must not end the answer. Raises SchemaError as
-        `mask` does."""
+        """Advances the grammar by `token`, which must be allowed and must not end the
+        answer. Raises SchemaError as `mask` does."""
         self._mask = None
         with self._step():
             self._matcher.consume_token(token)
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Context manager for a call to llguidance about one token. Raises SchemaError if the call failed or took too
-        long."""
+        """Context manager for a call to llguidance about one token. Raises SchemaError
+        if the call failed or took too long."""
         begin_s = time.thread_time()
         yield
         self._check()
@@ -190,8 +225,8 @@ class Matcher:
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
-    """Returns the log probability of `token` from a row of the last pass's logits. Also returns the `n_top` likeliest
-    tokens, which may include `token`."""
+    """Returns the log probability of `token` from a row of the last pass's logits. Also
+    returns the `n_top` likeliest tokens, which may include `token`."""
     logits = llm.context.logits(row)
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
@@ -202,15 +237,19 @@ def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogpro
     def chance(of: int) -> tuple[int, bytes, float]:
         return of, piece(of, special=True), float(logits[of] - log_total)
 
-    return TokenLogprob(*chance(token), tuple(TokenChance(*chance(int(other))) for other in top))
+    return TokenLogprob(
+        *chance(token), tuple(TokenChance(*chance(int(other))) for other in top)
+    )
 
 
 class Sampler:
-    """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
-    also consider. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
+    """Samples the tokens of one answer from the logits of the last pass. `prompt`:
+    tokens that repetition penalties also consider. `budget` may force the tokens that
+    end the thinking, unless the constraint forbids them.
 
-    Raises OptionError if logit_bias has a token that the model lacks, or the value NaN, and for invalid DRY sequence
-    breakers. Raises SchemaError for a constraint that cannot be followed.
+    Raises OptionError if logit_bias has a token that the model lacks, or the value NaN,
+    and for invalid DRY sequence breakers. Raises SchemaError for a constraint that
+    cannot be followed.
     """
 
     def __init__(
@@ -225,17 +264,24 @@ class Sampler:
         self._llm = llm
         self._n_vocab = llm.n_vocab()
         self._chain = self._bindings._internals.LlamaSampler()
-        self._add_samplers(sampling, prompt, ends=constraint is not None or not sampling.ignore_eos)
+        self._add_samplers(
+            sampling, prompt, ends=constraint is not None or not sampling.ignore_eos
+        )
         self._budget = budget
         self._matcher: Matcher | None = None
         self._candidates: Any = None
         if constraint is not None:
             self._matcher = Matcher(constraint, matcher_tokens(llm.vocabulary))
-            self._candidates = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
+            self._candidates = self._bindings._internals.LlamaTokenDataArray(
+                n_vocab=self._n_vocab
+            )
 
-    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
-        """Adds the samplers for these options to the chain. `ends`: False forbids the end-of-generation tokens. Raises
-        OptionError for an invalid bias or sequence breaker."""
+    def _add_samplers(
+        self, sampling: Sampling, prompt: Sequence[int], *, ends: bool
+    ) -> None:
+        """Adds the samplers for these options to the chain. `ends`: False forbids the
+        end-of-generation tokens. Raises OptionError for an invalid bias or sequence
+        breaker."""
         chain, vocabulary = self._chain, self._llm.vocabulary
         biases = dict(sampling.logit_bias)
         for text, bias in sampling.text_bias:
@@ -257,7 +303,11 @@ class Sampler:
         if sampling.temperature <= 0 and not sampling.xtc_probability:
             chain.add_greedy()
             return
-        seed = random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        seed = (
+            random.getrandbits(32)
+            if sampling.seed is None
+            else sampling.seed & 0xFFFFFFFF
+        )
         tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
         mirostat = sampling.mirostat if sampling.temperature > 0 else 0
         if mirostat:
@@ -277,43 +327,62 @@ class Sampler:
             chain.add_dist(seed)
 
     def _add_penalties(self, sampling: Sampling) -> int:
-        """Adds the repetition penalties. Returns the number of most recent tokens that they examine, or 0 if they are
-        off."""
-        if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
+        """Adds the repetition penalties. Returns the number of most recent tokens that
+        they examine, or 0 if they are off."""
+        if (
+            sampling.repeat_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        ) == (1.0, 0.0, 0.0):
             return 0
         n_last = self._n_last(sampling, sampling.repeat_last_n)
         self._chain.add_penalties(
-            self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
+            self._n_vocab,
+            n_last,
+            sampling.repeat_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
         )
         return n_last
 
     def _add_dry(self, sampling: Sampling) -> int:
-        """Adds the DRY sampler, which penalizes repeated sequences. Returns the number of most recent tokens that the
-        sampler examines, or 0 if it is off. Raises OptionError for too many or too long sequence breakers."""
+        """Adds the DRY sampler, which penalizes repeated sequences. Returns the number
+        of most recent tokens that the sampler examines, or 0 if it is off. Raises
+        OptionError for too many or too long sequence breakers."""
         n_last = self._n_last(sampling, sampling.dry_penalty_last_n)
         if not sampling.dry_multiplier or not n_last:
             return 0
         breakers = [without_surrogates(text) for text in sampling.dry_sequence_breakers]
-        if len(breakers) > MAX_BREAKERS or any(len(text.encode()) > MAX_BREAKER_BYTES for text in breakers):
+        if len(breakers) > MAX_BREAKERS or any(
+            len(text.encode()) > MAX_BREAKER_BYTES for text in breakers
+        ):
             raise OptionError(
                 f"dry_sequence_breakers may have at most {MAX_BREAKERS} strings of up to {MAX_BREAKER_BYTES} bytes"
                 f" each, but is {breakers!r:.200}; leave some out."
             )
         self._chain.add_dry(
-            self._llm._model, sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, n_last, breakers
+            self._llm._model,
+            sampling.dry_multiplier,
+            sampling.dry_base,
+            sampling.dry_allowed_length,
+            n_last,
+            breakers,
         )
         return n_last
 
     def _n_last(self, sampling: Sampling, n_last: int) -> int:
-        """Returns `n_last`. If `n_last` is negative, returns the number of context tokens that the request may use."""
+        """Returns `n_last`. If `n_last` is negative, returns the number of context
+        tokens that the request may use."""
         return sampling.context_within(self._llm.n_ctx()) if n_last < 0 else n_last
 
     def sample(self, row: int = -1) -> int | None:
-        """Returns the next token, sampled from a row of the last pass's logits (-1: the last row). Returns None if the
-        answer is complete and the model has no end-of-generation token.
+        """Returns the next token, sampled from a row of the last pass's logits (-1: the
+        last row). Returns None if the answer is complete and the model has no
+        end-of-generation token.
 
-        Raises SchemaError as `Matcher.mask` does, and if every token that the constraint allows has the logit -inf.
-        Without a constraint, raises the errors of `Context.check_logits`.
+        Raises SchemaError as `Matcher.mask` does, and if every token that the
+        constraint allows has the logit -inf. Without a constraint, raises the errors of
+        `Context.check_logits`.
         """
         token = self._forced()
         if token is not None:
@@ -332,7 +401,8 @@ class Sampler:
         return token
 
     def _forced(self) -> int | None:
-        """Returns the token that the thinking budget forces, or None if there is none or the constraint forbids it."""
+        """Returns the token that the thinking budget forces, or None if there is none
+        or the constraint forbids it."""
         if self._budget is None or (token := self._budget.forced) is None:
             return None
         if self._matcher is not None and not self._matcher.allows(token):
@@ -341,8 +411,9 @@ class Sampler:
         return token
 
     def _constrained(self, matcher: Matcher, row: int) -> int | None:
-        """Samples a token that the constraint allows. The samplers have not accepted it yet. Returns None if the
-        answer is complete and the model has no end-of-generation token."""
+        """Samples a token that the constraint allows. The samplers have not accepted it
+        yet. Returns None if the answer is complete and the model has no
+        end-of-generation token."""
         token = self._apply(row)
         if matcher.allows(token):
             return token
@@ -350,8 +421,8 @@ class Sampler:
         return self._apply(row, allowed) if allowed.any() else None
 
     def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
-        """Runs the samplers and returns the token, which they have not accepted yet. `allowed`: array of shape
-        [n_vocab], False for masked tokens."""
+        """Runs the samplers and returns the token, which they have not accepted yet.
+        `allowed`: array of shape [n_vocab], False for masked tokens."""
         array, candidates = self._candidates, self._candidates.candidates
         array.copy_logits(self._llm.context.logits(row))
         candidates.selected = -1
@@ -359,6 +430,8 @@ class Sampler:
             logits = array.candidates_data.logit
             logits[~allowed] = -np.inf
             if not np.isfinite(logits).any():
-                raise SchemaError("no token of this model can continue the requested format; send another format.")
+                raise SchemaError(
+                    "no token of this model can continue the requested format; send another format."
+                )
         self._bindings.llama_sampler_apply(self._chain.sampler, c.pointer(candidates))
         return int(candidates.data[candidates.selected].id)

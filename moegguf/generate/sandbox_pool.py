@@ -1,9 +1,11 @@
-"""Child processes that render chat templates and compile grammars (sandbox.py), with limits on time and memory.
-Templates and grammars are untrusted, so a process may be killed.
+"""Child processes that render chat templates and compile grammars (sandbox.py), with
+limits on time and memory. Templates and grammars are untrusted, so a process may be
+killed.
 
-The first request starts a process, which is kept for the next request. A simultaneous request waits up to WAIT_S for a
-process, because most requests take less time than the start of a process. Then it starts a further process, up to
-MAX_PROCESSES; any more requests wait. The child processes exit with this process.
+The first request starts a process, which is kept for the next request. A simultaneous
+request waits up to WAIT_S for a process, because most requests take less time than the
+start of a process. Then it starts a further process, up to MAX_PROCESSES; any more
+requests wait. The child processes exit with this process.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from moegguf.child import child_command, child_environment
 
 MAX_S = 2.0  # seconds of CPU time for one request
 MAX_PROCESSES = 3
-WAIT_S = 0.2  # seconds for which a request waits for a busy process before it starts another one
+# Seconds for which a request waits for a busy process before it starts another one.
+WAIT_S = 0.2
 COMMAND = child_command(f"{__package__}.sandbox")
 Child = subprocess.Popen[bytes]
 
 
 class LimitedError(Exception):
-    """Raised if a request fails. `kind`: the kind of error, as listed in sandbox.py, such as "syntax". `line`: line in
-    the template; 0 for errors without a line."""
+    """Raised if a request fails. `kind`: the kind of error, as listed in sandbox.py,
+    such as "syntax". `line`: line in the template; 0 for errors without a line."""
 
     def __init__(self, kind: str, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -38,9 +41,9 @@ class LimitedError(Exception):
 
 
 def reply_of(request: Mapping[str, Any]) -> str:
-    """Sends a request to a child process and returns the text of the reply. Mappings are sent as objects, and other
-    values that JSON cannot represent as strings. Raises LimitedError if the request fails or exceeds a limit on time,
-    memory or output."""
+    """Sends a request to a child process and returns the text of the reply. Mappings
+    are sent as objects, and other values that JSON cannot represent as strings. Raises
+    LimitedError if the request fails or exceeds a limit on time, memory or output."""
     try:
         text = json.dumps(
             {**request, "seconds": MAX_S}, ensure_ascii=False,
@@ -59,14 +62,15 @@ def reply_of(request: Mapping[str, Any]) -> str:
 
 
 def start() -> None:
-    """Starts the first process in advance, so that the first request does not have to wait about a tenth of a second
-    for the start."""
+    """Starts the first process in advance, so that the first request does not have to
+    wait about a tenth of a second for the start."""
     with suppress(LimitedError), _process():
         pass
 
 
 def _reply(process: Child, line: bytes) -> dict[str, Any]:
-    """Sends a request line and returns the reply. Raises LimitedError if the process ends before it replies."""
+    """Sends a request line and returns the reply. Raises LimitedError if the process
+    ends before it replies."""
     assert process.stdin and process.stdout
     with suppress(BrokenPipeError):
         process.stdin.write(line + b"\n")
@@ -75,7 +79,11 @@ def _reply(process: Child, line: bytes) -> dict[str, Any]:
     if not reply.endswith(b"\n"):
         code = process.wait()
         timed_out = code == -signal.SIGPROF
-        reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
+        reason = (
+            f"it takes more than {MAX_S:g} s"
+            if timed_out
+            else f"its process ended with code {code}"
+        )
         raise LimitedError("stopped", reason)
     found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
     return found
@@ -83,8 +91,9 @@ def _reply(process: Child, line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _process() -> Iterator[Child]:
-    """Provides a child process for one request. An exception in the `with` block kills the process, because otherwise
-    the next request could read the reply to this request. Raises LimitedError if no process can be started."""
+    """Provides a child process for one request. An exception in the `with` block kills
+    the process, because otherwise the next request could read the reply to this
+    request. Raises LimitedError if no process can be started."""
     with _running:
         process = _take()
         try:
@@ -100,8 +109,9 @@ def _process() -> Iterator[Child]:
 
 
 def _take() -> Child | None:
-    """Returns an idle process. Waits up to WAIT_S if there is none, but another request uses a process. Returns None if
-    the caller must start a process. The caller must call `_put` afterwards."""
+    """Returns an idle process. Waits up to WAIT_S if there is none, but another request
+    uses a process. Returns None if the caller must start a process. The caller must
+    call `_put` afterwards."""
     global _n_busy
     with _free:
         _free.wait_for(lambda: _idle or not _n_busy, WAIT_S)
@@ -123,10 +133,17 @@ def _started() -> Child:
     pipe, environment = subprocess.PIPE, child_environment()
     try:  # the child's own process group protects it from Ctrl-C in the terminal
         return subprocess.Popen(
-            COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0
+            COMMAND,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            process_group=0,
         )
     except OSError as error:
-        raise LimitedError("failed", f"its process cannot be started ({error})") from error
+        raise LimitedError(
+            "failed", f"its process cannot be started ({error})"
+        ) from error
 
 
 def _kill(process: Child) -> None:
@@ -145,9 +162,11 @@ def close() -> None:
             _kill(_idle.pop())
 
 
-_idle: list[Child] = []  # processes without a request; the most recently used one is last
+# Processes without a request; the most recently used one is last.
+_idle: list[Child] = []
 _n_busy = 0  # number of requests that use a process
-_free = Condition()  # guards `_idle` and `_n_busy`; notified when a request has finished
+# Guards `_idle` and `_n_busy`; notified when a request has finished.
+_free = Condition()
 _running = BoundedSemaphore(MAX_PROCESSES)
 
 

@@ -1,6 +1,8 @@
-"""A request in the batch loop, from its submission to its end: prompt, sampler, constraint, text, stops and limits.
+"""A request in the batch loop, from its submission to its end: prompt, sampler,
+constraint, text, stops and limits.
 
-`batching` evaluates the tokens of a sequence, and `kv_sequences` assigns its place in the KV cache.
+`batching` evaluates the tokens of a sequence, and `kv_sequences` assigns its place in
+the KV cache.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
 from moegguf.generate.parsing import new_transcript
 from moegguf.generate.prompt import Prompt, read_prompt
-from moegguf.generate.request import MAX_TOP_LOGPROBS, AnswerSummary, Delta, PromptProgress, Request, TokenLogprob
+from moegguf.generate.request import (
+    MAX_TOP_LOGPROBS,
+    AnswerSummary,
+    Delta,
+    PromptProgress,
+    Request,
+    TokenLogprob,
+)
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.generate.thinking_budget import thinking_budget_of
 
@@ -27,69 +36,86 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many times as long as the context, as in Ollama
+# If the context can shift, an answer is at most this many times as long as the context,
+# as in Ollama.
+MAX_CONTEXTS = 10
 
 MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that is treated as repetition
-CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, as it does in tables of numbers
-AT_SCALE = " adapter at "  # separates the request's owner from the adapter's scale in `Sequence.owner`
+# A cycle may repeat this many times as often as a single token, as it does in tables of
+# numbers.
+CYCLE_PATIENCE = 8
+# Separates the request's owner from the adapter's scale in `Sequence.owner`.
+AT_SCALE = " adapter at "
 
 _tickets = itertools.count(1)
 
 
 def owner_part(owner: str) -> tuple[str, str]:
-    """Splits a name that `Sequence.owner` returned. Returns the request's owner, and the remaining text: AT_SCALE and
-    the adapter's scale, or "" if the name has no scale."""
+    """Splits a name that `Sequence.owner` returned. Returns the request's owner, and
+    the remaining text: AT_SCALE and the adapter's scale, or "" if the name has no
+    scale."""
     alone, at, scale = owner.partition(AT_SCALE)
     return alone, at + scale
 
 
 class AnswerEvents(Protocol):
-    """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback stops the whole loop.
-    After the loop has been closed, another thread may call `on_end`."""
+    """Callbacks for one answer, which the batch loop's thread calls. An exception from
+    a callback stops the whole loop. After the loop has been closed, another thread may
+    call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
-        """Called after each pass that evaluated a part of the prompt, and before the first pass of a prompt that is
-        longer than a batch."""
+        """Called after each pass that evaluated a part of the prompt, and before the
+        first pass of a prompt that is longer than a batch."""
         return None
 
     def on_delta(self, delta: Delta) -> object:
         """Called with each part of the answer."""
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> object:
-        """Called once, after all other callbacks, when the answer has ended. `error` is None if there was no error."""
+        """Called once, after all other callbacks, when the answer has ended. `error` is
+        None if there was no error."""
 
 
 @dataclass(eq=False)
 class KvSequence:
-    """A place in the context: one sequence id of llama.cpp, and the tokens that the KV cache contains for it."""
+    """A place in the context: one sequence id of llama.cpp, and the tokens that the KV
+    cache contains for it."""
 
     seq_id: int
     tokens: list[int] = field(default_factory=list)
     owner: str = ""  # owner of these tokens, as `Sequence.owner` returns it
-    sequence: Sequence | None = None  # the sequence that uses the place; None if the place is free
+    # The sequence that uses the place; None if the place is free.
+    sequence: Sequence | None = None
     n_used: int = 0  # number of the last step that used the place
-    # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
+    # number of leading tokens whose values do not depend on tokens that a shift has
+    # dropped; None: all tokens
     n_clean: int | None = None
 
 
 @dataclass(eq=False)
 class Task:
-    """Work that needs the whole model: the batch loop runs it while no answer is being generated."""
+    """Work that needs the whole model: the batch loop runs it while no answer is being
+    generated."""
 
     run: Callable[[], object]
-    stop: Callable[[], object]  # ends `run` early; called by another thread, or by the loop's thread before `run`
-    fail: Callable[[Exception], object]  # called instead of `run` if the task is cancelled or the loop ends first
+    # Ends `run` early; called by another thread, or by the loop's thread before `run`.
+    stop: Callable[[], object]
+    # Called instead of `run` if the task is cancelled or the loop ends first.
+    fail: Callable[[Exception], object]
     client_key: str = ""  # key of the client that started the task
-    keeps_context: bool = False  # True if the task computes nothing and leaves the tokens in the context
+    # True if the task computes nothing and leaves the tokens in the context.
+    keeps_context: bool = False
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
     cancelled: bool = False
 
 
 class Sequence:
-    """A request while the batch loop processes it. The `summary` is complete when the answer has ended.
+    """A request while the batch loop processes it. The `summary` is complete when the
+    answer has ended.
 
-    A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and `generated`. `prompt`, `sampler`,
-    `shifts`, `n_ctx` and `limit` exist after `read` if `error` is None.
+    A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and
+    `generated`. `prompt`, `sampler`, `shifts`, `n_ctx` and `limit` exist after `read`
+    if `error` is None.
     """
 
     prompt: Prompt
@@ -103,27 +129,36 @@ class Sequence:
         self.request = request
         self.events = events
         self.summary = AnswerSummary(finish="cancelled")
-        self.context: list[int] = []  # tokens of prompt and answer so far; a shift removes some of them
+        # Tokens of prompt and answer so far; a shift removes some of them.
+        self.context: list[int] = []
         self.generated: list[int] = []  # tokens of the answer, without an end token
         self.n_next = 0  # tokens of `context` that the next pass evaluates
-        self.draft: tuple[int, ...] = ()  # drafted tokens that the next pass evaluates after the tokens of `context`
+        # Drafted tokens that the next pass evaluates after the tokens of `context`.
+        self.draft: tuple[int, ...] = ()
         self.number = -1  # number of the request in routing events; -1: not begun
         self.cancelled = False
         self.error: Exception | None = None  # error of `read`
         self.kv: KvSequence | None = None
-        self.has_begun = False  # False until the known prefix of the prompt has been copied to the sequence's place
+        # False until the known prefix of the prompt has been copied to the sequence's
+        # place.
+        self.has_begun = False
         self.ended = False  # True after the last token was sampled
         self._llm: Llama
         self._prompt_logprobs: list[TokenLogprob] = []  # not sent yet
-        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # texts of the most recent tokens, the newest first
-        self._n_repeats = Counter[int]()  # {n: number of most recent tokens that each equal the token n places before}
+        # Texts of the most recent tokens, the newest first.
+        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)
+        # {n: number of most recent tokens that each equal the token n places before}.
+        self._n_repeats = Counter[int]()
         self._start_s = 0.0
-        self._before: Stats | None = None  # the model's counters when the sequence began
-        self._first: Stats | None = None  # the model's counters at the first sampled token
+        # The model's counters when the sequence began.
+        self._before: Stats | None = None
+        # The model's counters at the first sampled token.
+        self._first: Stats | None = None
 
     def read(self, llm: Llama) -> None:
-        """Creates the prompt, the sampler and the limits from the request. Sets `error` if the request cannot be
-        answered, usually to a ContextError, TemplateError, CapabilityError, SchemaError or OptionError."""
+        """Creates the prompt, the sampler and the limits from the request. Sets `error`
+        if the request cannot be answered, usually to a ContextError, TemplateError,
+        CapabilityError, SchemaError or OptionError."""
         self._llm = llm
         request = self.request
         try:
@@ -132,11 +167,17 @@ class Sequence:
                 llm.context.check_adapter()
             self.prompt = prompt = read_prompt(llm, request)
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
-                raise OptionError(f"n_logprobs must be a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
+                raise OptionError(
+                    f"n_logprobs must be a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}."
+                )
             token_of = llm.vocabulary.token
-            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation, token_of)
+            constraint = constraint_for(
+                request, prompt.template, prompt.end, prompt.continuation, token_of
+            )
             budget = thinking_budget_of(llm, request, prompt)
-            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint, budget)
+            self.sampler = Sampler(
+                llm, request.sampling, prompt.text_tokens, constraint, budget
+            )
             self._transcript = new_transcript(request, prompt, llm.vocabulary)
         except Exception as error:
             self.error = error
@@ -145,7 +186,11 @@ class Sequence:
         self.summary.cut_tokens = prompt.cut_tokens
         self.shifts = request.shift and llm.context.can_shift and prompt.images is None
         self.n_ctx = request.sampling.context_within(llm.n_ctx())
-        self.limit = MAX_CONTEXTS * self.n_ctx if self.shifts else self.n_ctx - len(prompt.tokens)
+        self.limit = (
+            MAX_CONTEXTS * self.n_ctx
+            if self.shifts
+            else self.n_ctx - len(prompt.tokens)
+        )
         if request.prompt_only:
             self.limit = 0
         elif (wanted := request.sampling.max_tokens) is not None and wanted > 0:
@@ -157,38 +202,48 @@ class Sequence:
 
     @property
     def owner(self) -> str:
-        """The name of the owner of the computed tokens: the request's owner, and the scale of the model's adapter if it
-        differs from the loaded one. Only requests with the same name may reuse the tokens."""
+        """The name of the owner of the computed tokens: the request's owner, and the
+        scale of the model's adapter if it differs from the loaded one. Only requests
+        with the same name may reuse the tokens."""
         request, scale = self.request, self.request.lora_scale
         is_loaded = scale is None or scale == self._llm.lora_scale
         return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
-        """Returns True if both sequences may be in one pass: neither has to be processed alone, and both use the same
-        scale of the model's adapter."""
+        """Returns True if both sequences may be in one pass: neither has to be
+        processed alone, and both use the same scale of the model's adapter."""
         default = self._llm.lora_scale
-        scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
+        scales = {
+            default if each.request.lora_scale is None else each.request.lora_scale
+            for each in (self, other)
+        }
         return len(scales) == 1 and not self.alone and not other.alone
 
     @property
     def reuses_prefix(self) -> bool:
-        """True if the sequence may reuse tokens of earlier requests. False with prompt logprobs, which need the logits
-        of all tokens. If the model is not batch-invariant, also False with a seed or `exact`. The last bits of K and V
+        """True if the sequence may reuse tokens of earlier requests. False with prompt
+        logprobs, which need the logits of all tokens. If the model is not
+        batch-invariant, also False with a seed or `exact`. The last bits of K and V
         then depend on the other tokens of the passes that computed them."""
         sampling = self.request.sampling
-        is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
+        is_same = self._llm.batch_invariant or (
+            sampling.seed is None and not sampling.exact
+        )
         return is_same and not self.request.prompt_logprobs
 
     @property
     def alone(self) -> bool:
-        """True if the sequence must be processed alone: if it has images, or if it has `exact` and other sequences
-        could change bits of the answer. This is possible if the model is not batch-invariant or if the context may
-        shift. A shift moves cells if the sequence is processed alone. In a context with several places, it otherwise
-        re-evaluates tokens, which rounds differently."""
+        """True if the sequence must be processed alone: if it has images, or if it has
+        `exact` and other sequences could change bits of the answer. This is possible if
+        the model is not batch-invariant or if the context may shift. A shift moves
+        cells if the sequence is processed alone. In a context with several places, it
+        otherwise re-evaluates tokens, which rounds differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
-        return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
+        return self.request.sampling.exact and (
+            may_shift or not self._llm.batch_invariant
+        )
 
     @property
     def place(self) -> KvSequence:
@@ -198,12 +253,14 @@ class Sequence:
 
     @property
     def n_evaluated(self) -> int:
-        """The number of tokens of `context` that are in the KV cache, or 0 if the sequence has no place."""
+        """The number of tokens of `context` that are in the KV cache, or 0 if the
+        sequence has no place."""
         return len(self.kv.tokens) if self.kv is not None else 0
 
     @property
     def n_pending(self) -> int:
-        """The number of tokens of `context` that must be evaluated before the next token is sampled."""
+        """The number of tokens of `context` that must be evaluated before the next
+        token is sampled."""
         return len(self.context) - self.n_evaluated
 
     @property
@@ -213,19 +270,21 @@ class Sequence:
 
     @property
     def repeats(self) -> bool:
-        """True if tokens of a draft are evaluated again, because the state has returned to the beginning of the draft.
-        Also True if few enough of an answer's tokens have to be evaluated again for another reason."""
+        """True if tokens of a draft are evaluated again, because the state has returned
+        to the beginning of the draft. Also True if few enough of an answer's tokens
+        have to be evaluated again for another reason."""
         return 1 < self.n_pending <= N_MAX + 1 and bool(self.generated)
 
     @property
     def image(self) -> ImageSpan | None:
-        """The next image of the prompt that has not been evaluated yet, or None if there is none."""
+        """The next image of the prompt that has not been evaluated yet, or None if
+        there is none."""
         spans = self.prompt.images.spans if self.prompt.images is not None else ()
         return next((span for span in spans if span.begin >= self.n_evaluated), None)
 
     def begin(self, number: int, stats: Stats) -> None:
-        """Starts processing the sequence. `number`: its number in routing events. `stats`: the model's current
-        counters."""
+        """Starts processing the sequence. `number`: its number in routing events.
+        `stats`: the model's current counters."""
         self.number, self.context = number, list(self.prompt.tokens)
         self._start_s, self._before = time.perf_counter(), stats
 
@@ -233,25 +292,43 @@ class Sequence:
         """Returns the progress of the prompt's evaluation."""
         n_tokens = len(self.prompt.tokens)
         seconds = time.perf_counter() - self._start_s
-        return PromptProgress(n_tokens, self.summary.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
+        return PromptProgress(
+            n_tokens,
+            self.summary.cached_tokens,
+            min(self.n_evaluated, n_tokens),
+            seconds,
+        )
 
     def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
-        """Stores the logprobs of prompt tokens from a pass that evaluated `n_tokens` of them after the first `n_done`.
-        The logits of each evaluated token determine the logprob of the next one. `row`: row of the logits for the last
-        evaluated token."""
+        """Stores the logprobs of prompt tokens from a pass that evaluated `n_tokens` of
+        them after the first `n_done`. The logits of each evaluated token determine the
+        logprob of the next one. `row`: row of the logits for the last evaluated
+        token."""
         tokens, known = self.prompt.tokens, self._prompt_logprobs
-        vocabulary, has_own_begin = self._llm.vocabulary, self.request.begins_with_token or len(tokens) == 1
+        vocabulary, has_own_begin = (
+            self._llm.vocabulary,
+            self.request.begins_with_token or len(tokens) == 1,
+        )
         n_bos = 0 if has_own_begin else len(vocabulary.bos_tokens)
         if not known:
-            known.append(TokenLogprob(tokens[n_bos], vocabulary.piece(tokens[n_bos], special=True), 0.0))
+            known.append(
+                TokenLogprob(
+                    tokens[n_bos], vocabulary.piece(tokens[n_bos], special=True), 0.0
+                )
+            )
         n_top = self.request.n_logprobs or 0
-        for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
-            known.append(logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n))
+        for n in range(
+            max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))
+        ):
+            known.append(
+                logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n)
+            )
 
     def sample(self, row: int, stats: Callable[[], Stats]) -> Exception | None:
-        """Samples the next token from a row of the logits and sends the new part of the answer. The token may end the
-        answer. If `limit` is 0, ends the answer instead. Returns the error, or None if there is none. `stats` returns
-        the model's counters."""
+        """Samples the next token from a row of the logits and sends the new part of the
+        answer. The token may end the answer. If `limit` is 0, ends the answer instead.
+        Returns the error, or None if there is none. `stats` returns the model's
+        counters."""
         if self._prompt_logprobs:
             self.events.on_delta(Delta(prompt=tuple(self._prompt_logprobs)))
             self._prompt_logprobs = []
@@ -259,7 +336,10 @@ class Sequence:
         try:
             token = self.sampler.sample(row) if self.limit else None
             if self._first is None:
-                self.summary.prompt_s, self._first = time.perf_counter() - self._start_s, stats()
+                self.summary.prompt_s, self._first = (
+                    time.perf_counter() - self._start_s,
+                    stats(),
+                )
             if token is None:
                 self._end("stop" if self.limit else "length")
             else:
@@ -281,7 +361,9 @@ class Sequence:
             self._end("stop")
             return None
         self.generated.append(token)
-        delta = transcript.feed(token, None if n_top is None else logprob_of(token, self._llm, n_top, row))
+        delta = transcript.feed(
+            token, None if n_top is None else logprob_of(token, self._llm, n_top, row)
+        )
         if delta is not None and delta.thinking:
             summary.thinking_tokens = summary.answer_tokens
         if self._repeats(token):
@@ -291,14 +373,17 @@ class Sequence:
         return delta
 
     def _repeats(self, token: int) -> bool:
-        """Returns True if the answer should end because it only repeats one token, or (after many more tokens) a short
-        cycle of tokens. Leading and trailing whitespace of a token's text is ignored."""
+        """Returns True if the answer should end because it only repeats one token, or
+        (after many more tokens) a short cycle of tokens. Leading and trailing
+        whitespace of a token's text is ignored."""
         if not (limit := self.request.repeat_limit):
             return False
         text = self._llm.vocabulary.piece(token, special=True).strip()
         ended = False
         for period, before in enumerate(self._last_texts, 1):
-            self._n_repeats[period] = self._n_repeats[period] + 1 if text == before else 0
+            self._n_repeats[period] = (
+                self._n_repeats[period] + 1 if text == before else 0
+            )
             most = limit if period == 1 else limit * period * CYCLE_PATIENCE
             ended = ended or self._n_repeats[period] > most
         self._last_texts.appendleft(text)
@@ -308,10 +393,15 @@ class Sequence:
         self.ended, self.summary.finish = True, reason
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
-        """Completes the summary. If `error` is None, also sends the text that was held back. Returns `error`, or the
-        error from parsing this text, or None if there is neither."""
+        """Completes the summary. If `error` is None, also sends the text that was held
+        back. Returns `error`, or the error from parsing this text, or None if there is
+        neither."""
         try:
-            delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
+            delta = (
+                self._transcript.end(cut=self.summary.finish == "length")
+                if error is None
+                else None
+            )
         except Exception as found:
             delta, error = None, found
         if delta is not None:

@@ -1,10 +1,12 @@
 """Determines the form in which a chat template expects a conversation.
 
-The content of a message is a string or a list of parts. The arguments of a call are an object or a string. Some
-templates do not support system messages. Templates do not declare which forms they expect. A template that receives
-another form leaves out the text or fails. So `forms_of` renders short conversations in which each text begins with a
-marker, and chooses the forms that lose the fewest markers, as llama.cpp does (common/jinja/caps.cpp). Messages are then
-rendered in these forms, in child processes with limits on time and memory (sandbox_pool.py).
+The content of a message is a string or a list of parts. The arguments of a call are an
+object or a string. Some templates do not support system messages. Templates do not
+declare which forms they expect. A template that receives another form leaves out the
+text or fails. So `forms_of` renders short conversations in which each text begins with
+a marker, and chooses the forms that lose the fewest markers, as llama.cpp does
+(common/jinja/caps.cpp). Messages are then rendered in these forms, in child processes
+with limits on time and memory (sandbox_pool.py).
 """
 
 from __future__ import annotations
@@ -31,30 +33,46 @@ Tools = Sequence[Mapping[str, Any]]
 class Forms:
     """The forms of messages that a template expects."""
 
-    part_roles: frozenset[str] = frozenset()  # roles whose content must be a list of parts
-    merges_system: bool = False  # system messages become the beginning of the next user message
+    # Roles whose content must be a list of parts.
+    part_roles: frozenset[str] = frozenset()
+    # System messages become the beginning of the next user message.
+    merges_system: bool = False
     user_results: bool = False  # tool results are user messages
-    null_content: bool = False  # the content of a message with calls but no text is null, not ""
-    text_arguments: bool = False  # the arguments of a call are a string of JSON, not an object
-    empty_tools: bool = False  # if there are no tools, `tools` is an empty list, not null
+    # The content of a message with calls but no text is null, not "".
+    null_content: bool = False
+    # The arguments of a call are a string of JSON, not an object.
+    text_arguments: bool = False
+    # If there are no tools, `tools` is an empty list, not null.
+    empty_tools: bool = False
 
     def messages(self, messages: Iterable[Message]) -> list[Message]:
         """Returns the messages in these forms."""
         formed = [self._message(message) for message in messages]
         if self.user_results:
-            formed = [{**message, "role": "user"} if message.get("role") == "tool" else message for message in formed]
+            formed = [
+                {**message, "role": "user"}
+                if message.get("role") == "tool"
+                else message
+                for message in formed
+            ]
         if self.merges_system:
             formed = list(_without_system(formed))
         for message in formed:
-            if message.get("role") in self.part_roles and isinstance(text := message["content"], str):
+            if message.get("role") in self.part_roles and isinstance(
+                text := message["content"], str
+            ):
                 message["content"] = [{"type": "text", "text": text}] if text else []
         return formed
 
     def _message(self, message: Message) -> Message:
-        """Returns a copy with additional names of fields that templates read, and without `images`, `index` and fields
-        that are None. Absent fields other than `content` remain absent, because templates distinguish them from empty
-        ones."""
-        formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
+        """Returns a copy with additional names of fields that templates read, and
+        without `images`, `index` and fields that are None. Absent fields other than
+        `content` remain absent, because templates distinguish them from empty ones."""
+        formed = {
+            key: value
+            for key, value in message.items()
+            if value is not None and key not in ("images", "index")
+        }
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
             formed["reasoning_content"] = formed["reasoning"] = thinking
@@ -72,14 +90,16 @@ class Forms:
         if self.text_arguments and not isinstance(given, str):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif not self.text_arguments and isinstance(given, str):
-            with suppress(ValueError):  # arguments that are invalid JSON remain a string
+            # Arguments that are invalid JSON remain a string.
+            with suppress(ValueError):
                 function["arguments"] = json.loads(given)
         return {"id": call.get("id", ""), "type": "function", "function": function}
 
 
 def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yields the messages without system messages, whose texts are put before the text of the next user message. If
-    there is no such message, the texts become a user message at the end."""
+    """Yields the messages without system messages, whose texts are put before the text
+    of the next user message. If there is no such message, the texts become a user
+    message at the end."""
     texts = list[str]()
     for message in messages:
         if message.get("role") == "system":
@@ -94,7 +114,8 @@ def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def default_variables() -> dict[str, Any]:
-    """Returns the variables that every template receives, with llama-server's values."""
+    """Returns the variables that every template receives, with llama-server's
+    values."""
     now = datetime.now()
     return {
         "add_generation_prompt": True,
@@ -114,22 +135,31 @@ def rendered(
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Renders a conversation in these forms. Raises LimitedError if the template fails or exceeds a limit, or if the
-    prompt has more than `characters` characters."""
+    """Renders a conversation in these forms. Raises LimitedError if the template fails
+    or exceeds a limit, or if the prompt has more than `characters` characters."""
     formed = forms.messages(messages)
     if "length 9" in template:
         _shorten_ids(formed)
-    given = {**variables, "messages": formed, "tools": list(tools) or ([] if forms.empty_tools else None)}
+    given = {
+        **variables,
+        "messages": formed,
+        "tools": list(tools) or ([] if forms.empty_tools else None),
+    }
     if tools:
         given.setdefault("functions", [tool.get("function", tool) for tool in tools])
-    return reply_of({"template": template, "variables": given, "characters": characters})
+    return reply_of(
+        {"template": template, "variables": given, "characters": characters}
+    )
 
 
 def _shorten_ids(messages: Iterable[Message]) -> None:
-    """Replaces call ids with ids that Mistral's templates accept: nine letters and digits."""
+    """Replaces call ids with ids that Mistral's templates accept: nine letters and
+    digits."""
 
     def shortened(text: Any) -> str:
-        return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
+        return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(
+            9, "0"
+        )
 
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -140,9 +170,14 @@ def _shorten_ids(messages: Iterable[Message]) -> None:
 
 # Probes
 
-# {field of `Forms`: word}. A form is tried only if the template contains this word; otherwise the template cannot
-# support the form.
-_WORDS = {"part_roles": "text", "null_content": "tool_calls", "text_arguments": "arguments", "empty_tools": "tools"}
+# {field of `Forms`: word}. A form is tried only if the template contains this word;
+# otherwise the template cannot support the form.
+_WORDS = {
+    "part_roles": "text",
+    "null_content": "tool_calls",
+    "text_arguments": "arguments",
+    "empty_tools": "tools",
+}
 _MARK = "q7z"  # marker at the beginning of each text; the case is ignored
 
 
@@ -155,13 +190,20 @@ class _Probe:
     tools: Tools = ()
 
     def n_lost(self, template: str, forms: Forms) -> int:
-        """Returns the number of markers that are missing from the prompt. If the template rejects the conversation or
-        fails, all markers are treated as missing. Merging system messages counts as one more missing marker, so that
-        other forms that lose no marker are preferred. Raises LimitedError for a syntax error, or if the template
-        exceeds a limit."""
-        marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
+        """Returns the number of markers that are missing from the prompt. If the
+        template rejects the conversation or fails, all markers are treated as missing.
+        Merging system messages counts as one more missing marker, so that other forms
+        that lose no marker are preferred. Raises LimitedError for a syntax error, or if
+        the template exceeds a limit."""
+        marks = {
+            word
+            for word in json.dumps(self.messages).split('"')
+            if word.startswith(_MARK)
+        }
         try:
-            prompt = rendered(template, forms, self.messages, self.tools, default_variables())
+            prompt = rendered(
+                template, forms, self.messages, self.tools, default_variables()
+            )
         except LimitedError as error:
             if error.kind in ("refused", "failed"):
                 return len(marks)
@@ -171,8 +213,11 @@ class _Probe:
 
 
 def _choices(**values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns all combinations of values for fields of `Forms`. Combinations of the first values come first."""
-    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+    """Returns all combinations of values for fields of `Forms`. Combinations of the
+    first values come first."""
+    return [
+        dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())
+    ]
 
 
 def _text(role: str, n: int = 0) -> Message:
@@ -191,7 +236,10 @@ _TOOL = {
         },
     },
 }
-_CALL = {"id": "call00001", "function": {"name": f"{_MARK}tool", "arguments": {f"{_MARK}key": f"{_MARK}value"}}}
+_CALL = {
+    "id": "call00001",
+    "function": {"name": f"{_MARK}tool", "arguments": {f"{_MARK}key": f"{_MARK}value"}},
+}
 _PROBES = (
     _Probe(
         (_text("system"), _text("user")),
@@ -225,8 +273,8 @@ _PROBES = (
 
 @functools.lru_cache(MAX_KNOWN)
 def forms_of(template: str) -> Forms:
-    """Returns the forms that a template expects. Raises LimitedError if the template has a syntax error or exceeds a
-    limit."""
+    """Returns the forms that a template expects. Raises LimitedError if the template
+    has a syntax error or exceeds a limit."""
     forms = Forms()
     for probe in _PROBES:
         forms = _best(template, probe, forms)
@@ -234,12 +282,18 @@ def forms_of(template: str) -> Forms:
 
 
 def _best(template: str, probe: _Probe, known: Forms) -> Forms:
-    """Returns the `known` forms with the first of the probe's choices that loses the fewest markers."""
+    """Returns the `known` forms with the first of the probe's choices that loses the
+    fewest markers."""
     losses = dict[Forms, int]()
     for choice in probe.choices:
-        if any(choice.get(field) and word not in template for field, word in _WORDS.items()):
+        if any(
+            choice.get(field) and word not in template for field, word in _WORDS.items()
+        ):
             continue
-        forms = replace(known, **{**choice, "part_roles": known.part_roles.union(choice["part_roles"])})
+        forms = replace(
+            known,
+            **{**choice, "part_roles": known.part_roles.union(choice["part_roles"])},
+        )
         losses[forms] = probe.n_lost(template, forms)
         if not losses[forms]:
             break

@@ -1,7 +1,9 @@
-"""Limits the number of thinking tokens of an answer. When the budget is used up, forces tokens that end the thinking.
+"""Limits the number of thinking tokens of an answer. When the budget is used up, forces
+tokens that end the thinking.
 
-The text, not the tokens, is searched for the thinking delimiters, because tokens may divide a delimiter in different
-ways. If there is a token in `forced`, a `Sampler` uses this token instead of sampling one.
+The text, not the tokens, is searched for the thinking delimiters, because tokens may
+divide a delimiter in different ways. If there is a token in `forced`, a `Sampler` uses
+this token instead of sampling one.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
 
 
 class _Channels(NamedTuple):
-    """The delimiters in the format of models whose messages have a channel or a recipient.
+    """The delimiters in the format of models whose messages have a channel or a
+    recipient.
 
-    `open` and `close` match the start and the end of a thinking message. `next_message` ends such a message and begins
-    another one. If `answer` follows, the other message is the answer.
+    `open` and `close` match the start and the end of a thinking message. `next_message`
+    ends such a message and begins another one. If `answer` follows, the other message
+    is the answer.
     """
 
     open: re.Pattern[str]
@@ -52,16 +56,22 @@ _WINDOW = 512  # number of most recent characters that are searched for a delimi
 
 @dataclass
 class ThinkingBudget:
-    """Counts the thinking tokens of one answer, and forces the end of the thinking when the budget is used up."""
+    """Counts the thinking tokens of one answer, and forces the end of the thinking when
+    the budget is used up."""
 
     vocabulary: Vocabulary
     open: re.Pattern[str]  # delimiter before the thinking
     close: re.Pattern[str]  # delimiter after the thinking
     n_left: int  # tokens left for all thinking of the answer
-    ends: list[list[int]]  # tokens that end the thinking the first time, the second time, ...; the last entry repeats
+    # Tokens that end the thinking the first time, the second time, ...; the last entry
+    # repeats.
+    ends: list[list[int]]
     only_first: bool = False  # True if only the start of the answer can be thinking
-    message: Sequence[int] = ()  # tokens forced before the end tokens, unless the model has begun the end tokens
-    text: str = ""  # text since the last delimiter, up to _WINDOW characters; with channels, at first the prompt's end
+    # Tokens forced before the end tokens, unless the model has begun the end tokens.
+    message: Sequence[int] = ()
+    # text since the last delimiter, up to _WINDOW characters; with channels, at first
+    # the prompt's end.
+    text: str = ""
     thinks: bool = False
 
     def __post_init__(self) -> None:
@@ -77,11 +87,13 @@ class ThinkingBudget:
         return self._forced[0] if self._forced else None
 
     def release(self) -> None:
-        """Stops forcing tokens. Called if the constraint of the answer forbids the forced token."""
+        """Stops forcing tokens. Called if the constraint of the answer forbids the
+        forced token."""
         self._forced.clear()
 
     def accept(self, token: int) -> None:
-        """Updates the budget and the forced tokens with the next token of the answer."""
+        """Updates the budget and the forced tokens with the next token of the
+        answer."""
         if self._is_over:
             return
         self._last.append(token)
@@ -93,8 +105,8 @@ class ThinkingBudget:
         self._look()
 
     def _look(self) -> None:
-        """Finds the start and the end of thinking in the text. If the answer thinks and the budget is used up, forces
-        the end of the thinking."""
+        """Finds the start and the end of thinking in the text. If the answer thinks and
+        the budget is used up, forces the end of the thinking."""
         if not self.thinks and (match := self.open.search(self.text)):
             self.thinks = True
             self.text = self.text[match.end() :]
@@ -105,26 +117,32 @@ class ThinkingBudget:
             self.text = self.text[match.start() :]
             self._is_over = self.only_first
         self.text = self.text[-_WINDOW:]
-        is_whole = not self._decoder.getstate()[0]  # False: the last token ends within a character
+        # False: the last token ends within a character.
+        is_whole = not self._decoder.getstate()[0]
         if self.thinks and self.n_left <= 0 and is_whole and not self._forced:
             self._force()
 
     def _force(self) -> None:
-        """Forces `message` and the tokens that end the thinking. If the model has already written the first of these
-        end tokens, forces only the rest of them."""
+        """Forces `message` and the tokens that end the thinking. If the model has
+        already written the first of these end tokens, forces only the rest of them."""
         end, last = self.ends[0], list(self._last)
         if len(self.ends) > 1:
             del self.ends[0]
-        n_begun = next((n for n in range(len(end) - 1, 0, -1) if last[-n:] == end[:n]), 0)
+        n_begun = next(
+            (n for n in range(len(end) - 1, 0, -1) if last[-n:] == end[:n]), 0
+        )
         self._forced.extend(end[n_begun:] if n_begun else [*self.message, *end])
 
 
-def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
-    """Returns the thinking budget for the answer to `request`. Returns None if the request sets no budget, if the
-    request has a suffix (fill-in-the-middle), or if the model's thinking delimiters are unknown.
+def thinking_budget_of(
+    llm: Llama, request: Request, prompt: Prompt
+) -> ThinkingBudget | None:
+    """Returns the thinking budget for the answer to `request`. Returns None if the
+    request sets no budget, if the request has a suffix (fill-in-the-middle), or if the
+    model's thinking delimiters are unknown.
 
-    The request may name the delimiters. Otherwise the chat template determines them; for a prompt without a template,
-    the model's own template.
+    The request may name the delimiters. Otherwise the chat template determines them;
+    for a prompt without a template, the model's own template.
     """
     n_tokens, tokens = request.sampling.reasoning_budget_tokens, llm.vocabulary.tokens
     if n_tokens is None or request.suffix is not None:
@@ -133,21 +151,36 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
     message = tokens(request.sampling.reasoning_budget_message, special=False)
     form = answer_format(template)
     if form.channels and not request.think_marks:
-        open_pattern, close_pattern, next_message, answer = _HARMONY if form.is_harmony else _RECIPIENTS
+        open_pattern, close_pattern, next_message, answer = (
+            _HARMONY if form.is_harmony else _RECIPIENTS
+        )
         last = _end_of(llm, prompt).rpartition("<|start|>")[2]
         may_call = bool(request.tools) and request.tool_choice != "none"
-        ends = [next_message] if may_call else []  # the first forced end allows a call instead of the answer
+        # The first forced end allows a call instead of the answer.
+        ends = [next_message] if may_call else []
         ids = [tokens(end) for end in (*ends, next_message + answer)]
-        return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, text=last)
+        return ThinkingBudget(
+            llm.vocabulary,
+            open_pattern,
+            close_pattern,
+            n_tokens,
+            ids,
+            message=message,
+            text=last,
+        )
     marks = form.think
-    open, *closes = request.think_marks or ((marks.open, marks.close) if marks else ("", ""))
+    open, *closes = request.think_marks or (
+        (marks.open, marks.close) if marks else ("", "")
+    )
     if not (open and closes and closes[0]):
         return None
     if prompt.template is None:
         end = _end_of(llm, prompt)
         thinks = end.rfind(open) > max(end.rfind(close) for close in closes)
     else:
-        in_thinking = prompt.continuation is not None and prompt.continuation.in_thinking
+        in_thinking = (
+            prompt.continuation is not None and prompt.continuation.in_thinking
+        )
         thinks = in_thinking or (marks is not None and marks.begun_by(prompt.end))
     return ThinkingBudget(
         llm.vocabulary,
@@ -162,6 +195,7 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
 
 
 def _end_of(llm: Llama, prompt: Prompt) -> str:
-    """Returns the text of the prompt. If it is not known, decodes it from the tokens."""
+    """Returns the text of the prompt. If it is not known, decodes it from the
+    tokens."""
     pieces = (llm.vocabulary.piece(token, special=True) for token in prompt.text_tokens)
     return prompt.end or b"".join(pieces).decode(errors="replace")

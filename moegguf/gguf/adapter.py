@@ -1,6 +1,8 @@
-"""Reads the header of a LoRA adapter (a GGUF file), checks its architecture and adds up the sizes of its matrices.
+"""Reads the header of a LoRA adapter (a GGUF file), checks its architecture and adds up
+the sizes of its matrices.
 
-llama.cpp reads the rest of the file, and compares the shapes of the adapter's matrices with the model's.
+llama.cpp reads the rest of the file, and compares the shapes of the adapter's matrices
+with the model's.
 """
 
 from __future__ import annotations
@@ -17,17 +19,25 @@ class AdapterHeader:
     """Facts about an adapter file."""
 
     shard: Shard
-    n_bytes: int  # bytes of the adapter's matrices, which stay in memory in addition to the model
+    # Bytes of the adapter's matrices, which stay in memory in addition to the model.
+    n_bytes: int
 
 
-def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> AdapterHeader:
-    """Reads the header of the adapter at `path`. `arch` is the model's architecture; None: any.
+def read_adapter(
+    path: str | os.PathLike[str], arch: str | None = None
+) -> AdapterHeader:
+    """Reads the header of the adapter at `path`. `arch` is the model's architecture;
+    None: any.
 
-    Raises ModelNotFoundError if the file cannot be opened, and ExpertIOError if reading it fails. Raises
-    ModelFormatError for a damaged file, for a file that is not a LoRA adapter, and for another architecture.
+    Raises ModelNotFoundError if the file cannot be opened, and ExpertIOError if reading
+    it fails. Raises ModelFormatError for a damaged file, for a file that is not a LoRA
+    adapter, and for another architecture.
     """
     file = read_gguf(path)
-    kind, method, found = (file.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture"))
+    kind, method, found = (
+        file.metadata.get(key)
+        for key in ("general.type", "adapter.type", "general.architecture")
+    )
     if kind != "adapter" or method != "lora":
         raise ModelFormatError(
             f"{file.name} is not a LoRA adapter: general.type is {kind!r:.40} and adapter.type {method!r:.40}; give a"

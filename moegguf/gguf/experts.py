@@ -1,8 +1,10 @@
-"""Reads the layout of a MoE model's experts on disk: byte ranges, shapes and counts, checked before llama.cpp runs.
+"""Reads the layout of a MoE model's experts on disk: byte ranges, shapes and counts,
+checked before llama.cpp runs.
 
-An expert is (il, e): slice e of each stacked matrix of layer il. The layout lists the stacked matrices. Slice e of a
-matrix is `expert_bytes` bytes at `offset + e * expert_bytes` in shard `shard`. The layout of a model without experts
-has no layers. Only headers are read, never weights.
+An expert is (il, e): slice e of each stacked matrix of layer il. The layout lists the
+stacked matrices. Slice e of a matrix is `expert_bytes` bytes at `offset + e *
+expert_bytes` in shard `shard`. The layout of a model without experts has no layers.
+Only headers are read, never weights.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
-HEADS_TENSOR = "nextn.eh_proj.weight"  # every multi-token-prediction head has this tensor
-# Architectures whose multi-token-prediction heads may draft, because moegguf's tests cover them. For these heads
-# llama.cpp needs only a KV cache, and the models can roll back drafted tokens.
+# Every multi-token-prediction head has this tensor.
+HEADS_TENSOR = "nextn.eh_proj.weight"
+# Architectures whose multi-token-prediction heads may draft, because moegguf's tests
+# cover them. For these heads llama.cpp needs only a KV cache, and the models can roll
+# back drafted tokens.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
-# The store reads rows of the token embedding from the file (row_tables.cpp), and rows of ROW_TABLE if the model has one
-# of the architectures in ROW_TABLE_ARCHS. For these architectures, llama.cpp marks ROW_TABLE as TENSOR_READ_LAZY.
+# The store reads rows of the token embedding from the file (row_tables.cpp), and rows
+# of ROW_TABLE if the model has one of the architectures in ROW_TABLE_ARCHS. For these
+# architectures, llama.cpp marks ROW_TABLE as TENSOR_READ_LAZY.
 EMBEDDING = "token_embd.weight"
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
@@ -46,7 +51,8 @@ _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """A layer's expert matrices of one kind, stacked: shape (ne0, ne1, n_expert), where ne0 is a row's length."""
+    """A layer's expert matrices of one kind, stacked: shape (ne0, ne1, n_expert), where
+    ne0 is a row's length."""
 
     il: int
     kind: Kind
@@ -58,7 +64,8 @@ class ExpertMatrix:
     shard: int  # index into ExpertLayout.shards
     offset: int  # position of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    # bytes after each expert in a slot, which device kernels may read; the file does not contain them
+    # bytes after each expert in a slot, which device kernels may read; the file does
+    # not contain them
     padding_bytes: int = 0
 
 
@@ -69,7 +76,8 @@ class MoeLayer:
     il: int
     n_expert: int
     n_expert_used: int
-    matrices: tuple[ExpertMatrix, ...]  # gate (if there is one), up, down; or down, gate_up: the order of KINDS
+    # Gate (if there is one), up, down; or down, gate_up: the order of KINDS.
+    matrices: tuple[ExpertMatrix, ...]
 
     @property
     def expert_bytes(self) -> int:
@@ -88,8 +96,9 @@ class RouterTensor:
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table (token embeddings, or per-layer token embeddings) that stays in the file. A pass reads only the rows of
-    its tokens. `offset`: position of the table's first byte in its shard."""
+    """A table (token embeddings, or per-layer token embeddings) that stays in the file.
+    A pass reads only the rows of its tokens. `offset`: position of the table's first
+    byte in its shard."""
 
     name: str
     shard: int
@@ -99,32 +108,42 @@ class RowTable:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A model's files, layers and hyperparameters. Sizes are in bytes, as in the files."""
+    """A model's files, layers and hyperparameters. Sizes are in bytes, as in the
+    files."""
 
     arch: str
     shards: tuple[Shard, ...]
     n_layer: int
     layers: tuple[MoeLayer, ...]
-    dense_bytes: int  # bytes of all tensors except the experts in `layers`, unused_bytes and row_tables
+    # Bytes of all tensors except the experts in `layers`, unused_bytes and row_tables.
+    dense_bytes: int
     expert_bytes: int  # bytes of the experts in `layers`
-    unused_bytes: int  # bytes of experts in multi-token-prediction layers; 0 if these layers are loaded
-    tied_output_bytes: int  # bytes of the embedding matrix if it is also the output matrix, else 0
+    # Bytes of experts in multi-token-prediction layers; 0 if these layers are loaded.
+    unused_bytes: int
+    # Bytes of the embedding matrix if it is also the output matrix, else 0.
+    tied_output_bytes: int
     n_vocab: int
     hparams: Hparams
     metadata: Mapping[str, Value]
-    tensor_types: Mapping[str, tuple[int, int]]  # {name of a type: (number of tensors, bytes)}
+    # {name of a type: (number of tensors, bytes)}.
+    tensor_types: Mapping[str, tuple[int, int]]
     routers: tuple[RouterTensor, ...] = ()
-    # {il: the layer's part of dense_bytes}, without the experts of multi-token-prediction layers
+    # {il: the layer's part of dense_bytes}, without the experts of
+    # multi-token-prediction layers
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)
-    n_layer_nextn: int = 0  # 1 if the model ends with a multi-token-prediction layer that can draft, else 0
-    # True: the multi-token-prediction layers are loaded, and their experts have no slots (`with_heads`)
+    # 1 if the model ends with a multi-token-prediction layer that can draft, else 0.
+    n_layer_nextn: int = 0
+    # True: the multi-token-prediction layers are loaded, and their experts have no
+    # slots (`with_heads`)
     loads_heads: bool = False
     has_long_rope: bool = False  # True: the file has rotary factors for long contexts
-    row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file and are read row by row
+    # Tables that stay in the file and are read row by row.
+    row_tables: tuple[RowTable, ...] = ()
 
     def check_unchanged(self) -> None:
-        """Raises ExpertIOError if a shard's identity has changed since its header was read, for example because the
-        file was written to or replaced. A deleted shard is not an error."""
+        """Raises ExpertIOError if a shard's identity has changed since its header was
+        read, for example because the file was written to or replaced. A deleted shard
+        is not an error."""
         for shard in self.shards:
             if shard.is_changed():
                 raise ExpertIOError(
@@ -158,7 +177,8 @@ class ExpertLayout:
 
     @property
     def token_cycle_bytes(self) -> int:
-        """The size in bytes of the experts that one token uses, over all layers (the token cycle)."""
+        """The size in bytes of the experts that one token uses, over all layers (the
+        token cycle)."""
         return sum(layer.n_expert_used * layer.expert_bytes for layer in self.layers)
 
     @property
@@ -173,19 +193,20 @@ class ExpertLayout:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of matrices that the experts have, in the order of KINDS. A pool has one block of memory (arena)
-        for each kind."""
+        """The kinds of matrices that the experts have, in the order of KINDS. A pool
+        has one block of memory (arena) for each kind."""
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
 
     @property
     def row_table_bytes(self) -> int:
-        """The total size, in bytes, of the tables that stay in the file and are read row by row."""
+        """The total size, in bytes, of the tables that stay in the file and are read
+        row by row."""
         return sum(table.n_bytes for table in self.row_tables)
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
-        """Returns a layout in which only the experts of `layers` are treated as experts. The experts of all other
-        layers are treated as dense weights."""
+        """Returns a layout in which only the experts of `layers` are treated as
+        experts. The experts of all other layers are treated as dense weights."""
         wanted = set(layers)
         moved = Counter[int]()
         for layer in self.layers:
@@ -200,29 +221,37 @@ class ExpertLayout:
         )
 
     def with_heads(self) -> ExpertLayout:
-        """Returns a layout in which the multi-token-prediction layers are loaded. The experts of these layers are
-        treated as dense weights, because a draft that waits for experts costs more than it saves."""
-        return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
+        """Returns a layout in which the multi-token-prediction layers are loaded. The
+        experts of these layers are treated as dense weights, because a draft that waits
+        for experts costs more than it saves."""
+        return replace(
+            self,
+            dense_bytes=self.dense_bytes + self.unused_bytes,
+            unused_bytes=0,
+            loads_heads=True,
+        )
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None if the file has none. An empty template or the name "chatml" is
-        treated as no template. If the file has only a template for conversations with tools, the value is that
-        template."""
+        """The model's chat template (Jinja); None if the file has none. An empty
+        template or the name "chatml" is treated as no template. If the file has only a
+        template for conversations with tools, the value is that template."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template
 
     @property
     def tool_template(self) -> str | None:
-        """The file's separate chat template for conversations with tools; None if the file has none."""
+        """The file's separate chat template for conversations with tools; None if the
+        file has none."""
         value = self.metadata.get("tokenizer.chat_template.tool_use")
         return value if isinstance(value, str) and value else None
 
     @property
     def sampling(self) -> dict[str, int | float]:
-        """Returns the sampling parameters in the file (general.sampling.*, which llama.cpp also reads), under the names
-        of `Sampling`'s fields. Leaves out values that are not finite numbers."""
+        """Returns the sampling parameters in the file (general.sampling.*, which
+        llama.cpp also reads), under the names of `Sampling`'s fields. Leaves out values
+        that are not finite numbers."""
         found = {}
         for key, (name, kind) in _SAMPLING.items():
             value = self.metadata.get(f"general.sampling.{key}")
@@ -232,32 +261,45 @@ class ExpertLayout:
 
     @property
     def name(self) -> str:
-        """The value of the key `general.name`; if it is missing or empty, the first file's name without suffix."""
+        """The value of the key `general.name`; if it is missing or empty, the first
+        file's name without suffix."""
         value = self.metadata.get("general.name")
         return value if isinstance(value, str) and value else self.shards[0].path.stem
 
 
-def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> ExpertLayout:
-    """Returns the layout of the model at `path`, which is the model's only file or its first shard. With `vocab_only`,
-    the layout has no tensors, and the file need not have tensors.
+def read_layout(
+    path: str | os.PathLike[str], *, vocab_only: bool = False
+) -> ExpertLayout:
+    """Returns the layout of the model at `path`, which is the model's only file or its
+    first shard. With `vocab_only`, the layout has no tensors, and the file need not
+    have tensors.
 
-    Raises ModelNotFoundError if a file is missing, and ExpertIOError if the disk fails. Raises ModelFormatError if a
-    file breaks a rule; the message names the file and, if possible, the key or tensor. The 64 layouts that were used
-    last are cached, and their files are read again only after a shard has changed.
+    Raises ModelNotFoundError if a file is missing, and ExpertIOError if the disk fails.
+    Raises ModelFormatError if a file breaks a rule; the message names the file and, if
+    possible, the key or tensor. The 64 layouts that were used last are cached, and
+    their files are read again only after a shard has changed.
     """
-    return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
+    return _layout(
+        Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only
+    )
 
 
 @lru_cache(maxsize=64)
-def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: bool) -> ExpertLayout:
+def _layout(
+    path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: bool
+) -> ExpertLayout:
     files = read_shards(path)
     label = files[0].name
     if not vocab_only and not any(file.tensors for file in files):
-        raise ModelFormatError(f"{label}: it contains no tensors (a vocabulary file?); give a complete model.")
+        raise ModelFormatError(
+            f"{label}: it contains no tensors (a vocabulary file?); give a complete model."
+        )
     hparams = read_hparams(files[0])
     matrices = list[ExpertMatrix]()
     routers = list[RouterTensor]()
-    is_tied = not any(tensor.name == "output.weight" for file in files for tensor in file.tensors)
+    is_tied = not any(
+        tensor.name == "output.weight" for file in files for tensor in file.tensors
+    )
     tensors = dict[str, TensorInfo]()
     types = defaultdict[str, list[int]](list)
     layer_dense_bytes = Counter[int]()
@@ -268,71 +310,116 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
             types[tensor.type_name].append(tensor.n_bytes)
             is_table = tensor.name == ROW_TABLE and hparams.arch in ROW_TABLE_ARCHS
             if is_table or tensor.name == EMBEDDING:
-                row_tables.append(RowTable(tensor.name, shard, tensor.offset, tensor.n_bytes))
+                row_tables.append(
+                    RowTable(tensor.name, shard, tensor.offset, tensor.n_bytes)
+                )
             if match := _LAYER.fullmatch(tensor.name):
                 il = int(match[1])
                 name = match[2]
                 if name in _EXPERTS:
-                    matrices.append(_expert_matrix(file, shard, tensor, il, _EXPERTS[name], hparams))
+                    matrices.append(
+                        _expert_matrix(file, shard, tensor, il, _EXPERTS[name], hparams)
+                    )
                     continue
                 layer_dense_bytes[il] += tensor.n_bytes
                 if name == "ffn_gate_inp.weight" and il < hparams.n_layer:
                     routers.append(RouterTensor(il, shard, tensor))
-    layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
+    layers = tuple(
+        _layers([m for m in matrices if m.il < hparams.n_layer], hparams, files)
+    )
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
-    unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
+    unused_bytes = sum(
+        m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer
+    )
     table_bytes = sum(table.n_bytes for table in row_tables)
     embedding = tensors.get(EMBEDDING)
     n_tokens = files[0].arrays.get("tokenizer.ggml.tokens", 0)
     embedding_bytes = embedding.n_bytes if embedding else 0
     n_rows = embedding.shape[1:2] if embedding else ()
-    # only one layer is checked, because llama.cpp runs only one multi-token-prediction layer
+    # only one layer is checked, because llama.cpp runs only one multi-token-prediction
+    # layer
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
-    can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
-    if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:
-        can_draft = False  # llama.cpp would divide by the width of an empty cache, which is zero
+    can_draft = (
+        has_head
+        and hparams.arch in HEADS_ARCHS
+        and hparams.n_layer_all == hparams.n_layer + 1
+    )
+    if (
+        files[0].metadata.get("deepseek4.attention.indexer.key_length")
+        == hparams.key_length
+    ):
+        # llama.cpp would divide by the width of an empty cache, which is zero.
+        can_draft = False
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),
         n_layer=hparams.n_layer,
         layers=layers,
-        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values()) - expert_bytes - unused_bytes - table_bytes,
+        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values())
+        - expert_bytes
+        - unused_bytes
+        - table_bytes,
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
         tied_output_bytes=embedding_bytes * is_tied,
         n_vocab=max((n_tokens, *n_rows)),
         hparams=hparams,
         metadata=files[0].metadata,
-        tensor_types={name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())},
+        tensor_types={
+            name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())
+        },
         routers=tuple(sorted(routers, key=lambda router: router.il)),
         layer_dense_bytes=dict(layer_dense_bytes),
         n_layer_nextn=int(can_draft),
-        has_long_rope=any(name.endswith("rope_factors_long.weight") for name in tensors),
+        has_long_rope=any(
+            name.endswith("rope_factors_long.weight") for name in tensors
+        ),
         row_tables=tuple(row_tables),
     )
 
 
 def _expert_matrix(
-    file: GgufFile, shard: int, tensor: TensorInfo, il: int, kind: Kind, hparams: Hparams
+    file: GgufFile,
+    shard: int,
+    tensor: TensorInfo,
+    il: int,
+    kind: Kind,
+    hparams: Hparams,
 ) -> ExpertMatrix:
-    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if the layer's number is too high, or if
-    the shape does not have 3 dimensions or the model's number of experts."""
+    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if the
+    layer's number is too high, or if the shape does not have 3 dimensions or the
+    model's number of experts."""
     if il >= hparams.n_layer_all:
         raise file.tensor_error(
-            tensor, f"layer {il} is beyond the model's layers, which are 0 to {hparams.n_layer_all - 1}"
+            tensor,
+            f"layer {il} is beyond the model's layers, which are 0 to {hparams.n_layer_all - 1}",
         )
     if len(tensor.shape) != 3:
-        raise file.tensor_error(tensor, f"experts must be stacked in 3 dimensions, but the shape is {tensor.shape}")
+        raise file.tensor_error(
+            tensor,
+            f"experts must be stacked in 3 dimensions, but the shape is {tensor.shape}",
+        )
     ne0, ne1, n_expert = tensor.shape
     if n_expert != hparams.n_expert:
         rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"
         raise file.tensor_error(tensor, rule)
     return ExpertMatrix(
-        il, kind, tensor.name, tensor.ggml_type, ne0, ne1, n_expert, shard, tensor.offset, tensor.n_bytes // n_expert
+        il,
+        kind,
+        tensor.name,
+        tensor.ggml_type,
+        ne0,
+        ne1,
+        n_expert,
+        shard,
+        tensor.offset,
+        tensor.n_bytes // n_expert,
     )
 
 
-def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]) -> Iterator[MoeLayer]:
+def _layers(
+    matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]
+) -> Iterator[MoeLayer]:
     by_layer = defaultdict[int, dict[Kind, ExpertMatrix]](dict)
     for matrix in matrices:
         by_layer[matrix.il][matrix.kind] = matrix
@@ -340,7 +427,10 @@ def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFil
         first = next(iter(kinds.values()))
         if rule := _layer_fault(kinds, hparams.n_expert_used[il]):
             file = files[first.shard]
-            raise file.tensor_error(next(t for t in file.tensors if t.name == first.name), f"layer {il} {rule}")
+            raise file.tensor_error(
+                next(t for t in file.tensors if t.name == first.name),
+                f"layer {il} {rule}",
+            )
         ordered = tuple(kinds[kind] for kind in KINDS if kind in kinds)
         yield MoeLayer(il, first.n_expert, hparams.n_expert_used[il], ordered)
 

@@ -1,4 +1,5 @@
-"""Reads the model's hyperparameters (GGUF key-values) that moegguf uses, and checks that each is in its range.
+"""Reads the model's hyperparameters (GGUF key-values) that moegguf uses, and checks
+that each is in its range.
 
 Names follow llama.cpp's llama_hparams.
 """
@@ -18,12 +19,13 @@ MAX_CONTEXT = 1 << 27  # tokens; the longest context of a real model is 10 Mi
 
 @dataclass(frozen=True)
 class Hparams:
-    """A model's hyperparameters. Tuples whose names begin with `n_` have one entry for each of the n_layer_all
-    blocks."""
+    """A model's hyperparameters. Tuples whose names begin with `n_` have one entry for
+    each of the n_layer_all blocks."""
 
     arch: str
     n_layer_all: int  # number of all blocks in the file
-    n_layer: int  # number of blocks without the multi-token-prediction blocks at the end
+    # Number of blocks without the multi-token-prediction blocks at the end.
+    n_layer: int
     n_ctx_train: int
     n_embd: int
     n_expert: int
@@ -35,14 +37,16 @@ class Hparams:
     key_length: int
     value_length: int
     is_mla: bool  # True: the model has multi-head latent attention
-    # key length of a head, and as a second item the key length in sliding-window layers if it is different
+    # key length of a head, and as a second item the key length in sliding-window layers
+    # if it is different
     key_lengths: tuple[int, ...]
     value_lengths: tuple[int, ...]
 
 
 class Keys:
-    """Reads keys `ARCH.NAME`, where ARCH is an architecture or another prefix, and checks the type and range of each
-    value. Every error is a ModelFormatError that names the key."""
+    """Reads keys `ARCH.NAME`, where ARCH is an architecture or another prefix, and
+    checks the type and range of each value. Every error is a ModelFormatError that
+    names the key."""
 
     def __init__(self, arch: str, file: GgufFile) -> None:
         self.arch = arch
@@ -56,9 +60,12 @@ class Keys:
             f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run: fetch it again."
         )
 
-    def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
-        """Returns the key's whole number. If the key is missing, returns `default`, or raises an error if `default` is
-        None. Raises an error unless the number, including `default`, is from `low` to `high`."""
+    def number(
+        self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH
+    ) -> int:
+        """Returns the key's whole number. If the key is missing, returns `default`, or
+        raises an error if `default` is None. Raises an error unless the number,
+        including `default`, is from `low` to `high`."""
         value = self._value(name, default)
         if value is None:
             raise self.fail(name, f"is missing, but every {self.arch} model has it")
@@ -66,9 +73,13 @@ class Keys:
 
     def _value(self, name: str, default: int | None) -> Value | None:
         key = f"{self.arch}.{name}"
-        if key in self._arrays and key not in self.metadata:  # the reader has skipped the array's elements
+        # The reader has skipped the array's elements.
+        if key in self._arrays and key not in self.metadata:
             n = self._arrays[key]
-            raise self.fail(name, f"must have at most {KEPT_ITEMS} numbers, but is an array of {n} strings or numbers")
+            raise self.fail(
+                name,
+                f"must have at most {KEPT_ITEMS} numbers, but is an array of {n} strings or numbers",
+            )
         return self.metadata.get(key, default)
 
     def _in_range(self, name: str, value: object, low: int, high: int) -> int:
@@ -78,20 +89,27 @@ class Keys:
             raise self.fail(name, f"must be from {low} to {high}, but is {value}")
         return value
 
-    def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
-        """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's single number repeated for every
-        layer. Returns zeros for a missing key. Raises an error for an array of the wrong length."""
+    def per_layer(
+        self, name: str, n_layer: int, high: int = MAX_WIDTH
+    ) -> tuple[int, ...]:
+        """Returns `n_layer` numbers from 0 to `high`: the key's array, or the key's
+        single number repeated for every layer. Returns zeros for a missing key. Raises
+        an error for an array of the wrong length."""
         value = self._value(name, 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:
-            raise self.fail(name, f"must have a number for each of {n_layer} layers, but has {len(values)}")
+            raise self.fail(
+                name,
+                f"must have a number for each of {n_layer} layers, but has {len(values)}",
+            )
         return tuple(self._in_range(name, item, 0, high) for item in values)
 
 
 def read_hparams(file: GgufFile) -> Hparams:
     """Reads the hyperparameters from a file's key-values.
 
-    Raises ModelFormatError for a number that is missing, of the wrong kind or out of its range.
+    Raises ModelFormatError for a number that is missing, of the wrong kind or out of
+    its range.
     """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
@@ -108,7 +126,9 @@ def read_hparams(file: GgufFile) -> Hparams:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer)
     n_expert, n_expert_used = _read_expert_counts(keys, n_layer)
     head = n_embd // n_head[0] if n_head[0] else 0
-    key_length, value_length = (keys.number(f"attention.{name}_length", head) for name in ("key", "value"))
+    key_length, value_length = (
+        keys.number(f"attention.{name}_length", head) for name in ("key", "value")
+    )
     key_swa = keys.number("attention.key_length_swa", key_length)
     value_swa = keys.number("attention.value_length_swa", value_length)
     return Hparams(
@@ -138,9 +158,14 @@ def _read_expert_counts(keys: Keys, n_layer: int) -> tuple[int, tuple[int, ...]]
     if n_expert <= 1 and keys.arch.startswith("hunyuan"):
         return 0, (0,) * n_layer
     if max(used) > n_expert:
-        raise keys.fail("expert_used_count", f"a token cannot use {max(used)} of {n_expert} experts")
+        raise keys.fail(
+            "expert_used_count", f"a token cannot use {max(used)} of {n_expert} experts"
+        )
     if n_expert and not max(used):
-        raise keys.fail("expert_used_count", f"must be above zero in a model with {n_expert} experts")
+        raise keys.fail(
+            "expert_used_count",
+            f"must be above zero in a model with {n_expert} experts",
+        )
     groups = keys.number("expert_group_count", high=MAX_EXPERTS)
     if groups >= max(n_expert, 1):
         raise keys.fail(
@@ -149,6 +174,9 @@ def _read_expert_counts(keys: Keys, n_layer: int) -> tuple[int, tuple[int, ...]]
         )
     if groups > 1:
         if n_expert % groups:
-            raise keys.fail("expert_group_count", f"{n_expert} experts do not divide into {groups} groups")
+            raise keys.fail(
+                "expert_group_count",
+                f"{n_expert} experts do not divide into {groups} groups",
+            )
         keys.number("expert_group_used_count", 0, 1, groups - 1)
     return n_expert, used

@@ -1,8 +1,10 @@
-"""Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp reads it.
+"""Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp
+reads it.
 
-A file that breaks a rule of the format raises ModelFormatError with the key or tensor and the offset in bytes. Every
-count and length is limited before memory is allocated. The file is not memory-mapped. Arrays of strings (such as the
-vocabulary), long arrays of numbers and long strings are skipped. experts.py interprets the tensors.
+A file that breaks a rule of the format raises ModelFormatError with the key or tensor
+and the offset in bytes. Every count and length is limited before memory is allocated.
+The file is not memory-mapped. Arrays of strings (such as the vocabulary), long arrays
+of numbers and long strings are skipped. experts.py interprets the tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
-from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
+from moegguf.errors import (
+    ExpertIOError,
+    ModelFormatError,
+    ModelNotFoundError,
+    OptionError,
+)
 
 MAGIC = b"GGUF"
 MAX_STRINGS = 1 << 22  # maximum number of strings in one array
@@ -29,9 +36,11 @@ FETCH_AGAIN = "the file is damaged or incomplete: fetch it again"
 
 @dataclass
 class Cursor:
-    """Reads a file of `size` bytes from its start. Only one chunk is in memory at a time.
+    """Reads a file of `size` bytes from its start. Only one chunk is in memory at a
+    time.
 
-    Every read raises ModelFormatError at the end of the file, and OSError when the disk fails.
+    Every read raises ModelFormatError at the end of the file, and OSError when the disk
+    fails.
     """
 
     file: BinaryIO
@@ -46,11 +55,15 @@ class Cursor:
         """The current offset in the file, in bytes."""
         return self.file.tell()
 
-    def fail(self, rule: str, at: int | None = None, step: str = FETCH_AGAIN) -> NoReturn:
-        """Raises ModelFormatError with the current key or tensor, the offset `at` (default: the current one) and the
-        next step."""
+    def fail(
+        self, rule: str, at: int | None = None, step: str = FETCH_AGAIN
+    ) -> NoReturn:
+        """Raises ModelFormatError with the current key or tensor, the offset `at`
+        (default: the current one) and the next step."""
         offset = self.pos if at is None else at
-        raise ModelFormatError(f"{self.label}: {self.what}, at offset {offset}: {rule}; {step}.")
+        raise ModelFormatError(
+            f"{self.label}: {self.what}, at offset {offset}: {rule}; {step}."
+        )
 
     def _check_end(self, n: int) -> None:
         if self.pos + n > self.size:
@@ -78,35 +91,47 @@ class Cursor:
         self.file.seek(n, os.SEEK_CUR)
 
     def length(self, most: int, what: str) -> int:
-        """Reads the length of a string in bytes. Raises ModelFormatError if it is above `most`."""
+        """Reads the length of a string in bytes. Raises ModelFormatError if it is above
+        `most`."""
         n = self.u64()
         if n > most:
-            self.fail(f"{what} is {n} bytes long, but at most {most} are allowed", self.pos - 8)
+            self.fail(
+                f"{what} is {n} bytes long, but at most {most} are allowed",
+                self.pos - 8,
+            )
         return n
 
     def keep(self, n: int) -> None:
-        """Adds `n` to the number of bytes kept in memory. Raises ModelFormatError if the sum exceeds
-        KEPT_TOTAL_BYTES."""
+        """Adds `n` to the number of bytes kept in memory. Raises ModelFormatError if
+        the sum exceeds KEPT_TOTAL_BYTES."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
-            self.fail(f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far")
+            self.fail(
+                f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far"
+            )
 
     def skip_strings(self, count: int) -> None:
-        """Moves past `count` strings of an array. Raises ModelFormatError if there are too many strings, or if the file
-        ends before the end of the last one."""
+        """Moves past `count` strings of an array. Raises ModelFormatError if there are
+        too many strings, or if the file ends before the end of the last one."""
         self.n_strings += count
         if count > MAX_STRINGS:
-            self.fail(f"an array of {count} strings is too long: at most {MAX_STRINGS} are allowed")
+            self.fail(
+                f"an array of {count} strings is too long: at most {MAX_STRINGS} are allowed"
+            )
         if self.n_strings > MAX_ALL_STRINGS:
-            self.fail(f"the arrays have {self.n_strings} strings so far, but at most {MAX_ALL_STRINGS} are allowed")
+            self.fail(
+                f"the arrays have {self.n_strings} strings so far, but at most {MAX_ALL_STRINGS} are allowed"
+            )
         if count * 8 > self.size - self.pos:
-            self.fail(f"{count} strings do not fit before the end of the file at {self.size}")
+            self.fail(
+                f"{count} strings do not fit before the end of the file at {self.size}"
+            )
         read = self.file.read
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
         try:
-            # Only built-in functions are called while the lengths are plausible, for speed: a vocabulary has some
-            # 100,000 strings.
+            # Only built-in functions are called while the lengths are plausible, for
+            # speed: a vocabulary has some 100,000 strings.
             for _ in range(count):
                 (n,) = unpack(read(8))
                 if n > self.size:
@@ -135,20 +160,23 @@ MAX_TENSORS = 1 << 15
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 63
 MAX_STRING_BYTES = 64 << 20
-MAX_ITEMS = 1 << 30  # maximum number of elements in an array of numbers, as in llama.cpp
+# Maximum number of elements in an array of numbers, as in llama.cpp.
+MAX_ITEMS = 1 << 30
 MAX_ALIGNMENT = 1 << 20
 KEPT_STRING_BYTES = 1 << 20  # strings of this size or longer are skipped, not kept
 KEPT_ITEMS = 1024  # longer arrays are skipped, not kept
 
 STRING = 8
 ARRAY = 9
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # {GGUF type: format}
+# {GGUF type: format}.
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
 
 def ggml_type(name: str) -> int:
-    """Returns the number of the ggml type `name`, in upper or lower case. Raises OptionError for an unknown name."""
+    """Returns the number of the ggml type `name`, in upper or lower case. Raises
+    OptionError for an unknown name."""
     for number, (known, *_) in GGML_TYPES.items():
         if known.lower() == name.lower():
             return number
@@ -175,8 +203,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileVersion:
-    """A file's path, size and identity at one point in time. A later change of the file is detected by comparing
-    identities."""
+    """A file's path, size and identity at one point in time. A later change of the file
+    is detected by comparing identities."""
 
     path: Path
     n_bytes: int
@@ -187,14 +215,22 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, info: os.stat_result, **more: int) -> Self:
-        """Returns the FileVersion of the file at `path`, made from the file's status `info`. `more` holds the values of
-        fields that a subclass adds."""
-        return cls(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, **more)
+        """Returns the FileVersion of the file at `path`, made from the file's status
+        `info`. `more` holds the values of fields that a subclass adds."""
+        return cls(
+            path,
+            info.st_size,
+            info.st_dev,
+            info.st_ino,
+            info.st_mtime_ns,
+            info.st_ctime_ns,
+            **more,
+        )
 
     @classmethod
     def now(cls, path: Path) -> Self | None:
-        """Returns the FileVersion of the file at `path` as it is now; None if the file's status cannot be read, for
-        example because there is no such file."""
+        """Returns the FileVersion of the file at `path` as it is now; None if the
+        file's status cannot be read, for example because there is no such file."""
         try:
             return cls.of(path, path.stat())
         except (OSError, ValueError):  # ValueError: a zero byte in the path
@@ -202,18 +238,21 @@ class FileVersion:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that differ between files and change with every write, if the file system records change times. A
-        program can reset a file's modification time, but not its change time. The change time also changes when the
-        file is renamed or linked, or its owner or mode changes."""
+        """Numbers that differ between files and change with every write, if the file
+        system records change times. A program can reset a file's modification time, but
+        not its change time. The change time also changes when the file is renamed or
+        linked, or its owner or mode changes."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Returns True if the open file `fd` is the file of this version and has not changed since."""
+        """Returns True if the open file `fd` is the file of this version and has not
+        changed since."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Returns True if the file at this path now has a different identity, for example because it was written to or
-        replaced. Returns False if the file's status cannot be read now, for example because it was deleted."""
+        """Returns True if the file at this path now has a different identity, for
+        example because it was written to or replaced. Returns False if the file's
+        status cannot be read now, for example because it was deleted."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
 
@@ -222,7 +261,8 @@ class FileVersion:
 class Shard(FileVersion):
     """One GGUF file: a shard of a model, an adapter or a projector."""
 
-    header_bytes: int = 0  # offset of the tensors' data; the file's size if the file ends earlier
+    # Offset of the tensors' data; the file's size if the file ends earlier.
+    header_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,7 +270,8 @@ class GgufFile:
     """The checked header of one file."""
 
     shard: Shard
-    metadata: Mapping[str, Value]  # scalars, strings below 1 MiB, and short arrays of numbers, by key
+    # Scalars, strings below 1 MiB, and short arrays of numbers, by key.
+    metadata: Mapping[str, Value]
     arrays: Mapping[str, int]  # {key: number of elements} of every array
     tensors: tuple[TensorInfo, ...]
 
@@ -248,8 +289,9 @@ class GgufFile:
 
 
 def _read_array(cur: Cursor) -> tuple[Value | None, int]:
-    """Reads an array. Returns its numbers and its number of elements. Returns None instead of the numbers for an array
-    of strings, and for an array of more than KEPT_ITEMS elements."""
+    """Reads an array. Returns its numbers and its number of elements. Returns None
+    instead of the numbers for an array of strings, and for an array of more than
+    KEPT_ITEMS elements."""
     gguf_type = cur.u32()
     count = cur.u64()
     if gguf_type == STRING:
@@ -258,7 +300,9 @@ def _read_array(cur: Cursor) -> tuple[Value | None, int]:
     if gguf_type not in _SCALARS:
         cur.fail(f"array elements of type {gguf_type} are not allowed")
     if count > MAX_ITEMS:
-        cur.fail(f"an array of {count} elements is too long: at most {MAX_ITEMS} are allowed")
+        cur.fail(
+            f"an array of {count} elements is too long: at most {MAX_ITEMS} are allowed"
+        )
     items = struct.Struct(f"<{count}{_SCALARS[gguf_type]}")
     if count > KEPT_ITEMS:
         cur.skip(items.size)
@@ -268,7 +312,8 @@ def _read_array(cur: Cursor) -> tuple[Value | None, int]:
 
 
 def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
-    """Reads one scalar or string. Returns None for a string that is too long to keep."""
+    """Reads one scalar or string. Returns None for a string that is too long to
+    keep."""
     if gguf_type == STRING:
         n = cur.length(MAX_STRING_BYTES, "the string")
         if n >= KEPT_STRING_BYTES:
@@ -313,20 +358,32 @@ def _short(name: str) -> str:
 
 
 def _read_header(cur: Cursor) -> tuple[int, int]:
-    """Returns (number of tensors, number of key-values). Raises ModelFormatError for wrong magic bytes, for a version
-    that cannot be read, and for a count that is too large."""
+    """Returns (number of tensors, number of key-values). Raises ModelFormatError for
+    wrong magic bytes, for a version that cannot be read, and for a count that is too
+    large."""
     magic = cur.take(4)
     if magic != MAGIC:
-        cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}", 0, "give a .gguf model file")
+        cur.fail(
+            f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}",
+            0,
+            "give a .gguf model file",
+        )
     version = cur.u32()
     if version & 0xFFFF == 0 and version:
         rule = f"version {version:#x} looks like a big-endian file, but only little-endian files can be run"
         cur.fail(rule, 4, "convert the model to a little-endian file")
     if version not in (2, 3):
-        cur.fail(f"the GGUF version must be 2 or 3, but is {version}", 4, "convert the model again")
+        cur.fail(
+            f"the GGUF version must be 2 or 3, but is {version}",
+            4,
+            "convert the model again",
+        )
     n_tensors = cur.u64()
     n_kv = cur.u64()
-    for n, cap, least, what, at in ((n_tensors, MAX_TENSORS, 33, "tensors", 8), (n_kv, MAX_KV, 14, "key-values", 16)):
+    for n, cap, least, what, at in (
+        (n_tensors, MAX_TENSORS, 33, "tensors", 8),
+        (n_kv, MAX_KV, 14, "key-values", 16),
+    ):
         if n > cap:
             cur.fail(f"{n} {what} are too many: at most {cap} are allowed", at)
         if n * least > cur.size:
@@ -337,14 +394,21 @@ def _read_header(cur: Cursor) -> tuple[int, int]:
 def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
     value = metadata.get("general.alignment", 32)
     cur.what = "key 'general.alignment'"
-    if not isinstance(value, int) or isinstance(value, bool) or not 8 <= value <= MAX_ALIGNMENT or value & (value - 1):
-        cur.fail(f"the alignment must be a power of two from 8 to {MAX_ALIGNMENT}, but is {_short(str(value))}")
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or not 8 <= value <= MAX_ALIGNMENT
+        or value & (value - 1)
+    ):
+        cur.fail(
+            f"the alignment must be a power of two from 8 to {MAX_ALIGNMENT}, but is {_short(str(value))}"
+        )
     return value
 
 
 def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
-    """Reads the entry of one tensor, which begins at `start`. The offset in the result is relative to the start of the
-    data section."""
+    """Reads the entry of one tensor, which begins at `start`. The offset in the result
+    is relative to the start of the data section."""
     raw = cur.take(cur.length(MAX_NAME_BYTES, "the tensor's name"))
     name = raw.decode("utf-8", "backslashreplace")
     cur.what = f"tensor {_short(name)}"
@@ -352,15 +416,25 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
         cur.fail("the name is empty or has a zero byte", start)
     n_dims = cur.u32()
     if not 1 <= n_dims <= 4:
-        cur.fail(f"a tensor must have 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
+        cur.fail(
+            f"a tensor must have 1 to 4 dimensions, but this one has {n_dims}",
+            cur.pos - 4,
+        )
     shape = tuple(cur.u64() for _ in range(n_dims))
     ggml_type = cur.u32()
     if ggml_type not in GGML_TYPES:
         rule = f"this moegguf does not know the tensor type {ggml_type}"
-        cur.fail(rule, cur.pos - 4, "install a newer moegguf, which may know it, or fetch the file again")
+        cur.fail(
+            rule,
+            cur.pos - 4,
+            "install a newer moegguf, which may know it, or fetch the file again",
+        )
     type_name, block, block_bytes = GGML_TYPES[ggml_type]
     if shape[0] % block:
-        cur.fail(f"the row length of {type_name} must be a multiple of {block}, but is {shape[0]}", start)
+        cur.fail(
+            f"the row length of {type_name} must be a multiple of {block}, but is {shape[0]}",
+            start,
+        )
     n_elements = math.prod(shape)
     n_bytes = n_elements // block * block_bytes
     if 0 in shape or max(n_elements, n_bytes) >= 1 << 63:
@@ -368,9 +442,12 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
     return TensorInfo(name, ggml_type, shape, cur.u64(), n_bytes)
 
 
-def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
-    """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
-    name. Also raises it unless the tensors' data is inside the file, without gaps except for alignment."""
+def _read_tensors(
+    cur: Cursor, n_tensors: int, alignment: int
+) -> tuple[int, tuple[TensorInfo, ...]]:
+    """Returns the offset of the data section, and all tensors. Raises ModelFormatError
+    if two tensors have the same name. Also raises it unless the tensors' data is inside
+    the file, without gaps except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"
@@ -396,14 +473,19 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens the file for reading. Does not wait for a writer if the file is a FIFO. Raises OSError, or ValueError for a
-    zero byte in the path."""
-    return open(path, "rb", CHUNK_BYTES, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    """Opens the file for reading. Does not wait for a writer if the file is a FIFO.
+    Raises OSError, or ValueError for a zero byte in the path."""
+    return open(
+        path,
+        "rb",
+        CHUNK_BYTES,
+        opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK),
+    )
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Returns True if the file at `path` can be read but does not begin with "GGUF". Also returns True for a pipe
-    without data."""
+    """Returns True if the file at `path` can be read but does not begin with "GGUF".
+    Also returns True for a pipe without data."""
     try:
         with _open(path) as file:
             return file.read(len(MAGIC)) != MAGIC
@@ -414,9 +496,10 @@ def is_other_kind(path: str | os.PathLike[str]) -> bool:
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Returns the checked header of the GGUF file at `path`.
 
-    Raises ModelNotFoundError when the file cannot be opened or is not a regular file, ModelFormatError for the first
-    rule that it breaks, and ExpertIOError when the disk fails. Limits its own memory use, whatever sizes the file
-    claims. The 64 headers used last are cached: their files are read again only when they have changed.
+    Raises ModelNotFoundError when the file cannot be opened or is not a regular file,
+    ModelFormatError for the first rule that it breaks, and ExpertIOError when the disk
+    fails. Limits its own memory use, whatever sizes the file claims. The 64 headers
+    used last are cached: their files are read again only when they have changed.
     """
     return _read_version(Path(path), FileVersion.now(Path(path)))
 
@@ -427,12 +510,18 @@ def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
         file = _open(path)
     except (OSError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = "does not exist; check the path" if missing else f"cannot be opened ({error})"
+        why = (
+            "does not exist; check the path"
+            if missing
+            else f"cannot be opened ({error})"
+        )
         raise ModelNotFoundError(f"model file {str(path)!r} {why}.") from error
     with file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
-            raise ModelNotFoundError(f"{str(path)!r} is not a regular file; give the path of a .gguf file.")
+            raise ModelNotFoundError(
+                f"{str(path)!r} is not a regular file; give the path of a .gguf file."
+            )
         cur = Cursor(file, info.st_size, path.name)
         try:
             n_tensors, n_kv = _read_header(cur)

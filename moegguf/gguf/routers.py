@@ -1,5 +1,6 @@
-"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as float32 arrays, and the rule that
-`build_moe_ffn` (llama-graph.cpp) uses to choose experts."""
+"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as
+float32 arrays, and the rule that `build_moe_ffn` (llama-graph.cpp) uses to choose
+experts."""
 
 from __future__ import annotations
 
@@ -19,28 +20,42 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Gating(IntEnum):
-    """The function that turns a router's logits into probabilities. Names and values match llama.cpp's enum
-    llama_expert_gating_func_type."""
+    """The function that turns a router's logits into probabilities. Names and values
+    match llama.cpp's enum llama_expert_gating_func_type."""
 
     SOFTMAX = 1
     SIGMOID = 2
-    SOFTMAX_WEIGHT = 3  # experts are chosen by their logits; then softmax is applied to the chosen experts' logits
+    # Experts are chosen by their logits; then softmax is applied to the chosen experts'
+    # logits.
+    SOFTMAX_WEIGHT = 3
     SQRT_SOFTPLUS = 4
 
 
-# {architecture: function by which llama.cpp chooses experts, whatever the file says}. llama4 chooses by the logits,
-# and their sigmoid has the same order.
+# {architecture: function by which llama.cpp chooses experts, whatever the file says}.
+# llama4 chooses by the logits, and their sigmoid has the same order.
 FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
-    **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
+    **dict.fromkeys(
+        ("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID
+    ),
 }
-# Gating of these architectures if the file has no valid expert_gating_func. The default elsewhere is softmax, except
-# for the deepseek2 model below.
+# Gating of these architectures if the file has no valid expert_gating_func. The default
+# elsewhere is softmax, except for the deepseek2 model below.
 DEFAULT_GATING = dict.fromkeys(
-    ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
+    (
+        "afmoe",
+        "cohere2moe",
+        "glm-dsa",
+        "glm4moe",
+        "glm5-next",
+        "hy_v3",
+        "laguna",
+        "step35",
+    ),
+    Gating.SIGMOID,
 )
-# Vocabulary size and possible numbers of layers of the one deepseek2 model (GLM 4.7 Lite) that uses sigmoid although
-# its file has no expert_gating_func.
+# Vocabulary size and possible numbers of layers of the one deepseek2 model (GLM 4.7
+# Lite) that uses sigmoid although its file has no expert_gating_func.
 GLM_VOCAB = 154880
 GLM_LAYERS = (47, 48)
 
@@ -52,17 +67,18 @@ class Router:
     n_expert_used: int
     matrix: Float32s  # (n_expert, n_embd)
     logit_bias: Float32s | None = None  # (n_expert,) added to the logits
-    # (n_expert,) added to the probabilities when experts are chosen, but not when their outputs are weighted
+    # (n_expert,) added to the probabilities when experts are chosen, but not when their
+    # outputs are weighted
     choice_bias: Float32s | None = None
 
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model. Layers in which the token's id alone determines the experts, such as the first layers of
-    deepseek4, have no entry.
+    """The routers of a model. Layers in which the token's id alone determines the
+    experts, such as the first layers of deepseek4, have no entry.
 
-    If n_group > 1, the experts of a layer are divided into n_group groups. A token's experts are then chosen from the
-    n_group_used groups that score best for the token.
+    If n_group > 1, the experts of a layer are divided into n_group groups. A token's
+    experts are then chosen from the n_group_used groups that score best for the token.
     """
 
     gating: Gating
@@ -74,10 +90,15 @@ class Routers:
 def read_routers(layout: ExpertLayout) -> Routers:
     """Reads the routers of the model with this layout.
 
-    Raises ModelFormatError, for example when a router is missing, its shape does not fit the metadata, or it holds
-    numbers that are not finite. Raises ExpertIOError when a weight cannot be read from disk.
+    Raises ModelFormatError, for example when a router is missing, its shape does not
+    fit the metadata, or it holds numbers that are not finite. Raises ExpertIOError when
+    a weight cannot be read from disk.
     """
-    tensors = {t.name: (file, t) for file in read_shards(layout.shards[0].path) for t in file.tensors}
+    tensors = {
+        t.name: (file, t)
+        for file in read_shards(layout.shards[0].path)
+        for t in file.tensors
+    }
     routers = {}
     for layer in layout.layers:
         if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
@@ -95,7 +116,11 @@ def read_gating(layout: ExpertLayout) -> Gating:
     found = _whole(layout, "expert_gating_func", 0)
     if found in list(Gating):
         return Gating(found)
-    if layout.arch == "deepseek2" and layout.n_layer in GLM_LAYERS and layout.n_vocab == GLM_VOCAB:
+    if (
+        layout.arch == "deepseek2"
+        and layout.n_layer in GLM_LAYERS
+        and layout.n_vocab == GLM_VOCAB
+    ):
         return Gating.SIGMOID
     return DEFAULT_GATING.get(layout.arch, Gating.SOFTMAX)
 
@@ -105,7 +130,11 @@ def _whole(layout: ExpertLayout, name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple[GgufFile, TensorInfo]]) -> Router:
+def _read_router(
+    layout: ExpertLayout,
+    layer: MoeLayer,
+    tensors: dict[str, tuple[GgufFile, TensorInfo]],
+) -> Router:
     def read(name: str, *shape: int) -> Float32s | None:
         found = tensors.get(f"blk.{layer.il}.{name}")
         return None if found is None else _read_tensor(*found, shape)
@@ -118,34 +147,53 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
             " another predictor."
         )
     return Router(
-        layer.n_expert_used, matrix, read("ffn_gate_inp.bias", layer.n_expert), read("exp_probs_b.bias", layer.n_expert)
+        layer.n_expert_used,
+        matrix,
+        read("ffn_gate_inp.bias", layer.n_expert),
+        read("exp_probs_b.bias", layer.n_expert),
     )
 
 
-def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
-    """Returns the tensor as float32. The array's shape is `shape` reversed: GGUF lists the dimension with the shortest
-    stride first, whereas numpy lists the dimension with the longest stride first."""
+def _read_tensor(
+    file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]
+) -> Float32s:
+    """Returns the tensor as float32. The array's shape is `shape` reversed: GGUF lists
+    the dimension with the shortest stride first, whereas numpy lists the dimension with
+    the longest stride first."""
     if tensor.shape != shape:
-        raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
+        raise file.tensor_error(
+            tensor, f"its shape must be {shape}, but is {tensor.shape}"
+        )
     try:
         with open(file.shard.path, "rb") as stream:
             if not file.shard.is_as_read(stream.fileno()):
-                raise ModelFormatError(f"{file.name} was replaced while it was read; open the model again.")
+                raise ModelFormatError(
+                    f"{file.name} was replaced while it was read; open the model again."
+                )
             stream.seek(tensor.offset)
             data = np.frombuffer(stream.read(tensor.n_bytes), np.uint8)
     except OSError as error:
-        raise ExpertIOError(f"{file.name}: reading '{tensor.name}' failed ({error}); check the disk.") from error
+        raise ExpertIOError(
+            f"{file.name}: reading '{tensor.name}' failed ({error}); check the disk."
+        ) from error
     if data.size != tensor.n_bytes:
-        raise ModelFormatError(f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
+        raise ModelFormatError(
+            f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again."
+        )
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
         values = data.view(numbers)
     else:
-        from gguf import GGMLQuantizationType, quants  # dequantizes types that numpy lacks; a slow import
+        # Dequantizes types that numpy lacks; a slow import.
+        from gguf import GGMLQuantizationType, quants
 
         try:
-            values = quants.dequantize(data.reshape(*shape[:0:-1], -1), GGMLQuantizationType(tensor.ggml_type))
+            values = quants.dequantize(
+                data.reshape(*shape[:0:-1], -1), GGMLQuantizationType(tensor.ggml_type)
+            )
         except (ValueError, NotImplementedError) as error:
-            raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
+            raise file.tensor_error(
+                tensor, f"type {tensor.type_name} cannot be read here ({error})"
+            ) from error
     out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
     if not np.isfinite(out).all():
         raise file.tensor_error(tensor, "it holds numbers that are not finite")

@@ -1,7 +1,8 @@
-"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
+"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the
+files numbered after it.
 
-Upper and lower case may differ between the names of shards. Every error names the file. Of the key-values, only
-`split.*` and `general.*` are compared between shards.
+Upper and lower case may differ between the names of shards. Every error names the file.
+Of the key-values, only `split.*` and `general.*` are compared between shards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from moegguf.gguf.hparams import Keys
 from moegguf.gguf.reader import GgufFile, Shard, read_gguf
 
 MAX_SHARDS = 1024
-_SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
+_SHARD_NAME = re.compile(
+    r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf",
+    re.DOTALL | re.IGNORECASE,
+)
 _SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), _SHARD_NAME.flags)
 
 
@@ -31,33 +35,48 @@ class ShardName(NamedTuple):
 
 
 def parse_shard_name(stem: str) -> ShardName:
-    """Splits a shard's path or name, given without ".gguf", into its parts. The word "of" may be in upper or lower
-    case. A name without shard numbers is treated as shard 1 of 1."""
+    """Splits a shard's path or name, given without ".gguf", into its parts. The word
+    "of" may be in upper or lower case. A name without shard numbers is treated as shard
+    1 of 1."""
     match = _SHARD_STEM.fullmatch(stem)
-    return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
+    return (
+        ShardName(match["prefix"], int(match["number"]), int(match["count"]))
+        if match
+        else ShardName(stem)
+    )
 
 
 def shard_path(prefix: str, number: int, count: int, suffix: str = ".gguf") -> str:
-    """Returns the path of shard `number` (from 1) of `count`. The file's name follows llama.cpp's rule for shards, but
-    ends with `suffix`."""
+    """Returns the path of shard `number` (from 1) of `count`. The file's name follows
+    llama.cpp's rule for shards, but ends with `suffix`."""
     return f"{prefix}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
-    """Returns `path`, and if this is the first of several shards, the other shards that exist in its folder, in
-    order."""
+    """Returns `path`, and if this is the first of several shards, the other shards that
+    exist in its folder, in order."""
     prefix, number, count = parse_shard_name(path.stem)
     if number != 1:
         return (path,)
-    return (path, *(other for other in _others(path, prefix, min(count, MAX_SHARDS)) if os.path.isfile(other)))
+    return (
+        path,
+        *(
+            other
+            for other in _others(path, prefix, min(count, MAX_SHARDS))
+            if os.path.isfile(other)
+        ),
+    )
 
 
-def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tuple[Path, ...]:
+def mirror_paths(
+    mirror: str | os.PathLike[str], shards: Sequence[Shard]
+) -> tuple[Path, ...]:
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
-    `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. If the name of
-    the first copy ends with -00001-of-N (N shards), the other copies are in the same folder, numbered in the same way.
-    If it has any other name, the other copies in its folder have the shards' own names.
+    `mirror` is the copy of the first shard, or a folder in which the copies have the
+    shards' own names. If the name of the first copy ends with -00001-of-N (N shards),
+    the other copies are in the same folder, numbered in the same way. If it has any
+    other name, the other copies in its folder have the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():
@@ -69,31 +88,44 @@ def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tup
 
 
 def _others(first: Path, prefix: str, count: int) -> list[Path]:
-    """Returns the paths of shards 2 to `count`, named like the first shard. If a file with this name does not exist,
-    but one whose name differs only in upper and lower case does, returns the existing file's path."""
-    paths = [first.with_name(shard_path(prefix, n, count, first.suffix)) for n in range(2, count + 1)]
+    """Returns the paths of shards 2 to `count`, named like the first shard. If a file
+    with this name does not exist, but one whose name differs only in upper and lower
+    case does, returns the existing file's path."""
+    paths = [
+        first.with_name(shard_path(prefix, n, count, first.suffix))
+        for n in range(2, count + 1)
+    ]
     if all(path.exists() for path in paths):
         return paths
     known: dict[str, Path] = {}
     with suppress(OSError):
         known = {path.name.lower(): path for path in first.parent.iterdir()}
-    return [path if path.exists() else known.get(path.name.lower(), path) for path in paths]
+    return [
+        path if path.exists() else known.get(path.name.lower(), path) for path in paths
+    ]
 
 
 def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
-    """Reads all shards of the model whose first (or only) file is at `path`, in order, and checks that they belong
-    together.
+    """Reads all shards of the model whose first (or only) file is at `path`, in order,
+    and checks that they belong together.
 
-    Raises ModelNotFoundError when a file is missing, and ExpertIOError when the disk fails. Raises ModelFormatError
-    when a file is damaged, is not the shard that its name indicates, or belongs to another model.
+    Raises ModelNotFoundError when a file is missing, and ExpertIOError when the disk
+    fails. Raises ModelFormatError when a file is damaged, is not the shard that its
+    name indicates, or belongs to another model.
     """
     path = Path(path)
     first = read_gguf(path)
     name = _SHARD_NAME.fullmatch(path.name)
-    prefix, number, named = (name["prefix"], int(name["number"]), int(name["count"])) if name else ("", 1, 1)
+    prefix, number, named = (
+        (name["prefix"], int(name["number"]), int(name["count"]))
+        if name
+        else ("", 1, 1)
+    )
     if number != 1:
         opener = shard_path(prefix, 1, named, path.suffix)
-        raise ModelFormatError(f"{path.name} is not the first shard of its model; open {opener!r} instead.")
+        raise ModelFormatError(
+            f"{path.name} is not the first shard of its model; open {opener!r} instead."
+        )
     count = Keys("split", first).number("count", 1, 0, MAX_SHARDS) or 1
     if count != named:
         raise ModelFormatError(
@@ -101,11 +133,19 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
             f" {named} according to its name; restore the shards' original names, or join them with"
             " llama-gguf-split --merge."
         )
-    shards = first, *(_read_member(first, other) for other in _others(path, prefix, count))
+    shards = (
+        first,
+        *(_read_member(first, other) for other in _others(path, prefix, count)),
+    )
     for n, shard in enumerate(shards):
-        if count > 1 and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n:
+        if (
+            count > 1
+            and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n
+        ):
             if "split.no" not in shard.metadata:
-                raise ModelFormatError(f"shard {shard.name}: key 'split.no' is missing; fetch the shard again.")
+                raise ModelFormatError(
+                    f"shard {shard.name}: key 'split.no' is missing; fetch the shard again."
+                )
             raise ModelFormatError(
                 f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed, so"
                 " restore their original names."
@@ -114,14 +154,19 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
 
 
 def _read_member(first: GgufFile, path: Path) -> GgufFile:
-    """Reads a shard after the first. Raises ModelNotFoundError if the file is missing. Raises ModelFormatError if the
-    value of a shared key, such as `general.*`, differs from the value in `first`. llama.cpp checks that no tensor is
-    missing."""
+    """Reads a shard after the first. Raises ModelNotFoundError if the file is missing.
+    Raises ModelFormatError if the value of a shared key, such as `general.*`, differs
+    from the value in `first`. llama.cpp checks that no tensor is missing."""
     if not path.exists():
-        raise ModelNotFoundError(f"shard {path.name!r} is missing in the folder of {first.name!r}; fetch it as well.")
+        raise ModelNotFoundError(
+            f"shard {path.name!r} is missing in the folder of {first.name!r}; fetch it as well."
+        )
     shard = read_gguf(path)
     for key, value in shard.metadata.items():
-        shared = key.startswith("general.") or key in ("split.count", "split.tensors.count")
+        shared = key.startswith("general.") or key in (
+            "split.count",
+            "split.tensors.count",
+        )
         expected = first.metadata.get(key, value)
         if shared and value != expected:
             raise ModelFormatError(

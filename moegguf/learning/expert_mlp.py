@@ -1,8 +1,9 @@
-"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, with binary cross-entropy, BatchNorm, ReLU
-and dropout.
+"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, with
+binary cross-entropy, BatchNorm, ReLU and dropout.
 
-Popularity and affinity are counted on the same trace first. After training, BatchNorm is folded into the matrices. A
-sample's input is computed when a batch needs it, because the inputs of all samples may not fit in memory.
+Popularity and affinity are counted on the same trace first. After training, BatchNorm
+is folded into the matrices. A sample's input is computed when a batch needs it, because
+the inputs of all samples may not fit in memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,19 @@ import numpy as np
 from moegguf.controller.predictors.networks import HIDDEN_SIZES, state_size
 from moegguf.controller.weights import Weights
 from moegguf.learning.counts import count_affinity, count_popularity, multi_hot
-from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Indices, Samples
-from moegguf.learning.fitting import Report, Schedule, binary_cross_entropy, fit, no_report
+from moegguf.learning.feed_forward import (
+    FeedForward,
+    FeedForwardTrainee,
+    Indices,
+    Samples,
+)
+from moegguf.learning.fitting import (
+    Report,
+    Schedule,
+    binary_cross_entropy,
+    fit,
+    no_report,
+)
 from moegguf.learning.gradients import Floats, Integers
 from moegguf.learning.splitting import validation_tokens
 from moegguf.native.events import Float32s
@@ -26,20 +38,25 @@ from moegguf.trace.trace import Trace
 class Options(Schedule):
     """Options for training an ExpertMLP.
 
-    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). By default, all epochs run
-    here, because the learning rate falls until the last epoch. The result is the state after the epoch with the best
-    validation accuracy.
+    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section
+    6.4). By default, all epochs run here, because the learning rate falls until the
+    last epoch. The result is the state after the epoch with the best validation
+    accuracy.
     """
 
     epochs: int = 45
     patience: int = 0
-    hidden: tuple[int, ...] = HIDDEN_SIZES  # sizes of the hidden layers; default: the paper's sizes
+    # Sizes of the hidden layers; default: the paper's sizes.
+    hidden: tuple[int, ...] = HIDDEN_SIZES
     dropout: float = 0.1
     most_samples: int = 0  # maximum number of samples in an epoch; 0: no limit
 
 
-def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the network. Returns the arrays `popularity`, `affinity` and `layers.<i>.{weight,bias}`."""
+def train(
+    trace: Trace, options: Options | None = None, report: Report = no_report
+) -> Weights:
+    """Trains the network. Returns the arrays `popularity`, `affinity` and
+    `layers.<i>.{weight,bias}`."""
     options = options or Options()
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
@@ -47,20 +64,29 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
     sizes = state_size(trace.shape), *options.hidden, trace.shape.n_expert
     network = FeedForward(sizes, rng, options.dropout, norms=True)
     samples = _samples(trace, popularity, affinity, options.seed)
-    trainee = FeedForwardTrainee(network, samples, binary_cross_entropy, options.batch, options.most_samples, rng)
+    trainee = FeedForwardTrainee(
+        network, samples, binary_cross_entropy, options.batch, options.most_samples, rng
+    )
     fitted = fit(trainee, options, report)
     arrays = {"popularity": popularity, "affinity": affinity}
     for i, (weight, bias) in enumerate(network.matrices()):
         arrays[f"layers.{i}.weight"] = weight.astype(np.float16)
         arrays[f"layers.{i}.bias"] = bias.astype(np.float16)
     curve = [round(accuracy, 4) for accuracy in fitted.accuracies]
-    facts = asdict(options) | {"validation": round(fitted.best, 4), "curve": curve, "epochs_run": fitted.epochs}
+    facts = asdict(options) | {
+        "validation": round(fitted.best, 4),
+        "curve": curve,
+        "epochs_run": fitted.epochs,
+    }
     return Weights(arrays, facts)
 
 
-def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
-    """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones processed the token.
-    There are no samples for the first layer with experts."""
+def _samples(
+    trace: Trace, popularity: Float32s, affinity: Float32s, seed: int
+) -> Samples:
+    """Returns one sample for each pair of a token and a layer, if this layer and all
+    earlier ones processed the token. There are no samples for the first layer with
+    experts."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])
@@ -75,12 +101,15 @@ def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) 
     return Samples(validation_tokens(trace, seed)[tokens], read)
 
 
-def states(popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows: Integers) -> Float32s:
-    """Returns the network's inputs s_l = [h_l, p_l, a_{l-1,l}] (equation 5), (n, state_size), for n samples.
+def states(
+    popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows: Integers
+) -> Float32s:
+    """Returns the network's inputs s_l = [h_l, p_l, a_{l-1,l}] (equation 5), (n,
+    state_size), for n samples.
 
-    `rows` (n,) is each sample's layer: its position among the layers with experts, at least 1. `expert_ids` (n,
-    n_layer, n_expert_used) holds the choices in the router's order. Only choices in layers before the sample's layer
-    are used.
+    `rows` (n,) is each sample's layer: its position among the layers with experts, at
+    least 1. `expert_ids` (n, n_layer, n_expert_used) holds the choices in the router's
+    order. Only choices in layers before the sample's layer are used.
     """
     n_layer, n_expert = popularity.shape
     n, _, k = expert_ids.shape

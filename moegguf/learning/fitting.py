@@ -1,4 +1,5 @@
-"""Fits a network to expert choices with AdamW. Training can stop early if the validation accuracy stops rising.
+"""Fits a network to expert choices with AdamW. Training can stop early if the
+validation accuracy stops rising.
 
 This module does not use traces.
 """
@@ -19,11 +20,13 @@ Choices = Floats | npt.NDArray[np.bool_]
 """1 or True for the experts that a router chose."""
 
 Report = Callable[[str, float], object]
-"""Receives a description of the step that was just finished or begun, and the finished share of the training (0 to
-1)."""
+"""Receives a description of the step that was just finished or begun, and the finished
+share of the training (0 to 1)."""
 
 WARM_SHARE = 0.1  # share of the steps in which the learning rate rises
-MOST_NORM = 1.0  # maximum joint norm of all gradients; gradients with a larger joint norm are scaled down
+# Maximum joint norm of all gradients; gradients with a larger joint norm are scaled
+# down.
+MOST_NORM = 1.0
 BETAS = (0.9, 0.999)  # decay rates of Adam's two running averages
 EPS = 1e-8
 
@@ -34,19 +37,22 @@ def no_report(step: str, share: float) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length of a training run and its learning rate. The rate rises at first and then falls until the last epoch
-    (`rate_at`)."""
+    """The length of a training run and its learning rate. The rate rises at first and
+    then falls until the last epoch (`rate_at`)."""
 
     epochs: int = 12
     batch: int = 512  # samples in a batch
     lr: float = 1e-3  # largest learning rate
     weight_decay: float = 0.01
-    patience: int = 3  # epochs without a better validation accuracy before the training stops; 0: runs all epochs
+    # Epochs without a better validation accuracy before the training stops; 0: runs all
+    # epochs.
+    patience: int = 3
     seed: int = 0
 
 
 class Batch(NamedTuple):
-    """The logits of a batch, with the loss and the loss's gradient with respect to the logits."""
+    """The logits of a batch, with the loss and the loss's gradient with respect to the
+    logits."""
 
     logits: Node
     loss: float
@@ -65,12 +71,13 @@ class Trainee(ABC):
 
     @abstractmethod
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
-        """Yields the batches of an epoch. Each batch is computed when it is reached, with the parameters at that
-        time."""
+        """Yields the batches of an epoch. Each batch is computed when it is reached,
+        with the parameters at that time."""
 
     @abstractmethod
     def validate(self) -> float:
-        """Returns the accuracy on validation samples, which are not used for training."""
+        """Returns the accuracy on validation samples, which are not used for
+        training."""
 
     def state(self) -> dict[str, Floats]:
         """Returns a copy of all values that training changes."""
@@ -87,7 +94,8 @@ class Fitted:
     """The losses and accuracies of a training run, epoch by epoch."""
 
     losses: list[float] = field(default_factory=list)  # mean loss of each epoch
-    accuracies: list[float] = field(default_factory=list)  # validation accuracy after each epoch
+    # Validation accuracy after each epoch.
+    accuracies: list[float] = field(default_factory=list)
 
     @property
     def best(self) -> float:
@@ -111,14 +119,17 @@ class AdamW:
         self._n_steps = 0
 
     def step(self, rate: float) -> None:
-        """Moves each parameter that has a gradient by one step at the learning rate `rate`, and clears the gradient.
-        Gradients are first scaled down if their joint norm exceeds MOST_NORM."""
+        """Moves each parameter that has a gradient by one step at the learning rate
+        `rate`, and clears the gradient. Gradients are first scaled down if their joint
+        norm exceeds MOST_NORM."""
         self._n_steps += 1
         first, second = BETAS
         rise = rate / (1 - first**self._n_steps)
         unbias = 1 / (1 - second**self._n_steps)
         scale = self._clipping()
-        for node, mean, square in zip(self._parameters, self._means, self._squares, strict=True):
+        for node, mean, square in zip(
+            self._parameters, self._means, self._squares, strict=True
+        ):
             if node.grad is None:
                 continue
             gradient = node.grad * scale
@@ -130,23 +141,28 @@ class AdamW:
             node.grad = None
 
     def _clipping(self) -> np.float32:
-        """Returns the factor for all gradients that limits their joint norm to MOST_NORM; 1 if the norm is at most
-        MOST_NORM."""
-        squares = sum(float(np.vdot(node.grad, node.grad)) for node in self._parameters if node.grad is not None)
+        """Returns the factor for all gradients that limits their joint norm to
+        MOST_NORM; 1 if the norm is at most MOST_NORM."""
+        squares = sum(
+            float(np.vdot(node.grad, node.grad))
+            for node in self._parameters
+            if node.grad is not None
+        )
         return np.float32(min(1.0, MOST_NORM / max(squares**0.5, EPS)))
 
 
 def rate_at(share: float) -> float:
-    """Returns the factor of the learning rate after `share` of all steps. The factor rises from 0 to 1 over the first
-    tenth, and then falls to 0 along half a cosine."""
+    """Returns the factor of the learning rate after `share` of all steps. The factor
+    rises from 0 to 1 over the first tenth, and then falls to 0 along half a cosine."""
     if share < WARM_SHARE:
         return share / WARM_SHARE
     return 0.5 + 0.5 * float(np.cos(np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)))
 
 
 def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
-    """Trains the network in place. Leaves the network in the state of the first epoch with the best validation
-    accuracy, or, if there are no validation samples, in the state of the last epoch."""
+    """Trains the network in place. Leaves the network in the state of the first epoch
+    with the best validation accuracy, or, if there are no validation samples, in the
+    state of the last epoch."""
     rng = np.random.default_rng(schedule.seed)
     optimizer = AdamW(trainee.parameters.values(), schedule.weight_decay)
     n_steps = schedule.epochs * trainee.n_batches
@@ -163,11 +179,15 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
             losses.append(batch.loss)
         fitted.losses.append(float(np.mean(losses)))
         found = trainee.validate()
-        if found > fitted.best or fitted.best == 0:  # always 0 without validation samples; the last epoch is then used
+        # Always 0 without validation samples; the last epoch is then used.
+        if found > fitted.best or fitted.best == 0:
             best = trainee.state()
             best_epoch = epoch
         fitted.accuracies.append(found)
-        report(f"epoch {epoch + 1}, {found:.1%} right on validation", (epoch + 1) / schedule.epochs)
+        report(
+            f"epoch {epoch + 1}, {found:.1%} right on validation",
+            (epoch + 1) / schedule.epochs,
+        )
         if schedule.patience and epoch - best_epoch >= schedule.patience:
             break
     trainee.restore(best)
@@ -175,11 +195,12 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
 
 
 def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
-    """Returns (number of predicted experts that were chosen, number of chosen experts). Their ratio is ProMoE's
-    ACCURACY (section 4.1).
+    """Returns (number of predicted experts that were chosen, number of chosen experts).
+    Their ratio is ProMoE's ACCURACY (section 4.1).
 
-    A sample's k highest-scoring experts are treated as predicted, where k is the largest number of experts chosen in
-    any of the samples. `scores` and `chosen` are (n, n_expert).
+    A sample's k highest-scoring experts are treated as predicted, where k is the
+    largest number of experts chosen in any of the samples. `scores` and `chosen` are
+    (n, n_expert).
     """
     total = int(chosen.sum())
     if total == 0:
@@ -190,12 +211,13 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
 
 
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
-    """Returns the cross-entropy of a softmax, averaged over samples. In the target, the chosen experts have equal
-    shares.
+    """Returns the cross-entropy of a softmax, averaged over samples. In the target, the
+    chosen experts have equal shares.
 
-    On two pairs of layers of a small model (one seed), this loss gave a higher accuracy than two other losses. The
-    accuracy was 1 to 2 percentage points higher than with the KL divergence from the router's probabilities, and 2 to 4
-    points higher than with binary cross-entropy.
+    On two pairs of layers of a small model (one seed), this loss gave a higher accuracy
+    than two other losses. The accuracy was 1 to 2 percentage points higher than with
+    the KL divergence from the router's probabilities, and 2 to 4 points higher than
+    with binary cross-entropy.
     """
     wanted = chosen / chosen.sum(axis=1, keepdims=True)
     shares = shares_of(logits.value)
@@ -203,9 +225,12 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
     return Batch(logits, float(loss), (shares - wanted) / np.float32(len(chosen)))
 
 
-def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None) -> Batch:
-    """Returns the binary cross-entropy of one sigmoid for each expert, averaged over experts and samples. If `known` is
-    given, only samples for which `known` is True are used."""
+def binary_cross_entropy(
+    logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None
+) -> Batch:
+    """Returns the binary cross-entropy of one sigmoid for each expert, averaged over
+    experts and samples. If `known` is given, only samples for which `known` is True are
+    used."""
     x = logits.value
     decay = np.exp(-np.abs(x))
     losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)
@@ -215,4 +240,6 @@ def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bo
         losses *= known[..., np.newaxis]
         gradient *= known[..., np.newaxis]
         n = max(1, int(known.sum())) * x.shape[-1]
-    return Batch(logits, float(losses.sum() / n), (gradient / np.float32(n)).astype(x.dtype))
+    return Batch(
+        logits, float(losses.sum() / n), (gradient / np.float32(n)).astype(x.dtype)
+    )

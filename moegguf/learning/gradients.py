@@ -1,8 +1,8 @@
 """Reverse-mode differentiation of the operations in the predictors' networks.
 
-A node holds a value. A node that was computed from other nodes (its inputs) also holds the function that computes the
-inputs' gradients from the node's own gradient. The tests in tests/pure/test_gradients.py compare each operation with
-finite differences.
+A node holds a value. A node that was computed from other nodes (its inputs) also holds
+the function that computes the inputs' gradients from the node's own gradient. The tests
+in tests/pure/test_gradients.py compare each operation with finite differences.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ class Node:
     """A value in a differentiable computation."""
 
     def __init__(
-        self, value: Floats, inputs: tuple[Node, ...] = (), back: Back | None = None, learns: bool = False
+        self,
+        value: Floats,
+        inputs: tuple[Node, ...] = (),
+        back: Back | None = None,
+        learns: bool = False,
     ) -> None:
         self.value = value
         self.inputs = inputs  # nodes from which the value was computed
-        self.back = back  # computes the gradients of the inputs from the gradient of the value
-        self.learns: bool = learns or any(node.learns for node in inputs)  # needs a gradient
-        self.grad: Floats | None = None  # sum of the gradients from all uses of the node; None: not computed
+        # Computes the gradients of the inputs from the gradient of the value.
+        self.back = back
+        # Needs a gradient.
+        self.learns: bool = learns or any(node.learns for node in inputs)
+        # Sum of the gradients from all uses of the node; None: not computed.
+        self.grad: Floats | None = None
 
 
 def backward(last: Node, gradient: Floats) -> None:
-    """Computes the gradient of each node that learns and that `last` depends on, and adds the gradient to the node's
-    `grad`. `gradient` is the gradient of `last` itself."""
+    """Computes the gradient of each node that learns and that `last` depends on, and
+    adds the gradient to the node's `grad`. `gradient` is the gradient of `last`
+    itself."""
     last.grad = gradient
     for node in reversed(_in_order(last)):
         if node.back is None or node.grad is None:
@@ -43,7 +51,8 @@ def backward(last: Node, gradient: Floats) -> None:
 
 
 def _in_order(last: Node) -> list[Node]:
-    """Returns `last` and the nodes that it depends on, each after its inputs. Nodes that do not learn are left out."""
+    """Returns `last` and the nodes that it depends on, each after its inputs. Nodes
+    that do not learn are left out."""
     order: list[Node] = []
     seen: set[int] = set()
 
@@ -60,13 +69,14 @@ def _in_order(last: Node) -> list[Node]:
 
 
 def add(a: Node, b: Node) -> Node:
-    """Returns a + b. An operand with fewer axes is repeated along the leading axes of the other operand."""
+    """Returns a + b. An operand with fewer axes is repeated along the leading axes of
+    the other operand."""
     return Node(a.value + b.value, (a, b), lambda g: (_summed(g, a), _summed(g, b)))
 
 
 def times(a: Node, b: Node) -> Node:
-    """Returns a * b, element by element. An operand with fewer axes is repeated along the leading axes of the other
-    operand."""
+    """Returns a * b, element by element. An operand with fewer axes is repeated along
+    the leading axes of the other operand."""
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
         of_a = _summed(gradient * b.value, a) if a.learns else None
@@ -76,10 +86,14 @@ def times(a: Node, b: Node) -> Node:
 
 
 def _summed(gradient: Floats, node: Node) -> Floats:
-    """Returns the gradient of an operand. If the operand's value was repeated along leading axes, the gradient is the
-    sum over these axes."""
+    """Returns the gradient of an operand. If the operand's value was repeated along
+    leading axes, the gradient is the sum over these axes."""
     shape = node.value.shape
-    return gradient if gradient.shape == shape else gradient.reshape(-1, *shape).sum(axis=0)
+    return (
+        gradient
+        if gradient.shape == shape
+        else gradient.reshape(-1, *shape).sum(axis=0)
+    )
 
 
 def product(x: Node, w: Node) -> Node:
@@ -128,7 +142,8 @@ def shares_of(x: Floats) -> Floats:
 
 
 def rms_norm(x: Node, eps: float) -> Node:
-    """Returns x divided by its root mean square along the last axis: T5's norm without its gain."""
+    """Returns x divided by its root mean square along the last axis: T5's norm without
+    its gain."""
     scale = 1 / np.sqrt((x.value * x.value).mean(axis=-1, keepdims=True) + eps)
     normed = x.value * scale
 
@@ -140,7 +155,8 @@ def rms_norm(x: Node, eps: float) -> Node:
 
 
 def standardize(x: Node, eps: float) -> Node:
-    """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm without its gain and bias."""
+    """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm
+    without its gain and bias."""
     scale = 1 / np.sqrt(x.value.var(axis=0) + eps)
     normed = (x.value - x.value.mean(axis=0)) * scale
 

@@ -1,9 +1,10 @@
-"""Learns the arrays that strategies need from one trace of a model, and saves them next to the model or in the user's
-folder.
+"""Learns the arrays that strategies need from one trace of a model, and saves them next
+to the model or in the user's folder.
 
-Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:
-the share of the predicted experts that the router chose, and the hit rate. The share is saved with the share of a
-predictor that always predicts the most used experts, and the hit rate with the hit rate of LRU alone.
+Some requests are left out of the training. The simulator replays these requests with a
+strategy to measure two figures: the share of the predicted experts that the router
+chose, and the hit rate. The share is saved with the share of a predictor that always
+predicts the most used experts, and the hit rate with the hit rate of LRU alone.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ from moegguf.trace.trace import Trace
 LEARNERS = tuple(dict.fromkeys(LEARNT_FOR.values()))
 """Names of the strategies for which arrays can be learned."""
 
-TRAINERS: dict[str, ModuleType] = {MLP: mlp, "expert-mlp": expert_mlp, "routing-path": routing_path}
-"""{predictor: the module that trains it}. Each module has a function `train` and a class `Options`, whose fields are
-saved as facts."""
+TRAINERS: dict[str, ModuleType] = {
+    MLP: mlp,
+    "expert-mlp": expert_mlp,
+    "routing-path": routing_path,
+}
+"""{predictor: the module that trains it}. Each module has a function `train` and a
+class `Options`, whose fields are saved as facts."""
 
 BRIEF: dict[str, Any] = {
     MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=10, batch=128),
@@ -48,38 +53,46 @@ BRIEF: dict[str, Any] = {
     ),
     "routing-path": routing_path.Options(epochs=24, patience=3),
 }  # fmt: skip
-"""{predictor: training options with which a few thousand tokens are learned in minutes on two processors}"""
+"""{predictor: training options with which a few thousand tokens are learned in minutes
+on two processors}"""
 
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
-JUDGED_SHARE = 0.25  # share of all experts that have slots while strategies are evaluated
+# Share of all experts that have slots while strategies are evaluated.
+JUDGED_SHARE = 0.25
 LAYER_US = 1000.0  # compute time of a layer in the simulation, in microseconds
 LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer runs
 TRACE_BYTES = 1 << 30  # maximum size of a given trace to learn from, in bytes
-INPUT_BYTES = 768 << 20  # size limit for the router inputs in a recorded trace; training needs twice this memory
+# Size limit for the router inputs in a recorded trace; training needs twice this
+# memory.
+INPUT_BYTES = 768 << 20
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """The outcome of learning for one strategy. The shares and hit rates were measured on answers that were not used
-    for training."""
+    """The outcome of learning for one strategy. The shares and hit rates were measured
+    on answers that were not used for training."""
 
     strategy: str
     files: tuple[Path, ...]  # the files that were saved
     tokens: int  # number of tokens in the requests for training and validation
     requests: int  # number of requests for training and validation
     seconds: float
-    validation: float | None  # accuracy on the validation requests; None: the predictor was counted, not trained
+    # Accuracy on the validation requests; None: the predictor was counted, not trained.
+    validation: float | None
     right: float  # share of the strategy's predicted experts that the router chose
-    popularity: float  # `right` of a predictor that always predicts the most used experts
+    # `right` of a predictor that always predicts the most used experts.
+    popularity: float
     hits: float  # hit rate with the strategy
     lru: float  # hit rate with LRU alone
 
 
-def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
-    """Returns the number of tokens to record for learning: `wanted`, or fewer if a strategy needs the routers' inputs
-    and these would exceed INPUT_BYTES."""
+def most_tokens(
+    n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int
+) -> int:
+    """Returns the number of tokens to record for learning: `wanted`, or fewer if a
+    strategy needs the routers' inputs and these would exceed INPUT_BYTES."""
     if not needs_inputs(strategies):
         return wanted
     return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
@@ -91,11 +104,13 @@ def needs_inputs(strategies: Iterable[str]) -> bool:
 
 
 def check_strategies(names: Sequence[str]) -> list[str]:
-    """Returns the names without duplicates, or all of LEARNERS if there are none. Raises OptionError for a strategy
-    that is unknown or has nothing to learn."""
+    """Returns the names without duplicates, or all of LEARNERS if there are none.
+    Raises OptionError for a strategy that is unknown or has nothing to learn."""
     for name in names:
         if find_strategy(name).name not in LEARNERS:
-            raise OptionError(f"the strategy {name!r} needs no learning; these strategies do: {', '.join(LEARNERS)}.")
+            raise OptionError(
+                f"the strategy {name!r} needs no learning; these strategies do: {', '.join(LEARNERS)}."
+            )
     return list(dict.fromkeys(names)) or list(LEARNERS)
 
 
@@ -106,15 +121,20 @@ def _unwritable(path: object, error: OSError) -> StorageError:
 
 
 class Learning:
-    """The requests of a trace, split into requests to learn from and held-out requests on which the result is
-    evaluated.
+    """The requests of a trace, split into requests to learn from and held-out requests
+    on which the result is evaluated.
 
-    `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
-    model or of an unknown one, with too few requests, or without decoded tokens in the held-out requests.
+    `options` replaces training options in BRIEF, predictor by predictor. Raises
+    OptionError for a trace of another model or of an unknown one, with too few
+    requests, or without decoded tokens in the held-out requests.
     """
 
     def __init__(
-        self, trace: Trace, artifacts: Artifacts, options: Mapping[str, Any] | None = None, seed: int = 0
+        self,
+        trace: Trace,
+        artifacts: Artifacts,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
     ) -> None:
         trace.header.check_model(artifacts.fingerprint)
         requests = trace.sequences()
@@ -138,11 +158,16 @@ class Learning:
         self._popularity = COUNTED["popularity"](self.training)
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
-        """Learns, evaluates and saves one strategy. Raises OptionError, and StorageError if a file cannot be written.
-        An interruption before saving leaves the old files unchanged."""
+        """Learns, evaluates and saves one strategy. Raises OptionError, and
+        StorageError if a file cannot be written. An interruption before saving leaves
+        the old files unchanged."""
         start = time.monotonic()
         strategy = find_strategy(name)
-        learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
+        learned = {
+            file: self._train(file, report)
+            for file, of in LEARNT_FOR.items()
+            if of == name
+        }
         report("judging on held-out requests", 1.0)
         facts = self._judge(strategy, learned)
         try:
@@ -154,37 +179,58 @@ class Learning:
             path = folder / f"{file}.safetensors"
             saved = Weights(of_file.arrays, {**of_file.facts, **facts})
             try:
-                weights_file.save(path, file, self.artifacts.fingerprint, self.training.shape, saved)
+                weights_file.save(
+                    path, file, self.artifacts.fingerprint, self.training.shape, saved
+                )
             except OSError as error:
                 raise _unwritable(path, error) from error
             paths.append(path)
         own = learned[str(strategy.predictor)].facts
-        shown = {key: facts[key] for key in ("tokens", "requests", "right", "popularity", "hits", "lru")}
-        return Learnt(name, tuple(paths), seconds=time.monotonic() - start, validation=own.get("validation"), **shown)
+        shown = {
+            key: facts[key]
+            for key in ("tokens", "requests", "right", "popularity", "hits", "lru")
+        }
+        return Learnt(
+            name,
+            tuple(paths),
+            seconds=time.monotonic() - start,
+            validation=own.get("validation"),
+            **shown,
+        )
 
     def _train(self, file: str, report: Report) -> Weights:
         if file == EAMC:
             return self._collected()
         if file in COUNTED:
             return COUNTED[file](self.training)
-        found: Weights = TRAINERS[file].train(self.training, self._options[file], report)
+        found: Weights = TRAINERS[file].train(
+            self.training, self._options[file], report
+        )
         return found
 
     def _collected(self) -> Weights:
-        """Returns MoE-Infinity's collection of this model with the training requests added."""
+        """Returns MoE-Infinity's collection of this model with the training requests
+        added."""
         shape = self.training.shape
         eamc = self.artifacts.collection(shape) or Eamc(*shape.table)
         collect(self.training, eamc)
         return eamc.weights()
 
-    def _judge(self, strategy: Strategy, learned: Mapping[str, Weights]) -> dict[str, Any]:
-        """Replays the held-out requests with a strategy. Returns the results as facts for the strategy's files."""
+    def _judge(
+        self, strategy: Strategy, learned: Mapping[str, Weights]
+    ) -> dict[str, Any]:
+        """Replays the held-out requests with a strategy. Returns the results as facts
+        for the strategy's files."""
         own = str(strategy.predictor)
         shape = self.training.shape
         found = self._replay(strategy, self._predictor(own, learned[own]))
-        by_popularity = self._replay(strategy, LEARNED["popularity"](shape, self._popularity))
+        by_popularity = self._replay(
+            strategy, LEARNED["popularity"](shape, self._popularity)
+        )
         if self._lru is None:
-            self._lru = self._replay(find_strategy("lru"), NoPrediction(shape)).decode_hit_rate
+            self._lru = self._replay(
+                find_strategy("lru"), NoPrediction(shape)
+            ).decode_hit_rate
         facts = {
             "strategy": strategy.name,
             "requests": len(self.training.sequences()),
@@ -197,17 +243,22 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns the shares of correct predictions of the trained networks ("mlp_right") and of the model's own
-        routers ("skip_right"), each with LRU and prefetching. `prefetch_predictor` compares these shares later. Returns
-        {} if the routers cannot be read."""
+        """Returns the shares of correct predictions of the trained networks
+        ("mlp_right") and of the model's own routers ("skip_right"), each with LRU and
+        prefetching. `prefetch_predictor` compares these shares later. Returns {} if the
+        routers cannot be read."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:
             skip = UNTRAINED[SKIP](shape, self.artifacts)
-        except (ModelFormatError, OptionError):  # only llama.cpp can read these routers, or there is no model file
+        except (ModelFormatError, OptionError):
+            # Only llama.cpp can read these routers, or there is no model file.
             return {}
         predictors = {MLP: self._predictor(MLP, learned), SKIP: skip}
-        return {f"{name}_right": _right(self._replay(default, each)) for name, each in predictors.items()}
+        return {
+            f"{name}_right": _right(self._replay(default, each))
+            for name, each in predictors.items()
+        }
 
     def _predictor(self, name: str, learned: Weights) -> Predictor:
         shape = self.training.shape
@@ -218,15 +269,22 @@ class Learning:
     def _replay(self, strategy: Strategy, predictor: Predictor) -> SimResult:
         shape = self.judged.shape
         options = SimOptions(
-            strategy.prefetch if isinstance(strategy.prefetch, PrefetchOptions) else None,
+            strategy.prefetch
+            if isinstance(strategy.prefetch, PrefetchOptions)
+            else None,
             link_bytes_per_s=LAYER_EXPERTS * shape.expert_bytes / (LAYER_US / 1e6),
             layer_compute_us=LAYER_US,
             store=strategy.store,
         )
         policy = make_policy(strategy.policy, shape, self.artifacts)
-        return Simulation(self.judged, policy, predictor, slots_of(shape, JUDGED_SHARE), options).run()
+        return Simulation(
+            self.judged, policy, predictor, slots_of(shape, JUDGED_SHARE), options
+        ).run()
 
 
 def _right(result: SimResult) -> float:
-    """Returns the share of the predicted experts that the router chose; 0 if there are no predictions."""
-    return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)
+    """Returns the share of the predicted experts that the router chose; 0 if there are
+    no predictions."""
+    return round(
+        result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4
+    )

@@ -1,7 +1,9 @@
-"""Trains ProMoE's two-layer MLPs (section 4.3), one for each pair of layers that the windows need.
+"""Trains ProMoE's two-layer MLPs (section 4.3), one for each pair of layers that the
+windows need.
 
-For training, each input is shifted to mean 0 and scaled to a standard deviation of at most 1 (`LEAST_SPREAD`).
-Afterwards, the shift and scaling are folded into the first layer.
+For training, each input is shifted to mean 0 and scaled to a standard deviation of at
+most 1 (`LEAST_SPREAD`). Afterwards, the shift and scaling are folded into the first
+layer.
 """
 
 from __future__ import annotations
@@ -17,13 +19,20 @@ from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.learning.counts import choices
 from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
-from moegguf.learning.fitting import Fitted, Report, Schedule, cross_entropy, fit, no_report
+from moegguf.learning.fitting import (
+    Fitted,
+    Report,
+    Schedule,
+    cross_entropy,
+    fit,
+    no_report,
+)
 from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
 from moegguf.trace.trace import Trace
 
-# Smallest divisor for scaling an input, relative to the mean of the inputs' standard deviations. Smaller divisors would
-# lead to weights too large for signed bytes.
+# Smallest divisor for scaling an input, relative to the mean of the inputs' standard
+# deviations. Smaller divisors would lead to weights too large for signed bytes.
 LEAST_SPREAD = 0.3
 
 
@@ -32,16 +41,24 @@ class Options(Schedule):
     """Options for training the MLPs."""
 
     lr: float = 3e-3
-    windows: tuple[int, ...] = (1, 2, 4, 8)  # distances between the two layers of a pair
-    n_hidden: int = 512  # size of the hidden layer; 970 gives the paper's 2 million weights (2048 inputs, 60 experts)
+    # Distances between the two layers of a pair.
+    windows: tuple[int, ...] = (1, 2, 4, 8)
+    # Size of the hidden layer; 970 gives the paper's 2 million weights (2048 inputs, 60
+    # experts).
+    n_hidden: int = 512
 
 
-def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the networks. Returns the arrays `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError if
-    the trace has no inputs."""
+def train(
+    trace: Trace, options: Options | None = None, report: Report = no_report
+) -> Weights:
+    """Trains the networks. Returns the arrays
+    `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError if the trace has
+    no inputs."""
     options = options or Options()
     if trace.inputs is None:
-        raise OptionError("the trace must hold the routers' inputs, but does not; record it with inputs.")
+        raise OptionError(
+            "the trace must hold the routers' inputs, but does not; record it with inputs."
+        )
     validation = validation_tokens(trace, options.seed)
     row_of = trace.shape.row_of
     pairs = window_pairs(trace.shape, options.windows)
@@ -50,35 +67,55 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
     for number, (source, target) in enumerate(pairs):
         name = f"{source}.{target}"
 
-        def report_epoch(step: str, share: float, pair: str = f"{source} to {target}", before: int = number) -> None:
+        def report_epoch(
+            step: str,
+            share: float,
+            pair: str = f"{source} to {target}",
+            before: int = number,
+        ) -> None:
             report(f"layer {pair}, {step}", (before + share) / len(pairs))
 
         computed = trace.expert_ids[[row_of[source], row_of[target]], :, 0] >= 0
         known = np.flatnonzero(computed.all(axis=0))
         inputs = trace.inputs[row_of[source], known].astype(np.float32)
         chosen = choices(trace, row_of[target])[known]
-        pair, fitted = train_pair(inputs, chosen, validation[known], options, report_epoch)
+        pair, fitted = train_pair(
+            inputs, chosen, validation[known], options, report_epoch
+        )
         courses.append(fitted)
         arrays |= {f"{name}.{part}": array for part, array in pair.items()}
     best = float(np.mean([course.best for course in courses])) if courses else 0.0
-    return Weights(arrays, asdict(options) | {"validation": round(best, 4), "curve": _mean_curve(courses)})
+    return Weights(
+        arrays,
+        asdict(options) | {"validation": round(best, 4), "curve": _mean_curve(courses)},
+    )
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
-    """Returns the validation accuracy after each epoch, averaged over the networks. A network that stopped early
-    contributes its last accuracy."""
+    """Returns the validation accuracy after each epoch, averaged over the networks. A
+    network that stopped early contributes its last accuracy."""
     longest = max((course.epochs for course in courses), default=0)
-    rows = [[*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)] for course in courses]
+    rows = [
+        [*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)]
+        for course in courses
+    ]
     return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []
 
 
 def train_pair(
-    inputs: Floats, chosen: Floats, validation: npt.NDArray[np.bool_], options: Options, report: Report = no_report
+    inputs: Floats,
+    chosen: Floats,
+    validation: npt.NDArray[np.bool_],
+    options: Options,
+    report: Report = no_report,
 ) -> tuple[dict[str, Floats], Fitted]:
-    """Trains one MLP. Returns the MLP's arrays, and the losses and accuracies of its epochs."""
+    """Trains one MLP. Returns the MLP's arrays, and the losses and accuracies of its
+    epochs."""
     mean = inputs.mean(axis=0)
     spread = inputs.std(axis=0)
-    spread = np.maximum(spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny)
+    spread = np.maximum(
+        spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny
+    )
     scaled = (inputs - mean) / spread
     rng = np.random.default_rng(options.seed)
     network = FeedForward((inputs.shape[1], options.n_hidden, chosen.shape[1]), rng)

@@ -1,15 +1,18 @@
-"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the differentiable form of
-moegguf/controller/predictors/routing_path.py: from the same arrays, both compute the same results except for rounding.
+"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network
+is the differentiable form of moegguf/controller/predictors/routing_path.py: from the
+same arrays, both compute the same results except for rounding.
 
-A sample is a chunk of a request and the window of tokens before the chunk. Each epoch cuts the requests into chunks at
-a new random offset.
+A sample is a chunk of a request and the window of tokens before the chunk. Each epoch
+cuts the requests into chunks at a new random offset.
 
-Training departs from the paper in three ways. A batch of 16 is 16 chunks, not 16 requests. Adam's weight decay is
-decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. Before the first step the
-network already predicts the experts that each token id uses on average (`Samples.first_guess`), because 33,000 tokens
-are too few to learn this quickly.
+Training departs from the paper in three ways. A batch of 16 is 16 chunks, not 16
+requests. Adam's weight decay is decoupled (AdamW), because coupled decay of 0.01 wipes
+out the embeddings of rare tokens. Before the first step the network already predicts
+the experts that each token id uses on average (`Samples.first_guess`), because 33,000
+tokens are too few to learn this quickly.
 
-Only padding and token ids in the samples get an embedding in training. The embedding of every other token id is zero.
+Only padding and token ids in the samples get an embedding in training. The embedding of
+every other token id is zero.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.learning.counts import multi_hot
 from moegguf.learning.feed_forward import dropped
-from moegguf.learning.fitting import Batch, Report, Schedule, Trainee, binary_cross_entropy, fit, n_right, no_report
+from moegguf.learning.fitting import (
+    Batch,
+    Report,
+    Schedule,
+    Trainee,
+    binary_cross_entropy,
+    fit,
+    n_right,
+    no_report,
+)
 from moegguf.learning.gradients import (
     Floats,
     Integers,
@@ -44,20 +56,25 @@ from moegguf.learning.gradients import (
 from moegguf.learning.splitting import held_out
 from moegguf.trace.trace import Trace
 
-# Scale of the last matrix of a block at the start, so that the block changes the first guess only a little
+# Scale of the last matrix of a block at the start, so that the block changes the first
+# guess only a little
 BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
-MIN_SHARE = 1e-3  # shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is computed
-PRIOR_TOKENS = 1.0  # popularity counts as much as this many tokens in a token id's statistics
+# Shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is
+# computed.
+MIN_SHARE = 1e-3
+# Popularity counts as much as this many tokens in a token id's statistics.
+PRIOR_TOKENS = 1.0
 N_POWER = 4  # power iterations for the largest singular values
-MASKED = np.float32(-1e9)  # attention score of positions that a token must not attend to
+# Attention score of positions that a token must not attend to.
+MASKED = np.float32(-1e9)
 VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """Sizes of the network and options of its training. The defaults of lr, weight_decay and batch are the paper's
-    (section 5.2)."""
+    """Sizes of the network and options of its training. The defaults of lr,
+    weight_decay and batch are the paper's (section 5.2)."""
 
     epochs: int = 8
     batch: int = 16
@@ -72,11 +89,17 @@ class Options(Schedule):
 
 
 class PathModel:
-    """The network. Its parameters have the names of the arrays that the predictor reads. They also have the same
-    shapes, except for the embedding, which has rows only for padding and the token ids in the samples."""
+    """The network. Its parameters have the names of the arrays that the predictor
+    reads. They also have the same shapes, except for the embedding, which has rows only
+    for padding and the token ids in the samples."""
 
     def __init__(
-        self, embedding: Floats, heads: Floats, popularity: Floats, options: Options, rng: np.random.Generator
+        self,
+        embedding: Floats,
+        heads: Floats,
+        popularity: Floats,
+        options: Options,
+        rng: np.random.Generator,
     ) -> None:
         self.options = options
         self._rng = rng
@@ -91,15 +114,22 @@ class PathModel:
             "heads.bias": logit(popularity),
         }
         for i in range(options.n_encoder):
-            values |= self._attention(f"encoder.{i}.self") | self._feed(f"encoder.{i}.feed")
+            values |= self._attention(f"encoder.{i}.self") | self._feed(
+                f"encoder.{i}.feed"
+            )
         for i in range(options.n_decoder):
-            values |= self._attention(f"decoder.{i}.self") | self._attention(f"decoder.{i}.cross")
+            values |= self._attention(f"decoder.{i}.self") | self._attention(
+                f"decoder.{i}.cross"
+            )
             values |= self._feed(f"decoder.{i}.feed")
-        self.parameters = {name: Node(value.astype(np.float32), learns=True) for name, value in values.items()}
+        self.parameters = {
+            name: Node(value.astype(np.float32), learns=True)
+            for name, value in values.items()
+        }
 
     def _matrix(self, *sizes: int, fan_in: int, gain: float = 1.0) -> Floats:
-        """Returns a random normal matrix. The standard deviation of its output is about `gain` times the standard
-        deviation of an input of length `fan_in`."""
+        """Returns a random normal matrix. The standard deviation of its output is about
+        `gain` times the standard deviation of an input of length `fan_in`."""
         return self._rng.standard_normal(sizes) * (gain / np.sqrt(fan_in))
 
     def _attention(self, name: str) -> dict[str, Floats]:
@@ -120,13 +150,15 @@ class PathModel:
         }
 
     def logits(self, windows: Integers, chunks: Integers, training: bool) -> Node:
-        """Returns logits (n, chunk, n_moe_layer, n_expert) for n samples: `windows` (n, window) and `chunks` (n,
-        chunk) of tokens."""
+        """Returns logits (n, chunk, n_moe_layer, n_expert) for n samples: `windows` (n,
+        window) and `chunks` (n, chunk) of tokens."""
 
         def drop(x: Node) -> Node:
             if not training:
                 return x
-            return times(x, Node(dropped(x.value.shape, self.options.dropout, self._rng)))
+            return times(
+                x, Node(dropped(x.value.shape, self.options.dropout, self._rng))
+            )
 
         embedding = self.parameters["embedding"]
         x = drop(add(rows_of(embedding, windows), self.parameters["window"]))
@@ -147,9 +179,11 @@ class PathModel:
     def _norm(self, name: str, x: Node) -> Node:
         return times(rms_norm(x, NORM_EPS), self.parameters[name])
 
-    def _attend(self, name: str, x: Node, memory: Node | None = None, causal: bool = False) -> Node:
-        """Normalizes x (n, n_token, n_embd). Returns its attention over itself, or over `memory` (n, n_window,
-        n_embd)."""
+    def _attend(
+        self, name: str, x: Node, memory: Node | None = None, causal: bool = False
+    ) -> Node:
+        """Normalizes x (n, n_token, n_embd). Returns its attention over itself, or over
+        `memory` (n, n_window, n_embd)."""
         x = self._norm(f"{name}.norm", x)
         source = x if memory is None else memory
         q = self._heads(f"{name}.q", x)
@@ -162,31 +196,41 @@ class PathModel:
             scores = add(scores, Node(np.triu(np.full((n_token, n_token), MASKED), 1)))
         mixed = transpose(matmul(softmax(scores), v), 0, 2, 1, 3)
         out = self.parameters[f"{name}.out"]
-        return product(reshape(mixed, *x.value.shape), reshape(out, -1, out.value.shape[-1]))
+        return product(
+            reshape(mixed, *x.value.shape), reshape(out, -1, out.value.shape[-1])
+        )
 
     def _heads(self, name: str, x: Node) -> Node:
-        """Returns x times a matrix, split by head: (n, n_head, n_token, n_embd_head)."""
+        """Returns x times a matrix, split by head: (n, n_head, n_token,
+        n_embd_head)."""
         weight = self.parameters[name]
         n_embd, n_head, n_embd_head = weight.value.shape
         found = product(x, reshape(weight, n_embd, -1))
-        return transpose(reshape(found, *x.value.shape[:2], n_head, n_embd_head), 0, 2, 1, 3)
+        return transpose(
+            reshape(found, *x.value.shape[:2], n_head, n_embd_head), 0, 2, 1, 3
+        )
 
     def _feed_forward(self, name: str, x: Node) -> Node:
-        hidden = relu(product(self._norm(f"{name}.norm", x), self.parameters[f"{name}.up"]))
+        hidden = relu(
+            product(self._norm(f"{name}.norm", x), self.parameters[f"{name}.up"])
+        )
         return product(hidden, self.parameters[f"{name}.down"])
 
 
 def logit(share: Floats) -> Floats:
-    """Returns the logit of `share`, after limiting `share` to the range from MIN_SHARE to 1 - MIN_SHARE."""
+    """Returns the logit of `share`, after limiting `share` to the range from MIN_SHARE
+    to 1 - MIN_SHARE."""
     share = np.clip(share, MIN_SHARE, 1 - MIN_SHARE)
     return np.log(share / (1 - share))
 
 
 class Samples:
-    """The tokens of all requests of a trace in one array. Padding (token id n_vocab) comes before and after each
-    request. Requests with unknown tokens are left out. Raises OptionError if no request remains.
+    """The tokens of all requests of a trace in one array. Padding (token id n_vocab)
+    comes before and after each request. Requests with unknown tokens are left out.
+    Raises OptionError if no request remains.
 
-    seen (n_seen,): the distinct token ids that occur, ascending, including n_vocab for padding.
+    seen (n_seen,): the distinct token ids that occur, ascending, including n_vocab for
+    padding.
 
     tokens (n,): the tokens as indices into `seen`.
 
@@ -204,12 +248,21 @@ class Samples:
             if (trace.tokens[trace.sequence_of == sequence] >= 0).all()
         ]  # fmt: skip
         if not self.sequences:
-            raise OptionError("the trace must have requests whose tokens are all known, but has none; record it again.")
-        places = [np.flatnonzero(trace.sequence_of == sequence) for sequence in self.sequences]
+            raise OptionError(
+                "the trace must have requests whose tokens are all known, but has none; record it again."
+            )
+        places = [
+            np.flatnonzero(trace.sequence_of == sequence) for sequence in self.sequences
+        ]
         lengths = np.array([len(place) for place in places])
         self.ends = np.cumsum(lengths + window + chunk) - chunk
         self.starts = self.ends - lengths
-        here = np.concatenate([np.arange(start, end) for start, end in zip(self.starts, self.ends, strict=True)])
+        here = np.concatenate(
+            [
+                np.arange(start, end)
+                for start, end in zip(self.starts, self.ends, strict=True)
+            ]
+        )
         there = np.concatenate(places)
         n = self.ends[-1] + chunk
         shape = trace.shape
@@ -226,22 +279,31 @@ class Samples:
         """Returns the positions of these requests' tokens in `tokens`."""
         parts = [
             np.arange(start, end)
-            for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
+            for sequence, start, end in zip(
+                self.sequences, self.starts, self.ends, strict=True
+            )
             if sequence in sequences
         ]
         return np.concatenate(parts)
 
     def popularity(self, places: Integers) -> Floats:
-        """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that used each expert. In each layer,
-        only tokens for which the layer was computed are used."""
-        return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
+        """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that
+        used each expert. In each layer, only tokens for which the layer was computed
+        are used."""
+        return (
+            self.paths[places].sum(axis=0)
+            / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
+        )
 
-    def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert), from which the training
-        starts.
+    def first_guess(
+        self, places: Integers, n_embd: int, rng: np.random.Generator
+    ) -> tuple[Floats, Floats]:
+        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer,
+        n_expert), from which the training starts.
 
-        Their product approximates a figure for each token id, layer and expert: the log-odds that the token id uses the
-        expert, minus the log-odds of an average token. Only tokens at the positions `places` are used.
+        Their product approximates a figure for each token id, layer and expert: the
+        log-odds that the token id uses the expert, minus the log-odds of an average
+        token. Only tokens at the positions `places` are used.
         """
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
@@ -261,53 +323,73 @@ class Samples:
         return embedding, heads
 
     def firsts(self, sequences: list[int], rng: np.random.Generator) -> Integers:
-        """Returns the positions at which the chunks of these requests begin. Each request is cut into chunks at a
-        random offset."""
+        """Returns the positions at which the chunks of these requests begin. Each
+        request is cut into chunks at a random offset."""
         cuts = [
-            np.maximum(np.arange(start - int(rng.integers(self.chunk)), end, self.chunk), start)
-            for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
+            np.maximum(
+                np.arange(start - int(rng.integers(self.chunk)), end, self.chunk), start
+            )
+            for sequence, start, end in zip(
+                self.sequences, self.starts, self.ends, strict=True
+            )
             if sequence in sequences
         ]
         return np.concatenate([np.zeros(0, np.int64), *cuts])
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace. The requests in `validation` are used only to measure the accuracy after
-    each epoch, not for training."""
+    """The network with the chunks of a trace. The requests in `validation` are used
+    only to measure the accuracy after each epoch, not for training."""
 
-    def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
-        self._training = [sequence for sequence in samples.sequences if sequence not in validation]
+    def __init__(
+        self,
+        samples: Samples,
+        validation: list[int],
+        options: Options,
+        rng: np.random.Generator,
+    ) -> None:
+        self._training = [
+            sequence for sequence in samples.sequences if sequence not in validation
+        ]
         places = samples.tokens_of(self._training)
         guess = samples.first_guess(places, options.n_embd, rng)
         self.model = PathModel(*guess, samples.popularity(places), options, rng)
         self.parameters = self.model.parameters
         self._samples = samples
         self._batch = options.batch
-        self._validation = samples.firsts(validation, np.random.default_rng(options.seed))
+        self._validation = samples.firsts(
+            validation, np.random.default_rng(options.seed)
+        )
 
     @property
     def n_batches(self) -> int:
         """An upper bound on the number of batches in an epoch."""
         samples = self._samples
-        lengths = (samples.ends - samples.starts)[np.isin(samples.sequences, self._training)]
+        lengths = (samples.ends - samples.starts)[
+            np.isin(samples.sequences, self._training)
+        ]
         return int((-(-lengths // samples.chunk) + 1).sum()) // self._batch + 1
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
         """Yields batches of chunks in random order."""
-        for logits, paths, known in self._computed(rng.permutation(self._samples.firsts(self._training, rng)), True):
+        for logits, paths, known in self._computed(
+            rng.permutation(self._samples.firsts(self._training, rng)), True
+        ):
             yield binary_cross_entropy(logits, paths, known)
 
     def _computed(
         self, firsts: Integers, training: bool
     ) -> Iterator[tuple[Node, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
-        """Yields (logits, experts used, known) for each batch of chunks. `known` is True where a layer was computed for
-        a token."""
+        """Yields (logits, experts used, known) for each batch of chunks. `known` is
+        True where a layer was computed for a token."""
         samples = self._samples
         for start in range(0, len(firsts), self._batch):
             first = firsts[start : start + self._batch, np.newaxis]
             here = first + np.arange(samples.chunk)
             before = first - samples.window + np.arange(samples.window)
-            logits = self.model.logits(samples.tokens[before], samples.tokens[here], training)
+            logits = self.model.logits(
+                samples.tokens[before], samples.tokens[here], training
+            )
             yield logits, samples.paths[here], samples.known[here]
 
     def validate(self) -> float:
@@ -320,24 +402,37 @@ class PathTrainee(Trainee):
         return right / max(1, total)
 
 
-def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the network. Returns the network's arrays, and facts about the training. The arrays depend only on the
-    trace, the options and the number of threads."""
+def train(
+    trace: Trace, options: Options | None = None, report: Report = no_report
+) -> Weights:
+    """Trains the network. Returns the network's arrays, and facts about the training.
+    The arrays depend only on the trace, the options and the number of threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
-    validation = held_out(trace.select(samples.sequences), VALIDATION_SHARE, options.seed)
-    trainee = PathTrainee(samples, validation, options, np.random.default_rng(options.seed))
+    validation = held_out(
+        trace.select(samples.sequences), VALIDATION_SHARE, options.seed
+    )
+    trainee = PathTrainee(
+        samples, validation, options, np.random.default_rng(options.seed)
+    )
     fitted = fit(trainee, options, report)
-    arrays = {name: node.value.astype(np.float16) for name, node in trainee.parameters.items()}
+    arrays = {
+        name: node.value.astype(np.float16) for name, node in trainee.parameters.items()
+    }
     embedding = np.zeros((trace.shape.n_vocab + 1, options.n_embd), np.float16)
     embedding[samples.seen] = arrays["embedding"]
-    facts = asdict(options) | {"validation": round(fitted.best, 4), "epochs_run": fitted.epochs}
+    facts = asdict(options) | {
+        "validation": round(fitted.best, 4),
+        "epochs_run": fitted.epochs,
+    }
     return Weights(arrays | {"embedding": embedding}, facts)
 
 
-def largest_singular(matrix: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-    """Returns u, s and v^T of the singular value decomposition, approximately, for the n largest singular values. Uses
-    power iteration."""
+def largest_singular(
+    matrix: Floats, n: int, rng: np.random.Generator
+) -> tuple[Floats, Floats, Floats]:
+    """Returns u, s and v^T of the singular value decomposition, approximately, for the
+    n largest singular values. Uses power iteration."""
     found = matrix @ rng.standard_normal((matrix.shape[1], n)).astype(matrix.dtype)
     for _ in range(N_POWER):
         basis, _ = np.linalg.qr(found)

@@ -1,4 +1,5 @@
-"""Reads facts from the headers of a model's files: family, size, quantisation, capabilities. Does not read weights."""
+"""Reads facts from the headers of a model's files: family, size, quantisation,
+capabilities. Does not read weights."""
 
 from __future__ import annotations
 
@@ -37,15 +38,21 @@ def details(entry: ModelEntry) -> Details:
     template = entry.template or layout.chat_template
     tool_template = None if entry.template else layout.tool_template
     total, _ = parameters(layout)
-    # Ollama's rules: a model with pooling computes embeddings, and any other model completes text. Our rule: a model
-    # with pooling type RANK ranks texts.
+    # Ollama's rules: a model with pooling computes embeddings, and any other model
+    # completes text. Our rule: a model with pooling type RANK ranks texts.
     if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
         capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
     else:
         template = template or CHATML  # a conversation needs a template
         able = capabilities_of(template + (tool_template or ""))
-        capabilities = ["completion", *(["vision"] if projector_of(entry) else []), *able]
-        if "insert" not in capabilities and any(key in metadata for key in _INFILL_KEYS):
+        capabilities = [
+            "completion",
+            *(["vision"] if projector_of(entry) else []),
+            *able,
+        ]
+        if "insert" not in capabilities and any(
+            key in metadata for key in _INFILL_KEYS
+        ):
             capabilities.append("insert")
     return Details(
         family=layout.arch,
@@ -64,8 +71,9 @@ def details(entry: ModelEntry) -> Details:
 
 
 def parameters_of(model: NamedModel) -> dict[str, Any]:
-    """Returns the parameters that the model's name sets, and other sampling parameters that the model's files contain.
-    If the files are unknown, missing or damaged, returns only the parameters that the name sets."""
+    """Returns the parameters that the model's name sets, and other sampling parameters
+    that the model's files contain. If the files are unknown, missing or damaged,
+    returns only the parameters that the name sets."""
     own = dict(model.parameters)
     if isinstance(model, ModelEntry) and not model.missing:
         with suppress(MoeggufError):
@@ -74,25 +82,32 @@ def parameters_of(model: NamedModel) -> dict[str, Any]:
 
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
-    """Returns the header of an entry's projector. Returns None if there is no projector or if its header cannot be
-    read: the model then accepts only text."""
+    """Returns the header of an entry's projector. Returns None if there is no projector
+    or if its header cannot be read: the model then accepts only text."""
     with suppress(OSError, MoeggufError):
         return read_projector(entry.mmproj) if entry.mmproj else None
     return None
 
 
 def files_of(entry: ModelEntry) -> dict[str, str]:
-    """Returns the files to load with a model, by keyword of `Llama`: projector, adapter, draft model. A projector that
-    cannot be read is left out."""
+    """Returns the files to load with a model, by keyword of `Llama`: projector,
+    adapter, draft model. A projector that cannot be read is left out."""
     projector = projector_of(entry)
-    beside = {"mmproj": projector and projector.path, "lora_path": entry.adapter, "draft": entry.draft}
+    beside = {
+        "mmproj": projector and projector.path,
+        "lora_path": entry.adapter,
+        "draft": entry.draft,
+    }
     return {name: str(path) for name, path in beside.items() if path}
 
 
 def parameters(layout: ExpertLayout) -> tuple[int, int]:
     """Returns (number of all parameters, number of parameters that one token uses)."""
     blocks = {name: (n, n_bytes) for name, n, n_bytes in GGML_TYPES.values()}
-    total = sum(size // blocks[name][1] * blocks[name][0] for name, (_, size) in layout.tensor_types.items())
+    total = sum(
+        size // blocks[name][1] * blocks[name][0]
+        for name, (_, size) in layout.tensor_types.items()
+    )
     idle = sum(
         matrix.ne0 * matrix.ne1 * (layer.n_expert - layer.n_expert_used)
         for layer in layout.layers
@@ -107,7 +122,11 @@ def main_type(layout: ExpertLayout) -> str:
 
 
 def quantization(layout: ExpertLayout) -> str:
-    """Returns the name of the file type, such as "Q4_K_M". If the file does not state a known type, returns the main
-    tensor type."""
+    """Returns the name of the file type, such as "Q4_K_M". If the file does not state a
+    known type, returns the main tensor type."""
     kind = layout.metadata.get("general.file_type")
-    return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)
+    return (
+        FILE_TYPES.get(kind, main_type(layout))
+        if isinstance(kind, int)
+        else main_type(layout)
+    )

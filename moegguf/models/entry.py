@@ -1,5 +1,6 @@
-"""Data about a named model: its name, the overrides that replace values of its files, and the sizes and digests of its
-files. Also defines classes for the facts from the files' headers, and for the steps of a download."""
+"""Data about a named model: its name, the overrides that replace values of its files,
+and the sizes and digests of its files. Also defines classes for the facts from the
+files' headers, and for the steps of a download."""
 
 from __future__ import annotations
 
@@ -21,19 +22,21 @@ from moegguf.quantities import utc_time
 SAMPLE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
-_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # name of a file that is named after its SHA-256
+# Name of a file that is named after its SHA-256.
+_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The values that a model's name sets in place of those in the model's files. None or an empty value keeps the
-    value of the files."""
+    """The values that a model's name sets in place of those in the model's files. None
+    or an empty value keeps the value of the files."""
 
     system: str | None = None
     template: str | None = None  # chat template in Jinja
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # {name of a Modelfile's PARAMETER: value}
+    # {name of a Modelfile's PARAMETER: value}.
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     license: str | None = None
 
@@ -45,7 +48,8 @@ class Overrides:
 
 @dataclass(frozen=True)
 class NamedModel(Overrides):
-    """A model's name and the overrides that replace values of its files, without the paths of the files.
+    """A model's name and the overrides that replace values of its files, without the
+    paths of the files.
 
     `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M").
     """
@@ -60,22 +64,34 @@ class ModelEntry(NamedModel):
     source: Source
     files: tuple[Path, ...]  # the shards in order
     size_bytes: int
-    # hex digits that identify the files and the adapter (`weights_digest`), the same for all names of the files
+    # hex digits that identify the files and the adapter (`weights_digest`), the same
+    # for all names of the files
     weights: str
-    modified: datetime  # last change of the first file, manifest or index entry, as an aware datetime in UTC
+    # Last change of the first file, manifest or index entry, as an aware datetime in
+    # UTC.
+    modified: datetime
     mmproj: Path | None = None  # a projector for images
     adapter: Path | None = None  # a LoRA adapter that is loaded with the model
     draft: Path | None = None  # a smaller model that guesses the model's next tokens
-    parent: str = ""  # the name from which this one was created; "": created from files, or not created here
+    # The name from which this one was created; "": created from files, or not created
+    # here.
+    parent: str = ""
     missing: tuple[Path, ...] = ()  # shards, and the adapter, that no longer exist
 
     @property
     def digest(self) -> str:
-        """64 hex digits that identify the files and the overrides. Equal to `weights` if nothing is overridden."""
-        given = {name: value for name, value in self.overrides.items() if value not in (None, (), {})}
+        """64 hex digits that identify the files and the overrides. Equal to `weights`
+        if nothing is overridden."""
+        given = {
+            name: value
+            for name, value in self.overrides.items()
+            if value not in (None, (), {})
+        }
         if not given:
             return self.weights
-        text = json.dumps({"files": self.weights, **given}, sort_keys=True, default=dict)
+        text = json.dumps(
+            {"files": self.weights, **given}, sort_keys=True, default=dict
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -101,10 +117,13 @@ class Details:
     n_embd: int
     n_expert: int
     n_expert_used: int
-    capabilities: tuple[str, ...]  # some of completion, vision, tools, thinking, insert, embedding, rerank
+    # Some of completion, vision, tools, thinking, insert, embedding, rerank.
+    capabilities: tuple[str, ...]
     template: str | None
-    metadata: Mapping[str, Any]  # the first file's GGUF key-values, except long values and arrays of strings
-    tool_template: str | None = None  # the file's separate template for conversations with tools
+    # The first file's GGUF key-values, except long values and arrays of strings.
+    metadata: Mapping[str, Any]
+    # The file's separate template for conversations with tools.
+    tool_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,63 +131,80 @@ class PullStatus:
     """A step of a download."""
 
     status: str  # Ollama's text for the step
-    digest: str = ""  # digest of the file that is fetched; "" for a small file, and for a step without a file
+    # digest of the file that is fetched; "" for a small file, and for a step without a
+    # file.
+    digest: str = ""
     file: str = ""
     total_bytes: int = 0
     completed_bytes: int | None = None  # None until bytes of the file were reported
 
 
 def blob_name(digest: str) -> str:
-    """Returns the file name for a digest: "sha256-" and its 64 hex digits in lower case. Raises ModelNameError if
-    `digest` is not a SHA-256 digest."""
+    """Returns the file name for a digest: "sha256-" and its 64 hex digits in lower
+    case. Raises ModelNameError if `digest` is not a SHA-256 digest."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
-        raise ModelNameError(f"a digest must be 'sha256:' and 64 hexadecimal digits, but this is {digest!r:.80}.")
+        raise ModelNameError(
+            f"a digest must be 'sha256:' and 64 hexadecimal digits, but this is {digest!r:.80}."
+        )
     return f"sha256-{match[1].lower()}"
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """Returns 64 hex digits that identify the contents of the files. If the name of each file, or of the file that it
-    links to, is a SHA-256, these names are used and no file is read.
+    """Returns 64 hex digits that identify the contents of the files. If the name of
+    each file, or of the file that it links to, is a SHA-256, these names are used and
+    no file is read.
 
-    Otherwise the digest is computed from each file's size, first MiB and last MiB, because hashing all of a 200 GB
-    model would take minutes. These parts contain the beginning of the header, and weights that differ between training
-    runs. A change that affects only the bytes between these parts is not detected. Raises OSError if a file cannot be
-    read.
+    Otherwise the digest is computed from each file's size, first MiB and last MiB,
+    because hashing all of a 200 GB model would take minutes. These parts contain the
+    beginning of the header, and weights that differ between training runs. A change
+    that affects only the bytes between these parts is not detected. Raises OSError if a
+    file cannot be read.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
-    addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
+    addresses = [
+        _CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets
+    ]
     if all(addresses):
         return combined_digest([address[1] for address in addresses if address])
-    return combined_digest([_sample(FileVersion.of(path, path.stat())) for path in files])
+    return combined_digest(
+        [_sample(FileVersion.of(path, path.stat())) for path in files]
+    )
 
 
 def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
-    """Returns 64 hex digits that identify the model's files and its adapter, computed as in `digest_of`. Raises OSError
-    if a file cannot be read."""
+    """Returns 64 hex digits that identify the model's files and its adapter, computed
+    as in `digest_of`. Raises OSError if a file cannot be read."""
     of_files = digest_of(files)
     return combined_digest([of_files, digest_of((adapter,))]) if adapter else of_files
 
 
 def combined_digest(digests: list[str]) -> str:
-    """Returns one digest for a model, from the digests of its files in order. A single file keeps its own digest."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    """Returns one digest for a model, from the digests of its files in order. A single
+    file keeps its own digest."""
+    return (
+        digests[0]
+        if len(digests) == 1
+        else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    )
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Returns the total size of these files in bytes. Raises OSError if a file is missing."""
+    """Returns the total size of these files in bytes. Raises OSError if a file is
+    missing."""
     return sum(path.stat().st_size for path in files)
 
 
 def modified_at(path: Path) -> datetime:
-    """Returns the modification time of a file or link. Raises OSError if the file is missing."""
+    """Returns the modification time of a file or link. Raises OSError if the file is
+    missing."""
     return utc_time(path.lstat().st_mtime)
 
 
 @lru_cache(maxsize=4096)
 def _sample(file: FileVersion) -> str:
-    """Returns a digest of a file's size, first MiB and last MiB. Caches the digests of the 4096 file versions used
-    last."""
+    """Returns a digest of a file's size, first MiB and last MiB. Caches the digests of
+    the 4096 file versions used last."""
     digest = hashlib.sha256(f"{file.n_bytes}\n".encode())
     with open(file.path, "rb") as stream:
         digest.update(stream.read(SAMPLE_BYTES))

@@ -1,7 +1,8 @@
-"""Selects the files of a model in a repository by tag, by llama.cpp's rules for `-hf user/repo[:quant]`.
+"""Selects the files of a model in a repository by tag, by llama.cpp's rules for `-hf
+user/repo[:quant]`.
 
-A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works only on paths and does not open
-files.
+A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works
+only on paths and does not open files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MAX_LISTED = 40
 
 _NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 _QUANT = re.compile(
-    r"(?:^|[.\-_])((?:UD-)?(?:I?Q\d[0-9A-Z_]*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))", re.IGNORECASE
+    r"(?:^|[.\-_])((?:UD-)?(?:I?Q\d[0-9A-Z_]*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))",
+    re.IGNORECASE,
 )
 _LAST_WORD = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
 
@@ -38,11 +40,14 @@ class FileSelection:
         return (*self.files, self.mmproj) if self.mmproj else self.files
 
 
-def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
+def select_files(
+    paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository"
+) -> FileSelection:
     """Returns the model among `paths` ("folder/name.gguf") that `tag` selects.
 
-    `latest` selects Q4_K_M, else Q8_0, else the first path in sorted order. Raises ModelNotFoundError, with the names
-    of up to MAX_LISTED models, if no file matches. Also raises ModelNotFoundError if a shard is missing.
+    `latest` selects Q4_K_M, else Q8_0, else the first path in sorted order. Raises
+    ModelNotFoundError, with the names of up to MAX_LISTED models, if no file matches.
+    Also raises ModelNotFoundError if a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
@@ -55,51 +60,88 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
     if first is None:
         names = [_base(path) for path in firsts]
         if not names:
-            raise ModelNotFoundError(f"{repo} has no GGUF file; look for a repository with GGUF files of this model.")
-        some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
-        raise ModelNotFoundError(f"{repo} has no file for {tag!r}. Available GGUF files: {some}.")
+            raise ModelNotFoundError(
+                f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
+            )
+        some = ", ".join(names[:MAX_LISTED]) + (
+            ", ..." if len(names) > MAX_LISTED else ""
+        )
+        raise ModelNotFoundError(
+            f"{repo} has no file for {tag!r}. Available GGUF files: {some}."
+        )
     return FileSelection(_all_shards(first, models, repo), _projector(first, known))
 
 
 def without_incomplete(paths: Iterable[str]) -> list[str]:
-    """Returns `paths`, sorted, without the files of models that lack a shard or have more than MAX_SHARDS shards."""
+    """Returns `paths`, sorted, without the files of models that lack a shard or have
+    more than MAX_SHARDS shards."""
     known = sorted(paths)
     present: dict[tuple[str, int], set[int]] = {}
     for shard in map(_shard, known):
         present.setdefault((shard.prefix, shard.n_shards), set()).add(shard.number)
-    complete = {key for key, numbers in present.items() if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}}
-    return [path for path in known if ((shard := _shard(path)).prefix, shard.n_shards) in complete]
+    complete = {
+        key
+        for key, numbers in present.items()
+        if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}
+    }
+    return [
+        path
+        for path in known
+        if ((shard := _shard(path)).prefix, shard.n_shards) in complete
+    ]
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
-    """Returns (tag, files) for each complete model in `paths`, except models that no tag selects. Given one of these
-    tags and the files of the complete models, `select_files` selects the same files."""
+    """Returns (tag, files) for each complete model in `paths`, except models that no
+    tag selects. Given one of these tags and the files of the complete models,
+    `select_files` selects the same files."""
     known = without_incomplete(paths)
     firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
-    selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)
-    return tuple((tag, selection) for selection in selections if (tag := _tag_of(selection, known)))
+    selections = (
+        FileSelection(_all_shards(path, known, ""), _projector(path, known))
+        for path in firsts
+    )
+    return tuple(
+        (tag, selection)
+        for selection in selections
+        if (tag := _tag_of(selection, known))
+    )
 
 
 def projector_beside(model: str, names: Sequence[str]) -> str | None:
-    """Returns the name of the projector for the model file `model`, or None. `names` are the files in the model's
-    folder.
+    """Returns the name of the projector for the model file `model`, or None. `names`
+    are the files in the model's folder.
 
-    If the folder has no other model, any projector fits. Otherwise the names of the model and the projector must be
-    equal apart from case, shard numbers, quantisation, "mmproj", and separators at the ends.
+    If the folder has no other model, any projector fits. Otherwise the names of the
+    model and the projector must be equal apart from case, shard numbers, quantisation,
+    "mmproj", and separators at the ends.
     """
-    others = [name for name in names if is_model(name) and _shard(name).prefix != _shard(model).prefix]
-    return _projector(model, [name for name in names if not others or _plain_name(name) == _plain_name(model)])
+    others = [
+        name
+        for name in names
+        if is_model(name) and _shard(name).prefix != _shard(model).prefix
+    ]
+    return _projector(
+        model,
+        [
+            name
+            for name in names
+            if not others or _plain_name(name) == _plain_name(model)
+        ],
+    )
 
 
 def _plain_name(path: str) -> str:
-    """Returns a file's name in lower case, without ".gguf", shard numbers, quantisation, "mmproj", and separators at
-    the ends."""
-    return _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
+    """Returns a file's name in lower case, without ".gguf", shard numbers,
+    quantisation, "mmproj", and separators at the ends."""
+    return (
+        _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
+    )
 
 
 def is_model(path: str) -> bool:
-    """Returns True for the name of a .gguf file, unless the name contains a word for a projector, an importance matrix
-    or a draft model."""
+    """Returns True for the name of a .gguf file, unless the name contains a word for a
+    projector, an importance matrix or a draft model."""
     name = _base(path).lower()
     return name.endswith(".gguf") and not any(word in name for word in _NOT_MODELS)
 
@@ -117,17 +159,20 @@ def _shard(path: str) -> ShardName:
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
-    """Returns the path of the file whose name is `tag`, or None. The tag may omit ".gguf" and shard numbers, and its
-    case does not matter."""
+    """Returns the path of the file whose name is `tag`, or None. The tag may omit
+    ".gguf" and shard numbers, and its case does not matter."""
     wanted = tag.lower().removesuffix(".gguf")
-    names = ((path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower()) for path in models)
+    names = (
+        (path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower())
+        for path in models
+    )
     return next((path for path, *known in names if wanted in known), None)
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
-    """Returns the first path in which a dot or dash follows the quantisation, in upper or lower case; None if there is
-    none. Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as
-    llama.cpp does."""
+    """Returns the first path in which a dot or dash follows the quantisation, in upper
+    or lower case; None if there is none. Searches for a whole word first ("Q4_XS" is
+    not a whole word in "IQ4_XS"), then at any position, as llama.cpp does."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
         if found := next((path for path in firsts if pattern.search(path)), None):
@@ -139,7 +184,11 @@ def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]
     prefix, _, count = _shard(first)
     if count <= 1:
         return (first,)
-    shards = {shard.number: path for path in models if (shard := _shard(path))[::2] == (prefix, count)}
+    shards = {
+        shard.number: path
+        for path in models
+        if (shard := _shard(path))[::2] == (prefix, count)
+    }
     if count > MAX_SHARDS:
         raise ModelNotFoundError(
             f"{repo}: {_base(prefix)!r} may have at most {MAX_SHARDS} shards, but has {count}; choose another"
@@ -147,7 +196,9 @@ def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]
         )
     missing = [number for number in range(1, count + 1) if number not in shards]
     if missing:
-        names = ", ".join(shard_path(_base(prefix), number, count) for number in missing[:3])
+        names = ", ".join(
+            shard_path(_base(prefix), number, count) for number in missing[:3]
+        )
         raise ModelNotFoundError(
             f"{repo}: {len(missing)} of the {count} shards of {_base(prefix)!r} are missing"
             f" ({names}{', ...' if len(missing) > 3 else ''}); choose another quantisation."
@@ -162,8 +213,9 @@ def _bits(path: str) -> int:
 
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
-    """Returns the path of a projector in the model's folder, or in the nearest folder above that has one; None if there
-    is none. If there are several, returns the projector whose bit width is closest to the model's."""
+    """Returns the path of a projector in the model's folder, or in the nearest folder
+    above that has one; None if there is none. If there are several, returns the
+    projector whose bit width is closest to the model's."""
     folder = model.split("/")[:-1]
     found = []
     for path in paths:
@@ -175,11 +227,16 @@ def _projector(model: str, paths: Iterable[str]) -> str | None:
 
 
 def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
-    """Returns the first of these tags that selects the selection's files among `paths`: the quantisation, the name
-    without shard numbers and ".gguf", the whole name, `latest`. Returns None if no tag does."""
+    """Returns the first of these tags that selects the selection's files among `paths`:
+    the quantisation, the name without shard numbers and ".gguf", the whole name,
+    `latest`. Returns None if no tag does."""
     first = selection.files[0]
     name = _base(_shard(first).prefix)
-    quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]
+    quants = [
+        match[1].upper()
+        for match in _QUANT.finditer(_base(name))
+        if match.end() == len(name)
+    ]
     for tag in (*quants[-1:], name, _base(first), DEFAULT_TAG):
         with suppress(ModelNotFoundError):
             if is_tag(tag) and select_files(paths, tag).files == selection.files:

@@ -1,8 +1,9 @@
 """Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
-Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without the
-prefix `moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library
-was built. `tools/gpu/plugin.py` builds such packages.
+Each package adds one folder to the namespace package `moegguf_backends`. The folder has
+the package's name without the prefix `moegguf-`. The folder contains one library and
+the file UPSTREAM, which lists the sources from which the library was built.
+`tools/gpu/plugin.py` builds such packages.
 """
 
 from __future__ import annotations
@@ -17,20 +18,27 @@ from pathlib import Path
 from moegguf.package import __version__
 
 NAMESPACE = "moegguf_backends"
-BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must match moegguf's own build
+# Fields of UPSTREAM that must match moegguf's own build.
+BUILT_FROM = ("llama_cpp_commit", "ggml_headers")
 GPU = 1  # value of enum ggml_backend_dev_type
 
 
 def read_pin(folder: Path) -> dict[str, str]:
-    """Reads the `key = value` lines of the file UPSTREAM in a folder. Returns {} if there is no such file."""
+    """Reads the `key = value` lines of the file UPSTREAM in a folder. Returns {} if
+    there is no such file."""
     file = folder / "UPSTREAM"
     lines = file.read_text().splitlines() if file.exists() else []
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
+    pairs = (
+        line.partition("=")
+        for line in lines
+        if "=" in line and not line.startswith("#")
+    )
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def plugin_folders() -> list[Path]:
-    """Returns the folders of installed backends in loading order, for example cuda13, cuda12, vulkan."""
+    """Returns the folders of installed backends in loading order, for example cuda13,
+    cuda12, vulkan."""
     found = importlib.util.find_spec(NAMESPACE)
     places = found.submodule_search_locations if found else None
     inside = [path for place in places or () for path in Path(place).iterdir()]
@@ -42,9 +50,9 @@ def plugin_folders() -> list[Path]:
 def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
     """Loads installed backends into `ggml`, one after another, until ggml has a GPU.
 
-    A second backend would list the same GPU again. Returns a sentence for each backend that was skipped because it was
-    built from different sources. If a library does not load, for example because the driver is missing, ggml logs the
-    reason.
+    A second backend would list the same GPU again. Returns a sentence for each backend
+    that was skipped because it was built from different sources. If a library does not
+    load, for example because the driver is missing, ggml logs the reason.
     """
     by_type, load = ggml.ggml_backend_dev_by_type, ggml.ggml_backend_load
     by_type.restype = load.restype = c.c_void_p

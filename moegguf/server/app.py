@@ -1,7 +1,9 @@
-"""The ASGI application: all routes, the access checks before them, the error handlers, and a log of requests.
+"""The ASGI application: all routes, the access checks before them, the error handlers,
+and a log of requests.
 
-In front of Ray Serve's replicas (`moegguf.serving.ray`) some endpoints are missing, such as endpoints that change
-models. The paths in `INSTEAD` then reply with status 501 and with advice.
+In front of Ray Serve's replicas (`moegguf.serving.ray`) some endpoints are missing,
+such as endpoints that change models. The paths in `INSTEAD` then reply with status 501
+and with advice.
 """
 
 from __future__ import annotations
@@ -58,21 +60,31 @@ APIS = (ollama, anthropic, openai, batches, embeddings, model_list, llama_server
 MODULES = (*APIS, metrics, live, page, pdf)
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
-CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")
+CHANGES = (
+    "/api/pull",
+    "/api/create",
+    "/api/copy",
+    "/api/delete",
+    "/api/blobs/{digest:path}",
+)
 FILES = "files would lie on one of the machines; `moegguf batch` sends the lines of a file to a server"
 INSTEAD = {  # {path that is missing in front of Ray: what to do instead}
     **dict.fromkeys((route.path for route in batches.routes), FILES),
     "/slots/{slot}": "each replica has slots of its own; computed contexts are kept on the disk of each",
     "/v1/responses/{response}": "responses are not stored; send the whole conversation as input",
-    **dict.fromkeys(CHANGES, "models are those of the config file; change it, then `serve deploy` it"),
+    **dict.fromkeys(
+        CHANGES,
+        "models are those of the config file; change it, then `serve deploy` it",
+    ),
     "/metrics": "metrics are exported by Ray, on each of its nodes; scrape these (docs/deployment.md)",
     "/live": "replicas send no snapshots of their experts; `moegguf serve` does",
 }
 
 
 def request_log(app: ASGIApp) -> ASGIApp:
-    """Middleware that logs each HTTP request when its response has ended: client, number of the key (if there are
-    several keys), method, path, status, seconds and bytes."""
+    """Middleware that logs each HTTP request when its response has ended: client,
+    number of the key (if there are several keys), method, path, status, seconds and
+    bytes."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not log.isEnabledFor(logging.INFO):
@@ -88,7 +100,8 @@ def request_log(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, counted)
         except Exception:
-            status = status or 500  # Starlette sends this reply, outside of this middleware
+            # Starlette sends this reply, outside of this middleware.
+            status = status or 500
             raise
         finally:
             key = {"key": scope["key"]} if scope.get("key") else {}
@@ -97,12 +110,16 @@ def request_log(app: ASGIApp) -> ASGIApp:
                 **key,
                 "method": scope["method"],
                 "path": scope["path"],
-                "status": status,  # 0: no status was sent here, for example because the client disconnected
+                # 0: no status was sent here, for example because the client
+                # disconnected.
+                "status": status,
                 "seconds": round(time.perf_counter() - start_s, 3),
                 "bytes": n_bytes,
             }
             who = "%(client)s key %(key)d" if key else "%(client)s"
-            text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
+            text = (
+                f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
+            )
             log.info(text, request, extra={"request": request})
 
     return logged
@@ -114,13 +131,16 @@ def make_app(
     settings: Settings,
     routes: Sequence[BaseRoute] | None = None,
 ) -> Starlette:
-    """Returns the application, which enters `manager` at startup and exits it at shutdown.
+    """Returns the application, which enters `manager` at startup and exits it at
+    shutdown.
 
-    Without `routes`, the application has all routes and a store of responses, and continues batches that an earlier
-    server did not finish. `app.state` holds the other arguments.
+    Without `routes`, the application has all routes and a store of responses, and
+    continues batches that an earlier server did not finish. `app.state` holds the other
+    arguments.
     """
     state = batches.new_state(manager, catalog, settings)
-    state.ending = threading.Event()  # set by the server when it shuts down, so that endless streams end
+    # Set by the server when it shuts down, so that endless streams end.
+    state.ending = threading.Event()
     state.batches = Batches(
         data_folder() / "batches",
         partial(batches.reply_in_process, state),
@@ -130,9 +150,12 @@ def make_app(
     )
 
     if routes is not None:
-        state.lora_scales = None  # not supported: scales set in this process would not reach the replicas
+        # Not supported: scales set in this process would not reach the replicas.
+        state.lora_scales = None
     else:
-        state.responses = ResponseStore(data_folder() / "responses", settings.responses_age_s)
+        state.responses = ResponseStore(
+            data_folder() / "responses", settings.responses_age_s
+        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -146,7 +169,9 @@ def make_app(
                 yield
 
     app = Starlette(
-        routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
+        routes=[route for module in MODULES for route in module.routes]
+        if routes is None
+        else routes,
         middleware=[
             Middleware(with_plain_target),
             Middleware(request_log),
@@ -168,22 +193,33 @@ def make_app(
 
 
 def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
-    """Returns the application for Ray. Ray chooses the address on which its proxy listens. Therefore only this machine
-    may use the application unless the environment sets an API key or trusted networks. Raises OptionError for invalid
-    values in the environment."""
+    """Returns the application for Ray. Ray chooses the address on which its proxy
+    listens. Therefore only this machine may use the application unless the environment
+    sets an API key or trusted networks. Raises OptionError for invalid values in the
+    environment."""
     settings = read_settings()
     settings = replace(settings, host=replace(settings.host, host="0.0.0.0"))
     if not settings.api_keys and not settings.trusted:
-        settings = replace(settings, host=replace(settings.host, host="127.0.0.1"), trusted=LOOPBACK)
-    kept = [route for module in APIS for route in module.routes if route.path not in INSTEAD]
-    refused = [Route(path, _refuse, methods=["GET", "POST", "DELETE", "HEAD"]) for path in INSTEAD]
+        settings = replace(
+            settings, host=replace(settings.host, host="127.0.0.1"), trusted=LOOPBACK
+        )
+    kept = [
+        route for module in APIS for route in module.routes if route.path not in INSTEAD
+    ]
+    refused = [
+        Route(path, _refuse, methods=["GET", "POST", "DELETE", "HEAD"])
+        for path in INSTEAD
+    ]
     return make_app(manager, catalog, settings, [*kept, *refused, Route("/", _greet)])
 
 
 async def _refuse(request: HttpRequest) -> Response:
-    path = next(path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0]))
+    path = next(
+        path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0])
+    )
     raise HttpError(501, INSTEAD[path])
 
 
 async def _greet(request: HttpRequest) -> Response:
-    return PlainTextResponse(page.GREETING)  # Ollama clients expect this text from a running server
+    # Ollama clients expect this text from a running server.
+    return PlainTextResponse(page.GREETING)

@@ -1,9 +1,9 @@
-"""/v1/files and /v1/batches: a client uploads a file of requests and gets a file of answers. The requests of a batch
-have lower priority than other requests.
+"""/v1/files and /v1/batches: a client uploads a file of requests and gets a file of
+answers. The requests of a batch have lower priority than other requests.
 
-A batch calls the OpenAI-compatible endpoints in this process, with the same checks and objects as over HTTP. Its
-requests skip access control, since the client that created the batch has passed it. Their bodies do not count towards
-`ALL_BODIES_BYTES`.
+A batch calls the OpenAI-compatible endpoints in this process, with the same checks and
+objects as over HTTP. Its requests skip access control, since the client that created
+the batch has passed it. Their bodies do not count towards `ALL_BODIES_BYTES`.
 """
 
 from __future__ import annotations
@@ -64,16 +64,25 @@ ENDPOINTS: Mapping[str, type[RequestBody | EmbeddingsBody]] = {
 
 
 def new_state(
-    manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, settings: Settings
+    manager: ModelManager | ReplicaManager,
+    catalog: Catalog | ConfiguredCatalog,
+    settings: Settings,
 ) -> State:
     """Returns the state of an application, which the endpoints read as `app.state`."""
-    own = {"totals": Totals(), "settings": settings, "preloading": None, "responses": None, "lora_scales": {}}
+    own = {
+        "totals": Totals(),
+        "settings": settings,
+        "preloading": None,
+        "responses": None,
+        "lora_scales": {},
+    }
     return State({"manager": manager, "catalog": catalog, **own})
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
-    """Answers a POST request in this process, with lower priority than clients' requests. Returns errors as replies.
-    Cancelling the call stops the answer, as a client's disconnect does."""
+    """Answers a POST request in this process, with lower priority than clients'
+    requests. Returns errors as replies. Cancelling the call stops the answer, as a
+    client's disconnect does."""
     kind = ENDPOINTS[url]
     current_client.set(BACKGROUND)
     try:
@@ -93,13 +102,17 @@ def _batches(request: Request) -> Batches:
 
 
 def _file_object(file: StoredFile) -> dict[str, Any]:
-    facts = {name: getattr(file, name) for name in ("created_at", "expires_at", "filename", "purpose")}
+    facts = {
+        name: getattr(file, name)
+        for name in ("created_at", "expires_at", "filename", "purpose")
+    }
     status = {"status": "processed", "status_details": None}
     return {"id": file.id, "object": "file", "bytes": file.n_bytes, **facts, **status}
 
 
 class _ExpiresAfter(Body):
-    """The time after a file's creation at which the file is deleted, within OpenAI's limits."""
+    """The time after a file's creation at which the file is deleted, within OpenAI's
+    limits."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[Whole, Field(ge=3600, le=2_592_000)]
@@ -113,13 +126,24 @@ class _FileForm(Body):
 async def _create_file(request: Request) -> Response:
     """Stores an uploaded file. Raises HttpError, StorageError or BusyError."""
     with _batches(request).files.new() as file:
-        filename, fields = await read_form(request, file.write, request.app.state.settings.upload_bytes)
+        filename, fields = await read_form(
+            request, file.write, request.app.state.settings.upload_bytes
+        )
         if filename is None:
             raise HttpError(400, "file: field required")
         prefix = "expires_after["
-        texts = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
-        expiry = {name: int(text) if text.isascii() and text.isdecimal() else text for name, text in texts.items()}
-        asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), _FileForm)
+        texts = {
+            name[len(prefix) : -1]: text
+            for name, text in fields.items()
+            if name.startswith(prefix)
+        }
+        expiry = {
+            name: int(text) if text.isascii() and text.isdecimal() else text
+            for name, text in texts.items()
+        }
+        asked = parse_fields(
+            fields | ({"expires_after": expiry} if expiry else {}), _FileForm
+        )
         kept_s = asked.expires_after.seconds if asked.expires_after else None
         return JSONResponse(_file_object(file.finish(filename, asked.purpose, kept_s)))
 
@@ -127,21 +151,36 @@ async def _create_file(request: Request) -> Response:
 async def _list_files(request: Request) -> Response:
     query = request.query_params
     if query.get("order", "desc") not in ("asc", "desc"):
-        raise HttpError(400, f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}")
-    files = [file for file in _batches(request).files.all() if query.get("purpose", file.purpose) == file.purpose]
+        raise HttpError(
+            400, f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}"
+        )
+    files = [
+        file
+        for file in _batches(request).files.all()
+        if query.get("purpose", file.purpose) == file.purpose
+    ]
     if query.get("order") != "asc":
         files.reverse()
-    return _listed(request, [_file_object(file) for file in files], MAX_FILES_LISTED, MAX_FILES_LISTED)
+    return _listed(
+        request,
+        [_file_object(file) for file in files],
+        MAX_FILES_LISTED,
+        MAX_FILES_LISTED,
+    )
 
 
 async def _retrieve_file(request: Request) -> Response:
-    return JSONResponse(_file_object(_batches(request).files.get(request.path_params["file"])))
+    return JSONResponse(
+        _file_object(_batches(request).files.get(request.path_params["file"]))
+    )
 
 
 async def _file_content(request: Request) -> Response:
     store, file_id = _batches(request).files, request.path_params["file"]
     return FileResponse(
-        store.path(file_id), media_type="application/octet-stream", filename=store.get(file_id).filename
+        store.path(file_id),
+        media_type="application/octet-stream",
+        filename=store.get(file_id).filename,
     )
 
 
@@ -165,7 +204,10 @@ class _BatchBody(Body):
     endpoint: Annotated[str, AfterValidator(_endpoint)]
     completion_window: Literal["24h"]
     metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        dict[
+            Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+        ]
+        | None,
         Field(max_length=16),
         BeforeValidator(without_nulls),
     ] = None
@@ -186,18 +228,29 @@ def _batch_object(batch: Batch) -> dict[str, Any]:
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
         **{name: value for name, value in asdict(batch).items() if name in TIMES},
-        "request_counts": {"total": batch.total, "completed": counts.completed, "failed": counts.failed},
-        "usage": usage(counts.input_tokens, counts.cached_tokens, counts.output_tokens, counts.reasoning_tokens),
+        "request_counts": {
+            "total": batch.total,
+            "completed": counts.completed,
+            "failed": counts.failed,
+        },
+        "usage": usage(
+            counts.input_tokens,
+            counts.cached_tokens,
+            counts.output_tokens,
+            counts.reasoning_tokens,
+        ),
         "metadata": batch.metadata,
     }
 
 
 async def _create_batch(request: Request) -> Response:
-    """Creates a batch from an uploaded file. Raises HttpError, UnknownIdError, BatchFileError, BusyError or
-    StorageError."""
+    """Creates a batch from an uploaded file. Raises HttpError, UnknownIdError,
+    BatchFileError, BusyError or StorageError."""
     body = await read_body(request, _BatchBody)
     kept_s = body.output_expires_after.seconds if body.output_expires_after else None
-    batch = _batches(request).create(body.endpoint, body.input_file_id, body.metadata, kept_s)
+    batch = _batches(request).create(
+        body.endpoint, body.input_file_id, body.metadata, kept_s
+    )
     return JSONResponse(_batch_object(batch))
 
 
@@ -207,12 +260,14 @@ async def _list_batches(request: Request) -> Response:
 
 
 async def _retrieve_batch(request: Request) -> Response:
-    return JSONResponse(_batch_object(_batches(request).get(request.path_params["batch"])))
+    return JSONResponse(
+        _batch_object(_batches(request).get(request.path_params["batch"]))
+    )
 
 
 async def _cancel_batch(request: Request) -> Response:
-    """Starts cancelling a batch. Raises HttpError 409 if the batch has ended or is already writing its files. Also
-    raises UnknownIdError, BusyError or StorageError."""
+    """Starts cancelling a batch. Raises HttpError 409 if the batch has ended or is
+    already writing its files. Also raises UnknownIdError, BusyError or StorageError."""
     batches = _batches(request)
     batch = batches.get(request.path_params["batch"])
     if batch.status in CANCELLABLE:
@@ -223,7 +278,9 @@ async def _cancel_batch(request: Request) -> Response:
     return JSONResponse(_batch_object(batch))
 
 
-def _listed(request: Request, objects: list[dict[str, Any]], most: int, default: int) -> Response:
+def _listed(
+    request: Request, objects: list[dict[str, Any]], most: int, default: int
+) -> Response:
     return JSONResponse({"object": "list", **page(request, objects, most, default)})
 
 

@@ -1,16 +1,19 @@
-"""Endpoints that compute embeddings of texts, and endpoints that rank documents by their scores for a query.
+"""Endpoints that compute embeddings of texts, and endpoints that rank documents by
+their scores for a query.
 
-Embeddings: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings, and llama-server's
-/embeddings. At OpenAI's and llama-server's endpoints a text may also be a list of tokens. OpenAI's endpoint replies
-with numbers, or with little-endian float32 in base64.
+Embeddings: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated
+/api/embeddings, and llama-server's /embeddings. At OpenAI's and llama-server's
+endpoints a text may also be a list of tokens. OpenAI's endpoint replies with numbers,
+or with little-endian float32 in base64.
 
-A text that is too long for the model is truncated if `truncate` is true, and is an error if it is false. `truncate` is
-false by default at /v1/embeddings and true at /api/embed. Ollama's /api/embeddings always truncates, and llama-server's
-/embeddings never does.
+A text that is too long for the model is truncated if `truncate` is true, and is an
+error if it is false. `truncate` is false by default at /v1/embeddings and true at
+/api/embed. Ollama's /api/embeddings always truncates, and llama-server's /embeddings
+never does.
 
-/v1/rerank needs a reranker, which is a model whose pooling type is RANK. The endpoint accepts what llama-server
-accepts: a list `documents` as in Jina's and Cohere's APIs, or a list `texts` as in TEI. The reply to a body with only
-`texts` is a JSON list.
+/v1/rerank needs a reranker, which is a model whose pooling type is RANK. The endpoint
+accepts what llama-server accepts: a list `documents` as in Jina's and Cohere's APIs, or
+a list `texts` as in TEI. The reply to a body with only `texts` is a JSON list.
 """
 
 from __future__ import annotations
@@ -48,10 +51,13 @@ _Inputs = Annotated[list[str], Field(max_length=limits.INPUTS)]
 RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
-def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
-    """Cuts each vector to its first `n_dimensions` elements and scales it to length 1; a zero vector stays zero. The
-    shape changes from (n, n_embd) to (n, n_dimensions). Returns the vectors unchanged if `n_dimensions` is None, 0 or
-    at least n_embd, or if there are no vectors."""
+def _shorten(
+    vectors: npt.NDArray[np.float32], n_dimensions: int | None
+) -> npt.NDArray[np.float32]:
+    """Cuts each vector to its first `n_dimensions` elements and scales it to length 1;
+    a zero vector stays zero. The shape changes from (n, n_embd) to (n, n_dimensions).
+    Returns the vectors unchanged if `n_dimensions` is None, 0 or at least n_embd, or if
+    there are no vectors."""
     if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
         return vectors
     cut = vectors[:, :n_dimensions]
@@ -80,20 +86,32 @@ class EmbeddingsBody(Loading):
     truncate: bool | None = None
 
     async def whole_reply(self, state: State) -> Json:
-        """Returns the reply, with a normalized vector for each text. Raises HttpError 400 if `dimensions` is larger
-        than the number of dimensions of the model's vectors."""
-        found, _ = await _embed_texts(state, self.model, self, self.input, truncate=bool(self.truncate))
+        """Returns the reply, with a normalized vector for each text. Raises HttpError
+        400 if `dimensions` is larger than the number of dimensions of the model's
+        vectors."""
+        found, _ = await _embed_texts(
+            state, self.model, self, self.input, truncate=bool(self.truncate)
+        )
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
         if self.dimensions is not None and self.dimensions > n_embd:
-            raise HttpError(400, f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}")
+            raise HttpError(
+                400,
+                f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}",
+            )
         vectors = _shorten(vectors, self.dimensions)
         written: list[Any] = vectors.tolist()
         if self.encoding_format == "base64":
-            written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+            written = [
+                base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                for vector in vectors
+            ]
         return {
             "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
+            "data": [
+                {"object": "embedding", "index": i, "embedding": each}
+                for i, each in enumerate(written)
+            ],
             "model": self.model,
             "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
         }
@@ -109,13 +127,22 @@ class _EmbedRequest(ModelBody, Loading):
 
 
 async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
-    """Replies with a normalized vector for each text. Texts in a list may be empty. If `input` is absent or is an empty
-    string or list, loads the model and replies with an empty list."""
-    texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
-    found, load_ns = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
+    """Replies with a normalized vector for each text. Texts in a list may be empty. If
+    `input` is absent or is an empty string or list, loads the model and replies with an
+    empty list."""
+    texts = (
+        [text for text in (body.input,) if text]
+        if isinstance(body.input, str)
+        else body.input or []
+    )
+    found, load_ns = await _compute(
+        request, body, texts, truncate=body.truncate is not False, normalize=True
+    )
     return {
         "model": body.model,
-        "embeddings": _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist(),
+        "embeddings": _shorten(
+            np.asarray(found.vectors, np.float32), body.dimensions
+        ).tolist(),
         "total_duration": body.age_ns,
         "load_duration": load_ns,
         "prompt_eval_count": found.n_tokens,
@@ -127,35 +154,56 @@ class _EmbeddingRequest(ModelBody, Loading):
 
 
 async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
-    """Replies with the vector of one text, not normalized. If the text is missing or empty, loads the model and replies
-    with an empty vector."""
+    """Replies with the vector of one text, not normalized. If the text is missing or
+    empty, loads the model and replies with an empty vector."""
     texts = [body.prompt] if body.prompt else []
     found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
-    return {"embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []}
+    return {
+        "embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []
+    }
 
 
 async def _compute(
-    request: HttpRequest, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
+    request: HttpRequest,
+    body: _EmbedRequest | _EmbeddingRequest,
+    texts: list[str],
+    *,
+    truncate: bool,
+    normalize: bool,
 ) -> tuple[Embeddings, int]:
-    """Returns the vectors of texts, and the time that finding and loading the model took, in nanoseconds. Raises
-    HttpError 404 if there is no such model. Raises ContextError for a text that is too long if `truncate` is False."""
+    """Returns the vectors of texts, and the time that finding and loading the model
+    took, in nanoseconds. Raises HttpError 404 if there is no such model. Raises
+    ContextError for a text that is too long if `truncate` is False."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
-    found, load_s = await _embed_texts(state, entry, body, texts, truncate=truncate, normalize=normalize)
+    found, load_s = await _embed_texts(
+        state, entry, body, texts, truncate=truncate, normalize=normalize
+    )
     return found, found_ns + to_ns(load_s)
 
 
 async def _embed_texts(
-    state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
+    state: State,
+    model: Any,
+    body: Loading,
+    texts: list[Any],
+    *,
+    truncate: bool,
+    normalize: bool = True,
 ) -> tuple[Embeddings, float]:
-    """Returns the vectors of texts, and the time that loading the model took, in seconds (0 if it was already loaded).
-    `model` is a name or an entry. If there are no texts, the model is only loaded."""
-    async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
+    """Returns the vectors of texts, and the time that loading the model took, in
+    seconds (0 if it was already loaded). `model` is a name or an entry. If there are no
+    texts, the model is only loaded."""
+    async with state.manager.lease(
+        model, body.overrides(), body.keep_alive_s()
+    ) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
             return Embeddings([], 0), lease.load_s
-        found = await lease.embed(texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx)
+        found = await lease.embed(
+            texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx
+        )
         return found, lease.load_s
 
 
@@ -163,29 +211,38 @@ async def _embed_texts(
 
 
 class _NativeEmbeddingsBody(Loading):
-    """The body of /embeddings. Each vector is divided by its p-norm with p = `embd_normalize`. -1 leaves vectors
-    unchanged. 0 scales each vector so that its largest absolute value is NATIVE_MOST."""
+    """The body of /embeddings. Each vector is divided by its p-norm with p =
+    `embd_normalize`. -1 leaves vectors unchanged. 0 scales each vector so that its
+    largest absolute value is NATIVE_MOST."""
 
     model: SelectedName = ""
-    input: Annotated[Texts, AfterValidator(_not_empty)] = Field(validation_alias=AliasChoices("input", "content"))
+    input: Annotated[Texts, AfterValidator(_not_empty)] = Field(
+        validation_alias=AliasChoices("input", "content")
+    )
     embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2
 
 
-async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) -> list[Json]:
-    """Replies with one vector for each text. Each vector is wrapped in a list, because llama-server can also send one
-    vector for each token."""
+async def _native_embeddings(
+    request: HttpRequest, body: _NativeEmbeddingsBody
+) -> list[Json]:
+    """Replies with one vector for each text. Each vector is wrapped in a list, because
+    llama-server can also send one vector for each token."""
     model, power = selected_model(request.app.state, body.model), body.embd_normalize
-    found, _ = await _embed_texts(request.app.state, model, body, body.input, truncate=False, normalize=False)
+    found, _ = await _embed_texts(
+        request.app.state, model, body, body.input, truncate=False, normalize=False
+    )
     vectors = np.asarray(found.vectors, np.float64)
     if power >= 0:
         norms = np.linalg.norm(vectors, ord=power or np.inf, axis=1, keepdims=True)
         vectors /= np.where(norms > 0, norms if power else norms / NATIVE_MOST, 1)
-    return [{"index": i, "embedding": [vector]} for i, vector in enumerate(vectors.tolist())]
+    return [
+        {"index": i, "embedding": [vector]} for i, vector in enumerate(vectors.tolist())
+    ]
 
 
 class _RerankBody(Loading):
-    """The body of /v1/rerank. An empty `model` selects the only loaded model. `documents` are strings, or objects with
-    a string under `text`."""
+    """The body of /v1/rerank. An empty `model` selects the only loaded model.
+    `documents` are strings, or objects with a string under `text`."""
 
     model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]
@@ -204,20 +261,36 @@ class _RerankBody(Loading):
 
 
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
-    """Replies with the scores of the documents for the query, best first. If the body has `top_n`, the reply has only
-    the best `top_n` documents."""
+    """Replies with the scores of the documents for the query, best first. If the body
+    has `top_n`, the reply has only the best `top_n` documents."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:
-        raise HttpError(400, "documents: a list of texts is missing or empty; send one with at least one text")
+        raise HttpError(
+            400,
+            "documents: a list of texts is missing or empty; send one with at least one text",
+        )
     model = selected_model(request.app.state, body.model)
-    async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
-        found, name = await lease.rank(body.query, texts), body.model or lease.entry.name
+    async with request.app.state.manager.lease(
+        model, body.overrides(), body.keep_alive_s()
+    ) as lease:
+        found, name = (
+            await lease.rank(body.query, texts),
+            body.model or lease.entry.name,
+        )
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
     best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
     if body.documents is None:
-        return [{"index": i, "score": scores[i], **({"text": texts[i]} if body.return_text else {})} for i in best]
+        return [
+            {
+                "index": i,
+                "score": scores[i],
+                **({"text": texts[i]} if body.return_text else {}),
+            }
+            for i in best
+        ]
     results = [
-        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        {"index": i, "relevance_score": scores[i]}
+        | ({"document": {"text": texts[i]}} if body.return_documents else {})
         for i in best
     ]
     usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
@@ -225,7 +298,11 @@ async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
 
 
 routes = [
-    computed("/v1/embeddings", EmbeddingsBody, lambda request, body: body.whole_reply(request.app.state)),
+    computed(
+        "/v1/embeddings",
+        EmbeddingsBody,
+        lambda request, body: body.whole_reply(request.app.state),
+    ),
     computed("/api/embed", _EmbedRequest, _embed),
     computed("/api/embeddings", _EmbeddingRequest, _embedding),
     computed("/embeddings", _NativeEmbeddingsBody, _native_embeddings),

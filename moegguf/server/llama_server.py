@@ -1,12 +1,14 @@
 """llama-server's own endpoints, for its clients and for health checks.
 
-Where an endpoint needs a model, `model` in the body or query selects it; the default is the only loaded model.
+Where an endpoint needs a model, `model` in the body or query selects it; the default is
+the only loaded model.
 
-Models and tokens: /health, /props, /slots, /lora-adapters, /tokenize, /detokenize. The endpoint /tokenize also accepts
-vLLM's names of fields, and /tokenizer_info is vLLM's endpoint, which lm-eval reads. Text: /completion (continues a
-prompt without a template), /infill (fills the gap between two texts) and /apply-template (returns the prompt of a
-conversation). Both /completion and /infill accept the sampling options of /v1/completions, and ignore options of
-unknown samplers.
+Models and tokens: /health, /props, /slots, /lora-adapters, /tokenize, /detokenize. The
+endpoint /tokenize also accepts vLLM's names of fields, and /tokenizer_info is vLLM's
+endpoint, which lm-eval reads. Text: /completion (continues a prompt without a
+template), /infill (fills the gap between two texts) and /apply-template (returns the
+prompt of a conversation). Both /completion and /infill accept the sampling options of
+/v1/completions, and ignore options of unknown samplers.
 """
 
 from __future__ import annotations
@@ -56,7 +58,13 @@ from moegguf.server.common.options import (
     scale_of,
     selected_model,
 )
-from moegguf.server.common.replies import WholeResponse, computed, dumps, event_line, logprob_objects
+from moegguf.server.common.replies import (
+    WholeResponse,
+    computed,
+    dumps,
+    event_line,
+    logprob_objects,
+)
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
 from moegguf.serving.clients import current_owner
@@ -67,29 +75,41 @@ from moegguf.settings import data_folder
 MAX_FILES = 256
 SLOT_ACTIONS = ("save", "restore", "erase")
 SLOT_FILE = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-STOP_TYPES = {"stop": "eos", "length": "limit"}  # {`finish` of an answer: llama-server's `stop_type`}
+# {`finish` of an answer: llama-server's `stop_type`}.
+STOP_TYPES = {"stop": "eos", "length": "limit"}
 
 # Models and tokens
 
 
 async def _health(request: HttpRequest) -> Response:
-    """Replies with the status "ok", or with "degraded" and the failed reads of each loaded model that had any. Raises
-    HttpError 503 while the models that were named at the server's start are being loaded."""
+    """Replies with the status "ok", or with "degraded" and the failed reads of each
+    loaded model that had any. Raises HttpError 503 while the models that were named at
+    the server's start are being loaded."""
     check_loaded(request.app.state)
-    failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
-    return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
+    failed = {
+        model.name: n
+        for model in request.app.state.manager.loaded()
+        if (n := model.stats.read_errors)
+    }
+    return JSONResponse(
+        {"status": "degraded", "read_errors": failed} if failed else {"status": "ok"}
+    )
 
 
 def _shared_lease(request: HttpRequest, model: str | None) -> Lease:
-    """Returns a lease that does not wait for running answers. Entering the lease loads the model if needed."""
+    """Returns a lease that does not wait for running answers. Entering the lease loads
+    the model if needed."""
     state = request.app.state
     lease: Lease = state.manager.lease(selected_model(state, model), will_answer=False)
     return lease
 
 
-async def _selected(request: HttpRequest) -> tuple[ModelEntry, Details, LoadedModel | None]:
-    """Returns the entry and the details of the model in `?model=`, by default the only loaded model. The third value is
-    the loaded model, or None if the selected model is not in memory."""
+async def _selected(
+    request: HttpRequest,
+) -> tuple[ModelEntry, Details, LoadedModel | None]:
+    """Returns the entry and the details of the model in `?model=`, by default the only
+    loaded model. The third value is the loaded model, or None if the selected model is
+    not in memory."""
     entry, known = await look_up(request.app.state, request.query_params.get("model"))
     return entry, known, loaded_of(request.app.state, entry)
 
@@ -107,7 +127,11 @@ async def _props(request: HttpRequest) -> Response:
             "model_alias": entry.name,
             "model_path": entry.path.name,
             "chat_template": known.template or "",
-            **({"chat_template_tool_use": known.tool_template} if known.tool_template else {}),
+            **(
+                {"chat_template_tool_use": known.tool_template}
+                if known.tool_template
+                else {}
+            ),
             "modalities": {"vision": "vision" in known.capabilities, "audio": False},
             "build_info": f"moegguf-{__version__}",
             "is_sleeping": loaded is None,
@@ -116,16 +140,28 @@ async def _props(request: HttpRequest) -> Response:
 
 
 async def _slots(request: HttpRequest) -> Response:
-    """Replies with a list of llama-server's slots: one for each request that the model can answer at once, busy slots
-    first. The list is empty if the model is not loaded. With `?fail_on_no_slot=1` raises HttpError 503 if all slots are
-    busy."""
+    """Replies with a list of llama-server's slots: one for each request that the model
+    can answer at once, busy slots first. The list is empty if the model is not loaded.
+    With `?fail_on_no_slot=1` raises HttpError 503 if all slots are busy."""
     entry, _, loaded = await _selected(request)
     if loaded is None:
         return JSONResponse([])
-    if request.query_params.get("fail_on_no_slot") and loaded.n_answering >= loaded.n_parallel:
+    if (
+        request.query_params.get("fail_on_no_slot")
+        and loaded.n_answering >= loaded.n_parallel
+    ):
         raise HttpError(503, "no slot available")
-    each = {"n_ctx": loaded.n_ctx, "speculative": False, "params": _sampling_object(sampling_of(entry))}
-    return JSONResponse([{"id": n, "is_processing": n < loaded.n_answering, **each} for n in range(loaded.n_parallel)])
+    each = {
+        "n_ctx": loaded.n_ctx,
+        "speculative": False,
+        "params": _sampling_object(sampling_of(entry)),
+    }
+    return JSONResponse(
+        [
+            {"id": n, "is_processing": n < loaded.n_answering, **each}
+            for n in range(loaded.n_parallel)
+        ]
+    )
 
 
 class _SlotBody(Body):
@@ -134,13 +170,19 @@ class _SlotBody(Body):
 
 
 async def _change_slot(request: HttpRequest) -> Response:
-    """Saves, restores or erases the computed context in one of llama-server's slots, as `?action=` selects. Saved
-    contexts are files in the data folder, in one folder for each API key. Clients without a key share a folder."""
+    """Saves, restores or erases the computed context in one of llama-server's slots, as
+    `?action=` selects. Saved contexts are files in the data folder, in one folder for
+    each API key. Clients without a key share a folder."""
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
-        raise HttpError(400, f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
+        raise HttpError(
+            400,
+            f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}",
+        )
     if not (slot.isascii() and slot.isdigit() and len(slot) < 10):
-        raise HttpError(400, f"a slot must be a number of at most 9 digits, but is {slot!r:.40}")
+        raise HttpError(
+            400, f"a slot must be a number of at most 9 digits, but is {slot!r:.40}"
+        )
     raw = await read_bytes(request)
     body = parse_body(raw, _SlotBody) if raw.strip() else _SlotBody()
     state = request.app.state
@@ -161,14 +203,19 @@ async def _change_slot(request: HttpRequest) -> Response:
             counts = await lease.slot(action, int(slot), **files)
         named = {} if action == "erase" else {"filename": body.filename}
         timings = {f"{action}_ms": (time.perf_counter() - start_s) * 1e3}
-        return {"id_slot": int(slot), **named, **counts, **({"timings": timings} if named else {})}
+        return {
+            "id_slot": int(slot),
+            **named,
+            **counts,
+            **({"timings": timings} if named else {}),
+        }
 
     return WholeResponse(work())
 
 
 def _bytes_in(folder: Path) -> int:
-    """Returns the total size in bytes of the files in the direct subfolders of a folder, or 0 if the folder does not
-    exist."""
+    """Returns the total size in bytes of the files in the direct subfolders of a
+    folder, or 0 if the folder does not exist."""
     return sum(path.lstat().st_size for path in folder.glob("*/*"))
 
 
@@ -189,31 +236,42 @@ def _sampling_object(sampling: Sampling) -> Json:
 
 
 class _TokenizeBody(Body):
-    """The body of /tokenize. If `with_pieces` is true, the reply also has the text of each token."""
+    """The body of /tokenize. If `with_pieces` is true, the reply also has the text of
+    each token."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
-    add_special: bool | None = Field(None, validation_alias=AliasChoices("add_special", "add_special_tokens"))
+    add_special: bool | None = Field(
+        None, validation_alias=AliasChoices("add_special", "add_special_tokens")
+    )
     parse_special: bool | None = None
     with_pieces: bool | None = None
     model: ModelName | None = None
 
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
-    """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds the tokens that the
-    model puts around a text, such as BOS. `parse_special` (default: true) converts the names of special tokens in the
-    text to these tokens."""
+    """Replies with the tokens of a text. As in llama-server, `add_special` (default:
+    false) adds the tokens that the model puts around a text, such as BOS.
+    `parse_special` (default: true) converts the names of special tokens in the text to
+    these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
-        tokens = await lease.tokenize(body.content, special=special, add_special=body.add_special is True)
+        tokens = await lease.tokenize(
+            body.content, special=special, add_special=body.add_special is True
+        )
         if not body.with_pieces:
             return {"tokens": tokens}
         pieces = await lease.pieces(tokens)
-    return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)]}
+    return {
+        "tokens": [
+            {"id": token, "piece": _piece(piece)}
+            for token, piece in zip(tokens, pieces, strict=True)
+        ]
+    }
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Returns the text of a token, or a list of its bytes if they are not UTF-8, for example if the token is part of a
-    character."""
+    """Returns the text of a token, or a list of its bytes if they are not UTF-8, for
+    example if the token is part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -232,16 +290,21 @@ async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
 
 
 async def _tokenizer_info(request: HttpRequest) -> Response:
-    """Replies with a model's BOS, EOS and padding tokens, chat template and training context length, with vLLM's names.
-    A token that the file does not name is null."""
+    """Replies with a model's BOS, EOS and padding tokens, chat template and training
+    context length, with vLLM's names. A token that the file does not name is null."""
     entry, known, _ = await _selected(request)
 
     async def work() -> Json:
-        info: Json = {"chat_template": known.template, "model_max_length": known.n_ctx_train}
+        info: Json = {
+            "chat_template": known.template,
+            "model_max_length": known.n_ctx_train,
+        }
         async with _shared_lease(request, entry.name) as lease:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
-                info[f"{kind}_token"] = None if token is None else await lease.detokenize([token])
+                info[f"{kind}_token"] = (
+                    None if token is None else await lease.detokenize([token])
+                )
         return info
 
     return WholeResponse(work())
@@ -251,18 +314,23 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
 
 
 def _biases_of(given: Any) -> Any:
-    """Converts `logit_bias`, an object or a list of pairs, to {token id or text: bias}. A bias of false becomes -100,
-    so that the token is practically never chosen. Returns a value of another type unchanged. Raises ValueError for a
-    bad pair or token id."""
+    """Converts `logit_bias`, an object or a list of pairs, to {token id or text: bias}.
+    A bias of false becomes -100, so that the token is practically never chosen. Returns
+    a value of another type unchanged. Raises ValueError for a bad pair or token id."""
     pairs = given = without_nulls(given)
     if isinstance(given, dict):
-        pairs = [[int(key) if key.isascii() and key.isdigit() else key, bias] for key, bias in given.items()]
+        pairs = [
+            [int(key) if key.isascii() and key.isdigit() else key, bias]
+            for key, bias in given.items()
+        ]
     elif not isinstance(given, list):
         return given
     found: dict[int | str, Any] = {}
     for pair in pairs:
         key = integral(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
-        if not isinstance(key, str) and not (type(key) is int and 0 <= key <= MAX_TOKEN):
+        if not isinstance(key, str) and not (
+            type(key) is int and 0 <= key <= MAX_TOKEN
+        ):
             raise ValueError(
                 f"must be pairs (a text or a token id from 0 to {MAX_TOKEN}, then a bias), but has {dumps(pair):.80};"
                 " correct this pair"
@@ -274,14 +342,16 @@ def _biases_of(given: Any) -> Any:
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share.
 
-    The reasoning tags are the texts before and after the model's thinking. The model's own tags are used unless both a
-    start tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
+    The reasoning tags are the texts before and after the model's thinking. The model's
+    own tags are used unless both a start tag and an end tag are given. When the
+    thinking budget is used up, the first end tag is forced.
     """
 
     limit = limits.BODY_BYTES
 
     model: SelectedName = ""
-    # maximum number of tokens; -1, -2: no maximum; 0: only evaluates the prompt; None: `max_tokens` applies
+    # maximum number of tokens; -1, -2: no maximum; 0: only evaluates the prompt; None:
+    # `max_tokens` applies
     n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
     n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
@@ -293,12 +363,19 @@ class _NativeBody(chat.GenerationBody):
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         sampling = super().sampling(entry, most)
-        return sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep)
+        return (
+            sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep)
+        )
 
     def native_request(self, entry: ModelEntry, **fields: Any) -> Request:
-        """Returns a request with the fields that /completion and /infill share, and with the given `fields`."""
+        """Returns a request with the fields that /completion and /infill share, and
+        with the given `fields`."""
         opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
-        closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
+        closes = (
+            [self.reasoning_budget_end_tag]
+            if closes is None and self.reasoning_budget_end_tag
+            else closes
+        )
         return self.request(
             entry,
             self.max_tokens if self.n_predict is None else self.n_predict,
@@ -325,22 +402,29 @@ class _ExtraFile(Body):
 
 
 class _InfillBody(_NativeBody):
-    """The body of /infill. The gap is between `input_prefix` followed by `prompt`, and `input_suffix`."""
+    """The body of /infill. The gap is between `input_prefix` followed by `prompt`, and
+    `input_suffix`."""
 
     input_prefix: str
     input_suffix: str
     prompt: str = ""
-    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
+    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(
+        default_factory=list
+    )
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         files = tuple((file.filename, file.text) for file in self.input_extra)
         prompt = self.input_prefix + self.prompt
-        return self.repeated(self.native_request(entry, prompt=prompt, suffix=self.input_suffix, files=files))
+        return self.repeated(
+            self.native_request(
+                entry, prompt=prompt, suffix=self.input_suffix, files=files
+            )
+        )
 
 
 class _NativeReply(Reply):
-    """The reply of /completion and /infill. If it is not streamed, it is one object, or a list of objects for several
-    answers."""
+    """The reply of /completion and /infill. If it is not streamed, it is one object, or
+    a list of objects for several answers."""
 
     def __post_init__(self) -> None:
         self._prompts = [request.prompt or "" for request in self.requests]
@@ -360,7 +444,11 @@ class _NativeReply(Reply):
     def lines(self, event: Event) -> bytes:
         if isinstance(event, Delta):
             self._has_line |= "\n" in event.text
-            return event_line(self._part(event.text, tokens=list(event.tokens), **self._chances(event)))
+            return event_line(
+                self._part(
+                    event.text, tokens=list(event.tokens), **self._chances(event)
+                )
+            )
         if isinstance(event, Done):
             return event_line(self._end("", event))
         progress = self._part("", prompt_progress=chat.prompt_progress(event))
@@ -368,25 +456,38 @@ class _NativeReply(Reply):
 
     def add(self, delta: Delta, done: Done) -> None:
         self._has_line = "\n" in delta.text
-        self._answers.append(self._end(delta.text, done, delta.tokens) | self._chances(delta))
+        self._answers.append(
+            self._end(delta.text, done, delta.tokens) | self._chances(delta)
+        )
 
     def whole(self) -> Any:
         return self._answers if len(self.requests) > 1 else self._answers[0]
 
     def _part(self, content: str, **more: Any) -> Json:
-        return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
+        return {
+            "index": self._index,
+            "content": content,
+            "tokens": [],
+            "stop": False,
+            "id_slot": -1,
+            **more,
+        }
 
     def _chances(self, delta: Delta) -> Json:
         if not self.body.n_probs:
             return {}
-        return {"completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)}
+        return {
+            "completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)
+        }
 
     def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
         summary = done.summary
         sampling = self.requests[self._index].sampling
         settings = {
             **_sampling_object(sampling),
-            "logit_bias": [{"token": token, "bias": bias} for token, bias in self._biases.items()],
+            "logit_bias": [
+                {"token": token, "bias": bias} for token, bias in self._biases.items()
+            ],
             "n_probs": self.body.n_probs or 0,
             "stream": self.body.streams,
         }
@@ -401,7 +502,9 @@ class _NativeReply(Reply):
             prompt=self._prompts[self._index],
             has_new_line=self._has_line,
             truncated=bool(summary.cut_tokens or summary.n_shifts),
-            stop_type="word" if summary.stop_string else STOP_TYPES.get(summary.finish, "none"),
+            stop_type="word"
+            if summary.stop_string
+            else STOP_TYPES.get(summary.finish, "none"),
             stopping_word=summary.stop_string,
             tokens_cached=summary.cached_tokens,
             **chat.statistics(summary),
@@ -411,13 +514,22 @@ class _NativeReply(Reply):
 
 
 async def _adapters(request: HttpRequest) -> Response:
-    """Replies with llama-server's list of LoRA adapters, which contains the model's adapter or is empty."""
+    """Replies with llama-server's list of LoRA adapters, which contains the model's
+    adapter or is empty."""
     entry, *_ = await _selected(request)
     if entry.adapter is None:
         return JSONResponse([])
     state = request.app.state
-    scale = (state.lora_scales or {}).get(entry.name, state.settings.loading.get("lora_scale", 1.0))
-    found = {"id": 0, "path": entry.adapter.name, "scale": scale, "task_name": "", "prompt_prefix": ""}
+    scale = (state.lora_scales or {}).get(
+        entry.name, state.settings.loading.get("lora_scale", 1.0)
+    )
+    found = {
+        "id": 0,
+        "path": entry.adapter.name,
+        "scale": scale,
+        "task_name": "",
+        "prompt_prefix": "",
+    }
     return JSONResponse([found])
 
 
@@ -426,12 +538,15 @@ class _AdaptersBody(Body):
 
 
 async def _set_adapters(request: HttpRequest) -> Response:
-    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the server exits. An adapter that
-    the body does not list gets the scale 0. Raises HttpError 501 in front of Ray's replicas, which do not share
-    scales."""
+    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the
+    server exits. An adapter that the body does not list gets the scale 0. Raises
+    HttpError 501 in front of Ray's replicas, which do not share scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
-        raise HttpError(501, "replicas do not share the scales of LoRA adapters; send `lora` with each request")
+        raise HttpError(
+            501,
+            "replicas do not share the scales of LoRA adapters; send `lora` with each request",
+        )
     body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
     entry, *_ = await _selected(request)
     scale = scale_of(entry, body.lora)
@@ -459,5 +574,7 @@ routes = [
     conversation("/completion", _NativeCompletionBody),
     conversation("/completions", _NativeCompletionBody),
     conversation("/infill", _InfillBody),
-    about_prompt("/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}),
+    about_prompt(
+        "/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}
+    ),
 ]

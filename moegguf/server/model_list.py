@@ -1,7 +1,9 @@
-"""GET /v1/models and /v1/models/{id}: the available models in OpenAI's format, with llama-server's `meta`.
+"""GET /v1/models and /v1/models/{id}: the available models in OpenAI's format, with
+llama-server's `meta`.
 
-A client that sends Anthropic's header gets Anthropic's format. An id in the list is a name with a tag. In a path, the
-id may contain slashes and colons, escaped or not. The reply about one model repeats the id in the request.
+A client that sends Anthropic's header gets Anthropic's format. An id in the list is a
+name with a tag. In a path, the id may contain slashes and colons, escaped or not. The
+reply about one model repeats the id in the request.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from moegguf.server.common.options import details_or_none, find
 from moegguf.server.common.replies import page
 
 DEFAULT_OWNER = "library"  # owner of a model whose name has no namespace, as in Ollama
-DEFAULT_LISTED, MAX_LISTED = 20, 1000  # default and maximum number of models on one page in Anthropic's API
+# Default and maximum number of models on one page in Anthropic's API.
+DEFAULT_LISTED, MAX_LISTED = 20, 1000
 
 
 def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
-    """Returns a model in Anthropic's or OpenAI's format. If the model's file cannot be read, facts from the file are
-    None in Anthropic's format and absent in OpenAI's."""
+    """Returns a model in Anthropic's or OpenAI's format. If the model's file cannot be
+    read, facts from the file are None in Anthropic's format and absent in OpenAI's."""
     known = details_or_none(entry)
     if is_anthropic:
         return {
@@ -45,25 +48,42 @@ def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
         "owned_by": owners[-1] if owners else DEFAULT_OWNER,
     }
     if known:
-        names = {"n_params": known.n_parameters, "n_expert": known.n_expert, "n_expert_used": known.n_expert_used}
-        meta = {"n_ctx_train": known.n_ctx_train, "n_embd": known.n_embd, **names, "size": entry.size_bytes}
+        names = {
+            "n_params": known.n_parameters,
+            "n_expert": known.n_expert,
+            "n_expert_used": known.n_expert_used,
+        }
+        meta = {
+            "n_ctx_train": known.n_ctx_train,
+            "n_embd": known.n_embd,
+            **names,
+            "size": entry.size_bytes,
+        }
         found |= {"context_length": known.n_ctx_train, "meta": meta}
     return found
 
 
 async def _list_models(request: HttpRequest) -> Response:
-    """Replies with all models of the catalog, newest first. Clients of Anthropic's API get one page: at most `limit`
-    models after `after_id` or before `before_id`."""
+    """Replies with all models of the catalog, newest first. Clients of Anthropic's API
+    get one page: at most `limit` models after `after_id` or before `before_id`."""
     catalog, is_anthropic = request.app.state.catalog, lists_for_anthropic(request)
-    models = await asyncio.to_thread(lambda: [_described(entry, is_anthropic) for entry in catalog.entries()])
+    models = await asyncio.to_thread(
+        lambda: [_described(entry, is_anthropic) for entry in catalog.entries()]
+    )
     if not is_anthropic:
         return JSONResponse({"object": "list", "data": models})
     found = page(request, models, MAX_LISTED, DEFAULT_LISTED, "_id")
-    return JSONResponse({name: found[name] for name in ("data", "has_more", "first_id", "last_id")})
+    return JSONResponse(
+        {name: found[name] for name in ("data", "has_more", "first_id", "last_id")}
+    )
 
 
 async def _retrieve_model(request: HttpRequest) -> Response:
-    catalog, name, is_anthropic = request.app.state.catalog, request.path_params["model"], lists_for_anthropic(request)
+    catalog, name, is_anthropic = (
+        request.app.state.catalog,
+        request.path_params["model"],
+        lists_for_anthropic(request),
+    )
 
     def work() -> dict[str, Any]:
         return _described(replace(find(catalog, name), name=name), is_anthropic)

@@ -1,9 +1,9 @@
-"""Serves `/` (the web page for browsers, a line of text for other clients) and the files of the page, which need no
-build step.
+"""Serves `/` (the web page for browsers, a line of text for other clients) and the
+files of the page, which need no build step.
 
-The content security policy lets the page load resources only from this server, and pictures also from data URLs. It
-stops the page's scripts from parsing text as HTML. The page gets its data from /api, /live, /budget, /props and
-/pdf-text.
+The content security policy lets the page load resources only from this server, and
+pictures also from data URLs. It stops the page's scripts from parsing text as HTML. The
+page gets its data from /api, /live, /budget, /props and /pdf-text.
 """
 
 from __future__ import annotations
@@ -30,17 +30,27 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "cache-control": "no-cache",  # a browser checks each time, by ETag, whether its copy is current
+    # A browser checks each time, by ETag, whether its copy is current.
+    "cache-control": "no-cache",
 }
 
-mimetypes.add_type("font/woff2", ".woff2")  # Python's own table has this type only since version 3.14
+# Python's own table has this type only since version 3.14.
+mimetypes.add_type("font/woff2", ".woff2")
 
 
 async def root(request: HttpRequest) -> Response:
-    """Replies with the page to a browser, and with Ollama's greeting to other clients and to HEAD requests."""
-    if request.method == "GET" and "text/html" in request.headers.get("accept", "").lower():
-        return FileResponse(FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"})
-    return PlainTextResponse(GREETING, headers={"vary": "Accept", "x-content-type-options": "nosniff"})
+    """Replies with the page to a browser, and with Ollama's greeting to other clients
+    and to HEAD requests."""
+    if (
+        request.method == "GET"
+        and "text/html" in request.headers.get("accept", "").lower()
+    ):
+        return FileResponse(
+            FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"}
+        )
+    return PlainTextResponse(
+        GREETING, headers={"vary": "Accept", "x-content-type-options": "nosniff"}
+    )
 
 
 class _PageFiles(StaticFiles):

@@ -1,5 +1,6 @@
-"""`POST /pdf-text`: the text of a PDF file, for the page's attachments. A separate process (pdf_child.py) reads the
-file, so that a damaged file cannot crash the server."""
+"""`POST /pdf-text`: the text of a PDF file, for the page's attachments. A separate
+process (pdf_child.py) reads the file, so that a damaged file cannot crash the
+server."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from moegguf.server.common.body import read_bytes
 from moegguf.server.common.errors import HttpError
 
 MAX_BYTES = 16 << 20
-MAX_S = 60.0  # seconds for one file, including time when the processor is busy with other work
+# Seconds for one file, including time when the processor is busy with other work.
+MAX_S = 60.0
 MAX_PROCESSES = 2
 COMMAND = child_command(f"{__package__}.pdf_child")
 
@@ -26,11 +28,15 @@ _free = BoundedSemaphore(MAX_PROCESSES)
 
 
 async def _pdf_text(request: Request) -> Response:
-    """Replies with `n_pages` and `text` of the PDF file in the body. Raises HttpError 400 if the file cannot be read,
-    and 503 while MAX_PROCESSES other files are being read."""
+    """Replies with `n_pages` and `text` of the PDF file in the body. Raises HttpError
+    400 if the file cannot be read, and 503 while MAX_PROCESSES other files are being
+    read."""
     data = await read_bytes(request, MAX_BYTES)
     if not _free.acquire(blocking=False):
-        raise HttpError(503, f"{MAX_PROCESSES} other PDF files are being read; try again in a moment")
+        raise HttpError(
+            503,
+            f"{MAX_PROCESSES} other PDF files are being read; try again in a moment",
+        )
     try:
         found = await _read(data)
     finally:
@@ -41,8 +47,8 @@ async def _pdf_text(request: Request) -> Response:
 
 
 async def _read(data: bytes) -> dict[str, Any]:
-    """Returns the object that the child process writes for a PDF file. Returns {"error"} if the process fails or takes
-    longer than MAX_S."""
+    """Returns the object that the child process writes for a PDF file. Returns
+    {"error"} if the process fails or takes longer than MAX_S."""
     child = await asyncio.create_subprocess_exec(
         *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
     )

@@ -1,7 +1,8 @@
-"""Defines plain data: load options, the events of an answer, the state of loaded models, and snapshots of their
-experts.
+"""Defines plain data: load options, the events of an answer, the state of loaded
+models, and snapshots of their experts.
 
-The events of an answer are `PromptProgress` and `Delta` of `moegguf.generate.request`, and one `Done` at the end.
+The events of an answer are `PromptProgress` and `Delta` of `moegguf.generate.request`,
+and one `Done` at the end.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ NO_OVERRIDES: LoadOverrides = MappingProxyType({})
 
 
 def load_overrides(parameters: Mapping[str, Any]) -> LoadOverrides:
-    """Returns the load options in `parameters`, which have Ollama's names. Leaves out options with a value of None, 0
-    or "", and num_gpu, which only a chat without a server reads."""
-    return {name: value for name, value in load_options_of(parameters).items() if name != "n_gpu_layers"}
+    """Returns the load options in `parameters`, which have Ollama's names. Leaves out
+    options with a value of None, 0 or "", and num_gpu, which only a chat without a
+    server reads."""
+    return {
+        name: value
+        for name, value in load_options_of(parameters).items()
+        if name != "n_gpu_layers"
+    }
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,11 @@ class Done:
     """The last event of an answer."""
 
     summary: AnswerSummary
-    load_s: float  # duration in seconds of the load that the request waited for; 0: the model was loaded
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
+    # Duration in seconds of the load that the request waited for; 0: the model was
+    # loaded.
+    load_s: float
+    # Value of `Llama.decisions()` that the worker last sent.
+    decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
 Event = PromptProgress | Delta | Done
@@ -45,7 +54,9 @@ class LoadedName:
 
     name: str
     digest: str
-    expires: datetime | None  # time (aware UTC) at which the name stops using the model if it stays idle; None: never
+    # Time (aware UTC) at which the name stops using the model if it stays idle; None:
+    # never.
+    expires: datetime | None
 
 
 @dataclass(frozen=True)
@@ -58,38 +69,52 @@ class LoadedModel:
     n_ctx: int
     size_bytes: int  # all memory of the model, in RAM and on GPUs
     vram_bytes: int  # the part of size_bytes on GPUs
-    expires: datetime | None  # time at which the model is unloaded if it stays idle (aware UTC); None: never
+    # Time at which the model is unloaded if it stays idle (aware UTC); None: never.
+    expires: datetime | None
     busy: bool
     stopping: bool
     queue: int  # number of waiting requests
     n_requests: int
     stats: Stats  # statistics since the model was loaded, as last sent by the worker
-    plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker last sent
+    # moegguf.engine.plan.Plan as JSON.
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    # Value of `Llama.decisions()` that the worker last sent.
+    decisions: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[LoadedName, ...] = ()
     # {tier: bytes of its budget now} (`planned_budgets`); 0 for VRAM: no GPU has slots
-    cache_bytes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(BUDGETS, 0))
+    cache_bytes: Mapping[str, int] = field(
+        default_factory=lambda: dict.fromkeys(BUDGETS, 0)
+    )
     n_parallel: int = 1  # maximum number of requests that the model answers at once
     n_answering: int = 0  # number of granted requests that generate or embed
-    last_answer_tokens: int = 0  # number of tokens of the last answer to the owner of the current request
-    last_answer_s: float = 0.0  # seconds from the end of that answer's prompt to the end of the answer
+    # Number of tokens of the last answer to the owner of the current request.
+    last_answer_tokens: int = 0
+    # Seconds from the end of that answer's prompt to the end of the answer.
+    last_answer_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state of all experts of a loaded model.
 
-    `state`, `uses` and `loads` have one number for each expert, layer by layer. With the setting `tells_clients_apart`
-    they cover only the requests of one client (`ExpertUses`). In snapshots from `since`, uses and loads are uint8.
+    `state`, `uses` and `loads` have one number for each expert, layer by layer. With
+    the setting `tells_clients_apart` they cover only the requests of one client
+    (`ExpertUses`). In snapshots from `since`, uses and loads are uint8.
     """
 
     model: str
-    layers: tuple[int, ...]  # numbers (il) of the layers that have experts; empty: the model has no expert store
+    # Numbers (il) of the layers that have experts; empty: the model has no expert
+    # store.
+    layers: tuple[int, ...]
     n_expert: int
-    state: bytes  # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`)
-    # uint32: look-ups since the model was loaded; layers that hold every expert may count them only while watched
+    # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`).
+    state: bytes
+    # uint32: look-ups since the model was loaded; layers that hold every expert may
+    # count them only while watched
     uses: bytes
-    loads: bytes  # uint32: number of times that the expert was assigned a slot since the model was loaded
+    # uint32: number of times that the expert was assigned a slot since the model was
+    # loaded.
+    loads: bytes
     stats: Stats
     busy: bool
     seconds: float  # time since the model was loaded
@@ -97,22 +122,32 @@ class Snapshot:
     tokens_per_s: float = 0.0  # speed of all answers together, which `since` computes
 
     def since(self, before: Snapshot | None) -> Snapshot:
-        """Returns a copy with the uses and loads (255 or less) since an earlier snapshot, and the speed since then.
+        """Returns a copy with the uses and loads (255 or less) since an earlier
+        snapshot, and the speed since then.
 
-        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an earlier load (its `seconds`,
-        tokens or one of its counts are larger).
+        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an
+        earlier load (its `seconds`, tokens or one of its counts are larger).
         """
         import numpy as np
 
         if before is None or before.layers != self.layers:
             before = self
         now, then = (
-            np.array([np.frombuffer(counts, np.uint32) for counts in (each.uses, each.loads)])
+            np.array(
+                [np.frombuffer(counts, np.uint32) for counts in (each.uses, each.loads)]
+            )
             for each in (self, before)
         )
-        is_later = self.seconds >= before.seconds and self.answer_tokens >= before.answer_tokens
+        is_later = (
+            self.seconds >= before.seconds
+            and self.answer_tokens >= before.answer_tokens
+        )
         if not is_later or (now < then).any():
             before, then = self, now
-        uses, loads = (counts.tobytes() for counts in np.minimum(now - then, 255).astype(np.uint8))
-        speed = (self.answer_tokens - before.answer_tokens) / max(self.seconds - before.seconds, 1e-3)
+        uses, loads = (
+            counts.tobytes() for counts in np.minimum(now - then, 255).astype(np.uint8)
+        )
+        speed = (self.answer_tokens - before.answer_tokens) / max(
+            self.seconds - before.seconds, 1e-3
+        )
         return replace(self, uses=uses, loads=loads, tokens_per_s=max(0.0, speed))

@@ -1,7 +1,9 @@
-"""The state of a model in the manager (`ManagedModel`), and the use of a model by one request (`Lease`).
+"""The state of a model in the manager (`ManagedModel`), and the use of a model by one
+request (`Lease`).
 
-A `ManagedModel` has the files, the names that use them, waiting and current requests, expiry, memory and the worker
-process. model_manager.py starts and stops the processes, and decides when a request is granted.
+A `ManagedModel` has the files, the names that use them, waiting and current requests,
+expiry, memory and the worker process. model_manager.py starts and stops the processes,
+and decides when a request is granted.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -33,7 +42,8 @@ from moegguf.text import to_utf8
 if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
 
-MAX_WAIT_S = 30.0  # seconds after which a waiting background request is served like other requests
+# Seconds after which a waiting background request is served like other requests.
+MAX_WAIT_S = 30.0
 # kinds of messages to which a worker replies while it generates
 BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")
 
@@ -45,23 +55,28 @@ _tickets = itertools.count(1)
 class LeaseRequest:
     """A request that waits for a model and, when it is granted, uses the model.
 
-    Before the wait, the manager adds options to `overrides`: parameters of the entry, and overrides of the last request
-    with the same name. If no later request with this name arrives, the name stops using the model `keep_alive_s`
-    seconds after `last_used_s`.
+    Before the wait, the manager adds options to `overrides`: parameters of the entry,
+    and overrides of the last request with the same name. If no later request with this
+    name arrives, the name stops using the model `keep_alive_s` seconds after
+    `last_used_s`.
     """
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True if it will generate or embed; up to `n_parallel` such requests use a model at once
+    # True if it will generate or embed; up to `n_parallel` such requests use a model at
+    # once.
+    will_answer: bool = True
     # number that increases in order of arrival, across all models
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    load_s: float = 0.0  # seconds of the load that the request waited for; 0: the model was already loaded
+    # Seconds of the load that the request waited for; 0: the model was already loaded.
+    load_s: float = 0.0
     last_used_s: float = 0.0  # time of the last use, on the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
-    model: ManagedModel = field(init=False)  # the model for which the request waits, or which it uses
+    # The model for which the request waits, or which it uses.
+    model: ManagedModel = field(init=False)
 
     @property
     def name(self) -> str:
@@ -70,12 +85,15 @@ class LeaseRequest:
 
     @property
     def comes_last(self) -> bool:
-        """True if the request has background priority and has waited for less than MAX_WAIT_S."""
-        return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
+        """True if the request has background priority and has waited for less than
+        MAX_WAIT_S."""
+        return (
+            self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
+        )
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model, unless the wait has already ended. If there is an `error`, the waiting caller
-        receives it as an exception."""
+        """Ends the wait for the model, unless the wait has already ended. If there is
+        an `error`, the waiting caller receives it as an exception."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -83,21 +101,31 @@ class LeaseRequest:
                 self.granted.set_exception(error)
 
     def same_load(self, other: LeaseRequest) -> bool:
-        """Returns True if both requests need files with equal contents (`ModelEntry.weights`) and equal load
-        options."""
-        return self.overrides == other.overrides and self.entry.weights == other.entry.weights
+        """Returns True if both requests need files with equal contents
+        (`ModelEntry.weights`) and equal load options."""
+        return (
+            self.overrides == other.overrides
+            and self.entry.weights == other.entry.weights
+        )
 
 
-def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
+def in_turn(
+    requests: Iterable[LeaseRequest], served: Mapping[str, int]
+) -> list[LeaseRequest]:
     """Returns the requests in their current serving order.
 
-    Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
-    or ended. `served` maps each waiting client to this second time, given as a ticket. Background requests come last
-    until they have waited for MAX_WAIT_S.
+    Requests are sorted by the later of two times: their arrival, and the last time that
+    a request of their client began or ended. `served` maps each waiting client to this
+    second time, given as a ticket. Background requests come last until they have waited
+    for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
-        return request.comes_last, max(served.get(request.client, 0), request.ticket), request.ticket
+        return (
+            request.comes_last,
+            max(served.get(request.client, 0), request.ticket),
+            request.ticket,
+        )
 
     return sorted(requests, key=turn)
 
@@ -108,9 +136,11 @@ def files_key(entry: ModelEntry) -> str:
 
 
 def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
-    """Returns a string that is the same for requests that share a process: requests with equal files and load options.
+    """Returns a string that is the same for requests that share a process: requests
+    with equal files and load options.
 
-    The context length is not part of the string, because a longer context also serves requests for shorter contexts.
+    The context length is not part of the string, because a longer context also serves
+    requests for shorter contexts.
     """
     options = {"n_batch": DEFAULT_UBATCH_TOKENS, **overrides}
     options.pop("n_ctx", None)
@@ -122,36 +152,51 @@ class ManagedModel:
 
     def __init__(self, key: str, entry: ModelEntry) -> None:
         self.key = key  # identifies the model (`process_key`)
-        # the entry for which the model's memory was measured last; at first, the first request's entry
+        # the entry for which the model's memory was measured last; at first, the first
+        # request's entry
         self.entry = entry
-        self.task: asyncio.Task[None]  # the manager's task that loads and unloads the model
-        self.files: tuple[FileVersion, ...] = ()  # versions of the files when the model was measured
-        self.files_changed = False  # True if a file has changed since the model was measured
+        # The manager's task that loads and unloads the model.
+        self.task: asyncio.Task[None]
+        # Versions of the files when the model was measured.
+        self.files: tuple[FileVersion, ...] = ()
+        # True if a file has changed since the model was measured.
+        self.files_changed = False
         # {name that uses the loaded model: last granted request with this name}
         self.uses: dict[str, LeaseRequest] = {}
-        self.waiting: list[LeaseRequest] = []  # waiting requests in their order of arrival
-        self._served: dict[str, int] = {}  # {waiting client: ticket when one of its requests last began or ended}
-        self.unloads: set[str] = set()  # names that stop using the model after their current answer
-        self.users: set[LeaseRequest] = set()  # requests that were granted and have not been released
-        self.process: WorkerProcess | None = None  # the process that has loaded the model; None: not loaded
-        self.load_share = 0.0  # share of the model that was read in the current or last load, 0 to 1
+        # waiting requests in their order of arrival.
+        self.waiting: list[LeaseRequest] = []
+        # {waiting client: ticket when one of its requests last began or ended}.
+        self._served: dict[str, int] = {}
+        # Names that stop using the model after their current answer.
+        self.unloads: set[str] = set()
+        # Requests that were granted and have not been released.
+        self.users: set[LeaseRequest] = set()
+        # The process that has loaded the model; None: not loaded.
+        self.process: WorkerProcess | None = None
+        # Share of the model that was read in the current or last load, 0 to 1.
+        self.load_share = 0.0
         self.ending = asyncio.Event()  # set when the process must end, or has ended
         self._timer: asyncio.TimerHandle | None = None
         self.overrides: LoadOverrides = {}  # load options of the current or last load
         self.ready = Ready(n_ctx=0)
-        self.default_n_ctx = 0  # context length of a load whose request does not set one
-        # {RAM or device: bytes}, reserved from the decision to load until the process has ended
+        # Context length of a load whose request does not set one.
+        self.default_n_ctx = 0
+        # {RAM or device: bytes}, reserved from the decision to load until the process
+        # has ended
         self.used: dict[str, int] = {}
-        self.cache_bytes: dict[str, int] = {}  # {tier: the bytes of `used` that count towards its budget}
+        # {tier: the bytes of `used` that count towards its budget}.
+        self.cache_bytes: dict[str, int] = {}
         self.changing_budget = asyncio.Lock()
-        # {tier: budget that a client set while the model was loaded}; a reload keeps these budgets
+        # {tier: budget that a client set while the model was loaded}; a reload keeps
+        # these budgets
         self.asked_budgets: dict[str, ExpertCache] = {}
         self.last_used_s = 0.0
         self.n_requests = 0
 
     @property
     def name(self) -> str:
-        """Returns the first name that uses the model. If no name uses the model, returns the name of its entry."""
+        """Returns the first name that uses the model. If no name uses the model,
+        returns the name of its entry."""
         return next(iter(self.uses), self.entry.name)
 
     @property
@@ -173,18 +218,25 @@ class ManagedModel:
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # does not count as a turn, because other requests do not wait for it
+        # Does not count as a turn, because other requests do not wait for it.
+        if not request.will_answer:
             return
         self._served[request.client] = next(_tickets)
-        # Only waiting clients need an entry: a later request gets a ticket that is higher than all of these.
+        # Only waiting clients need an entry: a later request gets a ticket that is
+        # higher than all of these.
         clients = {other.client for other in self.waiting}
-        self._served = {client: ticket for client, ticket in self._served.items() if client in clients}
+        self._served = {
+            client: ticket
+            for client, ticket in self._served.items()
+            if client in clients
+        }
 
     def expires_s(self, name: str) -> float:
-        """Returns the time (on the event loop's clock) at which `name` stops using the model.
+        """Returns the time (on the event loop's clock) at which `name` stops using the
+        model.
 
-        The time is inf while a request with this name uses the model or waits for it, and if the keep-alive time is
-        inf.
+        The time is inf while a request with this name uses the model or waits for it,
+        and if the keep-alive time is inf.
         """
         if any(request.name == name for request in (*self.waiting, *self.users)):
             return math.inf
@@ -192,7 +244,9 @@ class ManagedModel:
 
     def has_others(self, name: str) -> bool:
         """Returns True if names other than `name` use the model or wait for it."""
-        return bool(({request.name for request in self.waiting} | self.uses.keys()) - {name})
+        return bool(
+            ({request.name for request in self.waiting} | self.uses.keys()) - {name}
+        )
 
     @property
     def answering(self) -> list[LeaseRequest]:
@@ -206,30 +260,38 @@ class ManagedModel:
 
     @property
     def has_room(self) -> bool:
-        """True if fewer requests generate or embed than the model can answer at once."""
+        """True if fewer requests generate or embed than the model can answer at
+        once."""
         return len(self.answering) < self.ready.n_parallel
 
     @property
     def stopping(self) -> bool:
-        """True if the model is being unloaded, or will be unloaded after its current answers."""
-        return self.ending.is_set() or any(not self.has_others(name) for name in self.unloads)
+        """True if the model is being unloaded, or will be unloaded after its current
+        answers."""
+        return self.ending.is_set() or any(
+            not self.has_others(name) for name in self.unloads
+        )
 
     def set_timer(self, at_s: float, call: Callable[[], object]) -> None:
-        """Cancels the earlier timer and calls `call` at the time `at_s` (on the event loop's clock). inf: `call` is
-        never called."""
+        """Cancels the earlier timer and calls `call` at the time `at_s` (on the event
+        loop's clock). inf: `call` is never called."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
+        self._timer = (
+            None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
+        )
 
     def reset(self) -> None:
-        """Clears the state of the load, after the process has ended. The reserved memory is treated as free again."""
+        """Clears the state of the load, after the process has ended. The reserved
+        memory is treated as free again."""
         self.process, self.used, self.n_requests = None, {}, 0
         self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
         self.set_timer(math.inf, self.reset)
 
     @property
     def devices(self) -> list[str]:
-        """Returns the names of the devices on which memory is reserved for the model. RAM is not a device."""
+        """Returns the names of the devices on which memory is reserved for the model.
+        RAM is not a device."""
         return [place for place in self.used if place != RAM]
 
     def places_of(self, tier: str) -> list[str]:
@@ -237,8 +299,8 @@ class ManagedModel:
         return [RAM] if tier == RAM else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
-        """Changes the bytes that are counted for budgets. `n_bytes`: {tier: bytes}. Several devices share a
-        change in proportion to their used bytes."""
+        """Changes the bytes that are counted for budgets. `n_bytes`: {tier: bytes}.
+        Several devices share a change in proportion to their used bytes."""
         for tier, n in n_bytes.items():
             places, change = self.places_of(tier), n - self.cache_bytes[tier]
             total = sum(self.used[place] for place in places)
@@ -250,31 +312,39 @@ class ManagedModel:
             self.cache_bytes[tier] = n
 
     def serves(self, request: LeaseRequest) -> bool:
-        """Returns True if the loaded model has the files and the context length that `request` needs.
+        """Returns True if the loaded model has the files and the context length that
+        `request` needs.
 
-        A longer context also serves a request for a shorter context, because a reload would lose cached data.
+        A longer context also serves a request for a shorter context, because a reload
+        would lose cached data.
         """
         if request.entry.weights != self.entry.weights or self.files_changed:
             return False
         own_n_ctx = self.overrides.get("n_ctx", 0)
         if (n_ctx := request.overrides.get("n_ctx")) is None:
             return not own_n_ctx or self.ready.n_ctx >= self.default_n_ctx
-        # The loaded context may be shorter than the option `n_ctx`, since the model's own length limits it.
+        # The loaded context may be shorter than the option `n_ctx`, since the model's
+        # own length limits it.
         return n_ctx <= max(self.ready.n_ctx, own_n_ctx)
 
     def look_at_files(self) -> None:
-        """Sets `files_changed` to True if a file was written or replaced since the model was measured, otherwise to
-        False. Deleted files are ignored."""
+        """Sets `files_changed` to True if a file was written or replaced since the
+        model was measured, otherwise to False. Deleted files are ignored."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
-        """Returns the state of the model, which must be loaded, with the statistics that its process reported last."""
+        """Returns the state of the model, which must be loaded, with the statistics
+        that its process reported last."""
         process, now = self.process, datetime.now(UTC)
         assert process is not None
         names = list[LoadedName]()
         for name, use in self.uses.items():
             left_s = min(use.keep_alive_s, self.expires_s(name) - time.monotonic())
-            expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
+            expires = (
+                None
+                if left_s == math.inf
+                else now + timedelta(seconds=max(0.0, left_s))
+            )
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
         last = process.last_summaries.get(current_owner.get(), AnswerSummary())
@@ -305,17 +375,19 @@ class ManagedModel:
 class Calls(ABC):
     """The calls that a request can make to a model's worker process.
 
-    If the process ends before the first event of a call, the call is repeated once, with a new process. If the process
-    ends later, or again, the call raises WorkerError.
+    If the process ends before the first event of a call, the call is repeated once,
+    with a new process. If the process ends later, or again, the call raises
+    WorkerError.
     """
 
     @abstractmethod
     def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Yields a worker's reply to a message of this kind: events, then the value. Raises the worker's error, or
-        WorkerError if the process fails."""
+        """Yields a worker's reply to a message of this kind: events, then the value.
+        Raises the worker's error, or WorkerError if the process fails."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Yields the events of a call, then its value. Repeats the call once, as described in the class's docstring."""
+        """Yields the events of a call, then its value. Repeats the call once, as
+        described in the class's docstring."""
         has_begun = False
         for is_last in (False, True):
             try:
@@ -329,68 +401,103 @@ class Calls(ABC):
                     raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """Returns the value of a call. For example, the value of "count" is the number of tokens in a conversation's
-        prompt, and the value of "render" is the prompt's text. Raises the worker's error, or WorkerError if the process
-        fails."""
+        """Returns the value of a call. For example, the value of "count" is the number
+        of tokens in a conversation's prompt, and the value of "render" is the prompt's
+        text. Raises the worker's error, or WorkerError if the process fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
         return last
 
     async def embed(
-        self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
+        self,
+        inputs: Sequence[Any],
+        *,
+        truncate: bool = True,
+        normalize: bool = True,
+        num_ctx: int | None = None,
     ) -> Embeddings:
-        """Returns the vectors of `inputs`: strings or lists of tokens. Raises the errors of
-        `moegguf.generate.embedding.embed`."""
+        """Returns the vectors of `inputs`: strings or lists of tokens. Raises the
+        errors of `moegguf.generate.embedding.embed`."""
         from moegguf.generate.embedding import Embeddings
 
-        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
+        fields = {
+            "inputs": list(inputs),
+            "truncate": truncate,
+            "normalize": normalize,
+            "num_ctx": num_ctx,
+        }
         fields["client_key"] = current_owner.get()
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Returns the scores of documents for a query, as one-element vectors. Raises the errors of
-        `moegguf.generate.embedding.rank`."""
+        """Returns the scores of documents for a query, as one-element vectors. Raises
+        the errors of `moegguf.generate.embedding.rank`."""
         from moegguf.generate.embedding import Embeddings
 
-        fields = {"query": query, "documents": list(documents), "client_key": current_owner.get()}
+        fields = {
+            "query": query,
+            "documents": list(documents),
+            "client_key": current_owner.get(),
+        }
         return build(Embeddings, await self.value("rank", **fields))
 
-    async def slot(self, action: str, slot: int, path: str = "", most_bytes: int = 0) -> dict[str, Any]:
-        """Saves, restores or erases the current owner's context in one of llama-server's slots. Returns the counts for
-        llama-server's reply. Raises the errors of `moegguf.generate.slots.run_action`."""
+    async def slot(
+        self, action: str, slot: int, path: str = "", most_bytes: int = 0
+    ) -> dict[str, Any]:
+        """Saves, restores or erases the current owner's context in one of
+        llama-server's slots. Returns the counts for llama-server's reply. Raises the
+        errors of `moegguf.generate.slots.run_action`."""
         fields = {"owner": current_owner.get(), "path": path, "most_bytes": most_bytes}
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
-    async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
-        """Returns the tokens of a string. `special`: True to recognize names of special tokens. `add_special`: True to
-        add the tokens that the model puts around a text, such as BOS and EOS."""
-        return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        """Returns the tokens of a string. `special`: True to recognize names of special
+        tokens. `add_special`: True to add the tokens that the model puts around a text,
+        such as BOS and EOS."""
+        return list(
+            await self.value(
+                "tokenize", text=text, special=special, add_special=add_special
+            )
+        )
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """Returns the bytes of each token. The bytes of a special token are its name."""
+        """Returns the bytes of each token. The bytes of a special token are its
+        name."""
         return build(tuple[bytes, ...], await self.value("pieces", tokens=list(tokens)))
 
     async def detokenize(self, prompt: Sequence[int | str]) -> str:
-        """Returns the text of a list of tokens and strings, joined. Invalid UTF-8 is replaced by U+FFFD."""
-        pieces = iter(await self.pieces([each for each in prompt if isinstance(each, int)]))
-        return b"".join(to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt).decode(
-            errors="replace"
+        """Returns the text of a list of tokens and strings, joined. Invalid UTF-8 is
+        replaced by U+FFFD."""
+        pieces = iter(
+            await self.pieces([each for each in prompt if isinstance(each, int)])
         )
+        return b"".join(
+            to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt
+        ).decode(errors="replace")
 
 
 class Lease(Calls):
     """The use of a model by one request, inside `async with`.
 
-    When the worker has finished an answer, the next request is granted, even if this answer has not yet been read to
-    its end. Another answer in this lease waits in the queue again. Leaving the block cancels a running answer.
+    When the worker has finished an answer, the next request is granted, even if this
+    answer has not yet been read to its end. Another answer in this lease waits in the
+    queue again. Leaving the block cancels a running answer.
     """
 
     entry: ModelEntry  # the granted request's entry; set when the model is granted
-    load_s: float  # seconds of the load that the lease waited for; 0: the model was already loaded
+    # Seconds of the load that the lease waited for; 0: the model was already loaded.
+    load_s: float
 
-    def __init__(self, acquire: Callable[[], Awaitable[LeaseRequest]], release: Callable[[LeaseRequest], None]) -> None:
-        """`acquire` waits for the model and returns the granted request; `release` ends this request."""
+    def __init__(
+        self,
+        acquire: Callable[[], Awaitable[LeaseRequest]],
+        release: Callable[[LeaseRequest], None],
+    ) -> None:
+        """`acquire` waits for the model and returns the granted request; `release` ends
+        this request."""
         self._acquire_model = acquire
         self._release_model = release
         self._acquired: LeaseRequest | None = None
@@ -405,28 +512,38 @@ class Lease(Calls):
         if self._request is None or self._request.ended:
             self._release()
         else:
-            self._request.cancel()  # the model is released when the worker has stopped the answer
+            # The model is released when the worker has stopped the answer.
+            self._request.cancel()
 
-    async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end `Done`. Without `stream`, there is
-        no progress and one `Delta` at most. Closing the generator stops the answer.
+    async def answer(
+        self, request: Request, *, stream: bool = True
+    ) -> AsyncGenerator[Event, None]:
+        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end
+        `Done`. Without `stream`, there is no progress and one `Delta` at most. Closing
+        the generator stops the answer.
 
         Raises the errors of `moegguf.generate.sequence.Sequence.read`, and WorkerError.
         """
-        async with aclosing(self.events("generate", request=request, stream=stream)) as events:
+        async with aclosing(
+            self.events("generate", request=request, stream=stream)
+        ) as events:
             async for event in events:
                 yield self._event(event)
 
     async def rest(self) -> list[Event]:
-        """Returns the unread events of the last answer, up to its end, or an empty list if there was no answer. Raises
-        the answer's error."""
+        """Returns the unread events of the last answer, up to its end, or an empty list
+        if there was no answer. Raises the answer's error."""
         request = self._request
-        return [self._event(event) async for event in request.events()] if request else []
+        return (
+            [self._event(event) async for event in request.events()] if request else []
+        )
 
     def _event(self, event: Any) -> Event:
         if isinstance(event, Delta | PromptProgress):
             return event
-        summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
+        summary = self._process.last_summaries[current_owner.get()] = build(
+            AnswerSummary, event
+        )
         return Done(summary, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
@@ -437,9 +554,13 @@ class Lease(Calls):
             if is_beside:
                 request = self._process.request(kind, **fields)
             elif self._acquired is not None and self._acquired.will_answer:
-                request = self._request = self._process.request(kind, self._release, **fields)
+                request = self._request = self._process.request(
+                    kind, self._release, **fields
+                )
             else:
-                raise OptionError("this lease was taken with will_answer=False; take another one.")
+                raise OptionError(
+                    "this lease was taken with will_answer=False; take another one."
+                )
             try:
                 async for event in request.events():
                     yield event
@@ -455,7 +576,11 @@ class Lease(Calls):
             if request.model.process is not None:
                 break
             self._release()  # the process has ended since the request was granted
-        self._process, self.entry, self.load_s = request.model.process, request.entry, request.load_s
+        self._process, self.entry, self.load_s = (
+            request.model.process,
+            request.entry,
+            request.load_s,
+        )
 
     def _release(self) -> None:
         acquired, self._acquired = self._acquired, None

@@ -1,8 +1,10 @@
-"""Computes the memory that a model needs, the memory that is available, and which idle models must be unloaded.
+"""Computes the memory that a model needs, the memory that is available, and which idle
+models must be unloaded.
 
-Each model has a plan with all the memory that it can use, and plans with less memory. Plans are built from the headers
-of the model's files, before anything is loaded. A worker receives the plan with which it loads its model. This module
-does not handle processes.
+Each model has a plan with all the memory that it can use, and plans with less memory.
+Plans are built from the headers of the model's files, before anything is loaded. A
+worker receives the plan with which it loads its model. This module does not handle
+processes.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ RAM = "RAM"
 Room = Mapping[str, int]
 """{RAM or name of a device: bytes}"""
 ListGpus = Callable[[], Sequence[Device] | None]
-"""A function that returns the GPUs, each with the bytes that are free for all models together, or None if all GPUs have
-failed."""
+"""A function that returns the GPUs, each with the bytes that are free for all models
+together, or None if all GPUs have failed."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,19 @@ class ModelSize:
 
     wanted: Room  # all memory that the model can use
     minimum: Room  # the minimum memory for loading the model
-    plan_within: Callable[[Room], Plan]  # creates a plan for memory between `minimum` and `wanted`
-    load_config: Callable[[Plan], LoadConfig]  # creates the configuration of a worker that loads with this plan
+    # Creates a plan for memory between `minimum` and `wanted`.
+    plan_within: Callable[[Room], Plan]
+    # Creates the configuration of a worker that loads with this plan.
+    load_config: Callable[[Plan], LoadConfig]
     default_n_ctx: int = 0  # context length of a load that does not set one
 
 
-def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
-    """Returns the load options of a model. If several sources have an option, the first of them in this order is used:
-    `overrides`, the draft model of the entry, `settings.loading`, other files of the entry."""
+def load_options(
+    entry: ModelEntry, overrides: LoadOverrides, settings: Settings
+) -> dict[str, Any]:
+    """Returns the load options of a model. If several sources have an option, the first
+    of them in this order is used: `overrides`, the draft model of the entry,
+    `settings.loading`, other files of the entry."""
     files = files_of(entry)
     given = {**files, **settings.loading}
     given |= {name: path for name, path in files.items() if name == "draft"}
@@ -66,13 +73,17 @@ def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings
 
 
 def measure(
-    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, memory: Memory, list_gpus: ListGpus = query_gpus
+    entry: ModelEntry,
+    overrides: LoadOverrides,
+    settings: Settings,
+    memory: Memory,
+    list_gpus: ListGpus = query_gpus,
 ) -> ModelSize:
-    """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads file headers, so the event loop
-    must not call it directly.
+    """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads
+    file headers, so the event loop must not call it directly.
 
-    memory: RAM for all models together. list_gpus: called only if experts may be placed on GPUs
-    (`LoadSpec.choose_gpus`).
+    memory: RAM for all models together. list_gpus: called only if experts may be placed
+    on GPUs (`LoadSpec.choose_gpus`).
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError or OptionError.
     """
@@ -84,10 +95,18 @@ def measure(
     owner = _Owner(layout, spec, Machine(memory, devices=devices))
     wanted = owner.best()
     least = owner.least(wanted)
-    asked = load_keywords({name: value for name, value in given.items() if value is not None})
-    options = {name: value for name, value in asked.items() if name not in IN_THE_PLAN} | {
+    asked = load_keywords(
+        {name: value for name, value in given.items() if value is not None}
+    )
+    options = {
+        name: value for name, value in asked.items() if name not in IN_THE_PLAN
+    } | {
         "n_ctx": wanted.n_ctx,
-        **{name: number for name in ("type_k", "type_v") if (number := getattr(spec, name)) != F16},
+        **{
+            name: number
+            for name in ("type_k", "type_v")
+            if (number := getattr(spec, name)) != F16
+        },
         "flash_attn": spec.flash_attn,
         "embedding": is_embedding(layout.metadata),
         "draft": spec.draft,
@@ -100,10 +119,15 @@ def measure(
     most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)
     return ModelSize(
         wanted=most_bytes,
-        minimum={place: min(n_bytes, least_bytes.get(place, 0)) for place, n_bytes in most_bytes.items()},
+        minimum={
+            place: min(n_bytes, least_bytes.get(place, 0))
+            for place, n_bytes in most_bytes.items()
+        },
         plan_within=lambda room: owner.plan_within(room, wanted, least),
         load_config=load_config,
-        default_n_ctx=owner.default_context(wanted) if "n_ctx" in overrides else wanted.n_ctx,
+        default_n_ctx=owner.default_context(wanted)
+        if "n_ctx" in overrides
+        else wanted.n_ctx,
     )
 
 
@@ -116,35 +140,52 @@ class _Owner:
     here: Machine
 
     def _plan(self, spec: LoadSpec, machine: Machine) -> Plan:
-        return plan_load(self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart)
+        return plan_load(
+            self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart
+        )
 
     def best(self) -> Plan:
         """Returns the plan in which the model can use all memory that models may use.
 
-        If this memory is too small for the options, returns a plan for unlimited RAM, with the context length that
-        would be chosen here. `admit` then decides whether a smaller plan fits.
+        If this memory is too small for the options, returns a plan for unlimited RAM,
+        with the context length that would be chosen here. `admit` then decides whether
+        a smaller plan fits.
         """
         try:
             return self._plan(self.spec, self.here)
         except BudgetError:
-            sizes = choose_context(self.layout, Sizes.of(self.layout, self.spec), self._free_bytes())
-            endless = replace(self.here, memory=Memory(_UNLIMITED, _UNLIMITED, "the models' budget", 0))
+            sizes = choose_context(
+                self.layout, Sizes.of(self.layout, self.spec), self._free_bytes()
+            )
+            endless = replace(
+                self.here,
+                memory=Memory(_UNLIMITED, _UNLIMITED, "the models' budget", 0),
+            )
             return self._plan(replace(self.spec, n_ctx=sizes.n_ctx), endless)
 
     def _free_bytes(self) -> int:
-        return min(self.here.memory.available_bytes, *(device.free_bytes for device in self.here.devices), _UNLIMITED)
+        return min(
+            self.here.memory.available_bytes,
+            *(device.free_bytes for device in self.here.devices),
+            _UNLIMITED,
+        )
 
     def default_context(self, wanted: Plan) -> int:
         """Returns the context length of a load that does not set one."""
         places = self.here.devices if wanted.on_device else ()
-        free_bytes = sum(device.free_bytes for device in places) or self.here.memory.available_bytes
-        budget = self.spec.budgets.vram[0] if wanted.on_device else self.spec.budgets.ram
+        free_bytes = (
+            sum(device.free_bytes for device in places)
+            or self.here.memory.available_bytes
+        )
+        budget = (
+            self.spec.budgets.vram[0] if wanted.on_device else self.spec.budgets.ram
+        )
         sizes = Sizes.of(self.layout, replace(self.spec, n_ctx=None))
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for the memory `room`: `wanted` if it fits, otherwise a plan with fewer slots if one fits,
-        otherwise `least`."""
+        """Returns the plan for the memory `room`: `wanted` if it fits, otherwise a plan
+        with fewer slots if one fits, otherwise `least`."""
         if _fits(wanted, room):
             return wanted
         one_slot = self._slot_bytes(wanted)
@@ -155,30 +196,44 @@ class _Owner:
                 self.layout.n_expert_total, one_slot, wanted.mean_slot_bytes or one_slot
             ),
         )
-        gpus = [replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0) for gpu in self._devices(wanted)]
+        gpus = [
+            replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0)
+            for gpu in self._devices(wanted)
+        ]
         memory = Memory(room[RAM], room[RAM], "the models' budget", 0)
         with suppress(BudgetError):
-            found = make_plan(self.layout, Machine(memory, devices=tuple(gpus)), smaller)
+            found = make_plan(
+                self.layout, Machine(memory, devices=tuple(gpus)), smaller
+            )
             if _fits(found, room):
                 return found
         return least
 
     def _settled(self, wanted: Plan) -> LoadSpec:
-        """Returns the load options with the context sizes of `wanted`, so that less memory does not shorten the
-        context."""
+        """Returns the load options with the context sizes of `wanted`, so that less
+        memory does not shorten the context."""
         return replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
 
     def _devices(self, wanted: Plan) -> tuple[Device, ...]:
         return self.here.devices if wanted.on_device else ()
 
     def _slot_bytes(self, wanted: Plan) -> int:
-        return slot_bytes(self.layout, [device.name for device in self._devices(wanted)])
+        return slot_bytes(
+            self.layout, [device.name for device in self._devices(wanted)]
+        )
 
     def least(self, wanted: Plan) -> Plan:
-        """Returns the plan with the fewest slots, on the devices of `wanted`. Returns `wanted` for a model without
-        experts, if the options fix which layers are on devices, and if no such plan is possible."""
-        layout, spec, devices = self.layout, self._settled(wanted), self._devices(wanted)
-        as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(devices[:1])
+        """Returns the plan with the fewest slots, on the devices of `wanted`. Returns
+        `wanted` for a model without experts, if the options fix which layers are on
+        devices, and if no such plan is possible."""
+        layout, spec, devices = (
+            self.layout,
+            self._settled(wanted),
+            self._devices(wanted),
+        )
+        as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(
+            devices[:1]
+        )
         if not layout.is_moe or (devices and as_asked):
             return wanted
         sizes = Sizes.of(layout, spec).with_context(layout, wanted.n_ctx)
@@ -191,7 +246,12 @@ class _Owner:
             spec = replace(spec, placement="slots", budgets=budgets, n_ubatch=1)
         else:
             n_ubatch = sizes.n_ubatch or sizes.one_pass_tokens
-            spec = replace(spec, placement="cpu", budgets=Budgets.of({BUDGETS[RAM]: fewest}), n_ubatch=n_ubatch)
+            spec = replace(
+                spec,
+                placement="cpu",
+                budgets=Budgets.of({BUDGETS[RAM]: fewest}),
+                n_ubatch=n_ubatch,
+            )
         with suppress(BudgetError):
             return make_plan(layout, replace(self.here, devices=devices), spec)
         return wanted
@@ -203,7 +263,9 @@ def bytes_of(plan: Plan) -> dict[str, int]:
 
 
 def _fits(plan: Plan, room: Room) -> bool:
-    return all(n_bytes <= room.get(place, 0) for place, n_bytes in bytes_of(plan).items())
+    return all(
+        n_bytes <= room.get(place, 0) for place, n_bytes in bytes_of(plan).items()
+    )
 
 
 @dataclass(frozen=True)
@@ -217,20 +279,29 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Admission:
-    """The decision about a load. If `reserve` and `unload` are empty, the load must wait until other models are
-    idle."""
+    """The decision about a load. If `reserve` and `unload` are empty, the load must
+    wait until other models are idle."""
 
-    reserve: Room = field(default_factory=dict)  # {place: bytes to reserve}; not empty: the model is loaded now
+    # {place: bytes to reserve}; not empty: the model is loaded now.
+    reserve: Room = field(default_factory=dict)
     unload: tuple[str, ...] = ()  # names of the models to unload first
-    short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before unloading}
+    # {place: bytes missing before unloading}.
+    short: Room = field(default_factory=dict, compare=False)
 
 
-def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
-    """Decides whether a model can be loaded within `limits`. `models` are the other models, least recently used first.
+def admit(
+    size: ModelSize,
+    limits: Room,
+    models: Sequence[MemoryUse],
+    max_models: int | None = None,
+) -> Admission:
+    """Decides whether a model can be loaded within `limits`. `models` are the other
+    models, least recently used first.
 
-    Idle models are chosen for unloading in this order. An idle model is chosen if it has memory in a place where bytes
-    are missing, or if there would be more than `max_models` models. Raises BudgetError if the model's minimum would not
-    fit even without any other model.
+    Idle models are chosen for unloading in this order. An idle model is chosen if it
+    has memory in a place where bytes are missing, or if there would be more than
+    `max_models` models. Raises BudgetError if the model's minimum would not fit even
+    without any other model.
     """
     for place, n_bytes in size.minimum.items():
         if n_bytes > limits[place]:
@@ -239,83 +310,129 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
                 f" models together may take {format_bytes(limits[place])} there; lower num_ctx, close other programs"
                 " that use memory there, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
             )
-    free = {place: limits[place] - sum(model.used.get(place, 0) for model in models) for place in size.wanted}
-    shortage = {place: n_bytes - free[place] for place, n_bytes in size.wanted.items() if n_bytes > free[place]}
+    free = {
+        place: limits[place] - sum(model.used.get(place, 0) for model in models)
+        for place in size.wanted
+    }
+    shortage = {
+        place: n_bytes - free[place]
+        for place, n_bytes in size.wanted.items()
+        if n_bytes > free[place]
+    }
     n_free = (max_models or _UNLIMITED) - len(models)
     unload: list[str] = []
     for model in models:
-        short = [place for place, n_bytes in size.wanted.items() if free[place] < n_bytes]
+        short = [
+            place for place, n_bytes in size.wanted.items() if free[place] < n_bytes
+        ]
         if n_free > 0 and not short:
             break
-        if model.idle and (n_free <= 0 or any(model.used.get(place) for place in short)):
-            free = {place: n_bytes + model.used.get(place, 0) for place, n_bytes in free.items()}
+        if model.idle and (
+            n_free <= 0 or any(model.used.get(place) for place in short)
+        ):
+            free = {
+                place: n_bytes + model.used.get(place, 0)
+                for place, n_bytes in free.items()
+            }
             n_free += 1
             unload.append(model.name)
-    if n_free <= 0 or any(free[place] < n_bytes for place, n_bytes in size.minimum.items()):
+    if n_free <= 0 or any(
+        free[place] < n_bytes for place, n_bytes in size.minimum.items()
+    ):
         return Admission()
     if unload:
         return Admission(unload=tuple(unload), short=shortage)
-    return Admission({place: min(free[place], n_bytes) for place, n_bytes in size.wanted.items()})
+    return Admission(
+        {place: min(free[place], n_bytes) for place, n_bytes in size.wanted.items()}
+    )
 
 
 class MemoryLimits:
     """The bytes that all models together may use.
 
-    In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the memory that was free at
-    construction, less a margin. It is smaller if other programs have taken more memory since then. On a device, the
-    limit is the smallest number of free bytes seen so far, where memory used by models is treated as free.
+    In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the
+    memory that was free at construction, less a margin. It is smaller if other programs
+    have taken more memory since then. On a device, the limit is the smallest number of
+    free bytes seen so far, where memory used by models is treated as free.
     """
 
-    def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
-        self.lost: set[str] = set()  # names of devices that have failed, which are not used again
+    def __init__(
+        self, settings: Settings, memory: Callable[[], Memory] = read_memory
+    ) -> None:
+        # Names of devices that have failed, which are not used again.
+        self.lost: set[str] = set()
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
         self._at_start = memory()
         self._on_device: dict[str, int] = {}  # {device: its limit in bytes}
 
     def ram(self, used_bytes: int) -> Memory:
-        """Returns the RAM for all models together, given that they now use `used_bytes`."""
+        """Returns the RAM for all models together, given that they now use
+        `used_bytes`."""
         if self._setting_bytes:
-            return Memory(self._setting_bytes, self._setting_bytes, "the models' budget", 0)
+            return Memory(
+                self._setting_bytes, self._setting_bytes, "the models' budget", 0
+            )
         now = self._memory()
-        free_bytes = min(self._at_start.available_bytes, now.available_bytes + used_bytes)
+        free_bytes = min(
+            self._at_start.available_bytes, now.available_bytes + used_bytes
+        )
         return replace(now, available_bytes=free_bytes)
 
     def of(self, place: str, used_bytes: int) -> int:
-        """Returns the limit in bytes at `place` (RAM or a device), given that models now use `used_bytes` there. The
-        limit of a device that `gpus` has not listed is 0."""
-        return self.ram(used_bytes).usable_bytes if place == RAM else self._on_device.get(place, 0)
+        """Returns the limit in bytes at `place` (RAM or a device), given that models
+        now use `used_bytes` there. The limit of a device that `gpus` has not listed is
+        0."""
+        return (
+            self.ram(used_bytes).usable_bytes
+            if place == RAM
+            else self._on_device.get(place, 0)
+        )
 
     def gpus(self, devices: Sequence[Device], used: Room) -> list[Device] | None:
-        """Returns the devices that have not failed, with the bytes that would be free without models. `used` are the
-        bytes that models use now. Returns None if devices have failed and no other device is left."""
+        """Returns the devices that have not failed, with the bytes that would be free
+        without models. `used` are the bytes that models use now. Returns None if
+        devices have failed and no other device is left."""
         there = [device for device in devices if device.name not in self.lost]
         for device in there:
             free = device.free_bytes + used.get(device.name, 0)
-            self._on_device[device.name] = min(self._on_device.get(device.name, free), free)
-        found = [replace(device, free_bytes=self._on_device[device.name]) for device in there]
+            self._on_device[device.name] = min(
+                self._on_device.get(device.name, free), free
+            )
+        found = [
+            replace(device, free_bytes=self._on_device[device.name]) for device in there
+        ]
         return None if self.lost and not found else found
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
     """Returns {tier: bytes of its budget} for a plan, which is given as JSON.
 
-    The budget of RAM includes all slots in RAM. The budget of VRAM includes the slots on GPUs and the buffers in which
-    prompts are staged.
+    The budget of RAM includes all slots in RAM. The budget of VRAM includes the slots
+    on GPUs and the buffers in which prompts are staged.
     """
     return {tier: plan.get(f"{option}_bytes", 0) for tier, option in BUDGETS.items()}
 
 
-def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
-    """Returns a budget in bytes, limited to the bytes reserved at the model's load and rounded down to whole slots.
+def expert_cache_within(
+    cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int
+) -> int:
+    """Returns a budget in bytes, limited to the bytes reserved at the model's load and
+    rounded down to whole slots.
 
-    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte, so that the
-    model refuses this budget.
+    "auto" means all reserved bytes. A budget of less than one slot is not rounded, and
+    is at least 1 byte, so that the model refuses this budget.
 
     Raises BudgetError for a model without experts.
     """
     if not slot_bytes:
-        raise BudgetError("the model has no experts, so it takes no budget for them; leave the budget out.")
-    asked = {"auto": reserved_bytes, "fraction": int(cache.fraction * n_experts * slot_bytes), "bytes": cache.n_bytes}
+        raise BudgetError(
+            "the model has no experts, so it takes no budget for them; leave the budget out."
+        )
+    asked = {
+        "auto": reserved_bytes,
+        "fraction": int(cache.fraction * n_experts * slot_bytes),
+        "bytes": cache.n_bytes,
+    }
     n_bytes = min(asked[cache.mode], reserved_bytes)
     return n_bytes // slot_bytes * slot_bytes or max(1, n_bytes)

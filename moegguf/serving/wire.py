@@ -1,8 +1,10 @@
-"""The protocol between server and worker: lines of JSON over a Unix socket. Each line is a message with a `kind`.
+"""The protocol between server and worker: lines of JSON over a Unix socket. Each line
+is a message with a `kind`.
 
-A dataclass is sent as an object with the fields that differ from their defaults, and is rebuilt from its type hints.
-Bytes are sent as base64, errors as class name and text. Pickle is not used: a receiver builds only the types that it
-expects. This module does not start processes or load models.
+A dataclass is sent as an object with the fields that differ from their defaults, and is
+rebuilt from its type hints. Bytes are sent as base64, errors as class name and text.
+Pickle is not used: a receiver builds only the types that it expects. This module does
+not start processes or load models.
 
 Messages to the worker, each with an id:
 - load (config) is the first message. Its value is a `Ready`.
@@ -36,7 +38,8 @@ from moegguf.generate.request import Delta, PromptProgress
 if TYPE_CHECKING:
     from moegguf.engine.plan import Plan
 
-# A prompt of 8 MiB can grow to 48 MiB as JSON escapes, and the vectors of 8,000 texts can need 87 MiB.
+# A prompt of 8 MiB can grow to 48 MiB as JSON escapes, and the vectors of 8,000 texts
+# can need 87 MiB.
 MAX_MESSAGE_BYTES = 128 << 20
 
 Message = dict[str, Any]
@@ -50,7 +53,8 @@ class LoadConfig:
     name: str
     path: str
     plan: Plan  # sizes and places of all memory of the model
-    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `Llama`
+    # Keyword arguments of `Llama`.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Ready:
     """The reply of a worker that has loaded its model."""
 
     n_ctx: int
-    plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
+    # moegguf.engine.plan.Plan as JSON.
+    plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1  # maximum number of requests that the worker answers at once
 
 
@@ -73,8 +78,9 @@ EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message as one line of JSON. Writes NaN and infinite numbers as Python's json module does, although
-    JSON has none. Raises OptionError if the line is too long, or if a value cannot be encoded."""
+    """Encodes a message as one line of JSON. Writes NaN and infinite numbers as
+    Python's json module does, although JSON has none. Raises OptionError if the line is
+    too long, or if a value cannot be encoded."""
     try:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -83,7 +89,9 @@ def encode(message: Mapping[str, Any]) -> bytes:
             f" deeply ({error}); remove the value."
         ) from None
     if len(line) >= MAX_MESSAGE_BYTES:
-        raise OptionError(f"a request has {len(line)} bytes, but must have fewer than {MAX_MESSAGE_BYTES}; shorten it.")
+        raise OptionError(
+            f"a request has {len(line)} bytes, but must have fewer than {MAX_MESSAGE_BYTES}; shorten it."
+        )
     return line + b"\n"
 
 
@@ -99,10 +107,14 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a dataclass, a mapping or bytes to one of JSON's own types. json.dumps calls this function for other
-    types."""
+    """Converts a dataclass, a mapping or bytes to one of JSON's own types. json.dumps
+    calls this function for other types."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: item for name, default in _defaults(type(value)) if (item := getattr(value, name)) != default}
+        return {
+            name: item
+            for name, default in _defaults(type(value))
+            if (item := getattr(value, name)) != default
+        }
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes):
@@ -112,36 +124,47 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Returns (field name, default) for each field of a dataclass. A field without a default has MISSING, so that its
-    value always differs and is sent."""
-    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
+    """Returns (field name, default) for each field of a dataclass. A field without a
+    default has MISSING, so that its value always differs and is sent."""
+    return tuple(
+        (f.name, f.default if f.default_factory is MISSING else f.default_factory())
+        for f in fields(kind)
+    )
 
 
 def build(kind: type[Kind], data: Any) -> Kind:
-    """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises WorkerError if the conversion fails.
-    Values of JSON's own types are not checked."""
+    """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises
+    WorkerError if the conversion fails. Values of JSON's own types are not checked."""
     reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
     try:
         return typing.cast(Kind, reader(data))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).rstrip(".")
-        raise WorkerError(f"a worker's message is not a valid {kind.__name__} ({reason}).") from None
+        raise WorkerError(
+            f"a worker's message is not a valid {kind.__name__} ({reason})."
+        ) from None
 
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Returns a function that converts parsed JSON to the type `hint`. For one of JSON's own types, the returned
-    function changes nothing."""
+    """Returns a function that converts parsed JSON to the type `hint`. For one of
+    JSON's own types, the returned function changes nothing."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}
-        if hint is LoadConfig:  # imported here because only a worker builds a `LoadConfig`
+        # Imported here because only a worker builds a `LoadConfig`.
+        if hint is LoadConfig:
             from moegguf.engine.plan import Plan
 
             names = {"Plan": Plan}
-        hints, kind = typing.get_type_hints(hint, localns=names), typing.cast(Callable[..., Any], hint)
+        hints, kind = (
+            typing.get_type_hints(hint, localns=names),
+            typing.cast(Callable[..., Any], hint),
+        )
         readers = {f.name: _reader(hints[f.name]) for f in fields(hint)}
-        return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
+        return lambda data: kind(
+            **{name: readers[name](item) for name, item in data.items()}
+        )
     if hint is bytes:
         return base64.b64decode
     if origin is tuple and len(inner) == 2 and inner[1] is ...:
@@ -149,24 +172,39 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda items: tuple(map(read, items))
     if origin is tuple:
         reads = [_reader(part) for part in inner]
-        return lambda items: tuple(read(item) for read, item in zip(reads, items, strict=True))
+        return lambda items: tuple(
+            read(item) for read, item in zip(reads, items, strict=True)
+        )
     if origin in (typing.Union, types.UnionType):
-        kinds = [part for part in inner if is_dataclass(part) or typing.get_origin(part) is tuple or part is bytes]
+        kinds = [
+            part
+            for part in inner
+            if is_dataclass(part) or typing.get_origin(part) is tuple or part is bytes
+        ]
         read_other = _reader(kinds[0] if kinds else object)
         return lambda item: None if item is None else read_other(item)
-    if inner and inner[0] is int and isinstance(origin, type) and issubclass(origin, Mapping):
-        return lambda items: {int(name): item for name, item in items.items()}  # JSON keys are strings
+    if (
+        inner
+        and inner[0] is int
+        and isinstance(origin, type)
+        and issubclass(origin, Mapping)
+    ):
+        # JSON keys are strings.
+        return lambda items: {int(name): item for name, item in items.items()}
     return lambda item: item
 
 
 def encode_error(error: BaseException) -> Message:
     """Converts an error to JSON: its class name and its text."""
-    return {"class": type(error).__name__, "message": str(error) or type(error).__name__}
+    return {
+        "class": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+    }
 
 
 def build_error(data: Any) -> MoeggufError:
-    """Rebuilds an error from its JSON. An error whose class is not in moegguf.errors becomes a MoeggufError, and its
-    text begins with the name of the class."""
+    """Rebuilds an error from its JSON. An error whose class is not in moegguf.errors
+    becomes a MoeggufError, and its text begins with the name of the class."""
     name, message = str(data.get("class")), str(data.get("message"))
     kind = getattr(moegguf.errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MoeggufError):

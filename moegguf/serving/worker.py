@@ -1,9 +1,12 @@
-"""A process that loads one model and answers requests, several at once: `python -m moegguf.serving.worker FD`.
+"""A process that loads one model and answers requests, several at once: `python -m
+moegguf.serving.worker FD`.
 
-Messages arrive on the socket inherited as FD. The process exits when the socket closes, so that no worker outlives a
-killed server. The main thread loads the model and runs `BatchLoop`. A second thread reads messages, so that an answer
-can be cancelled. Other threads reply to messages that need no pass, because a template may render slowly and a change
-of the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
+Messages arrive on the socket inherited as FD. The process exits when the socket closes,
+so that no worker outlives a killed server. The main thread loads the model and runs
+`BatchLoop`. A second thread reads messages, so that an answer can be cancelled. Other
+threads reply to messages that need no pass, because a template may render slowly and a
+change of the budget waits for a pass to end. The manager (model_manager.py) decides
+which requests are sent.
 """
 
 from __future__ import annotations
@@ -43,27 +46,33 @@ from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
 from moegguf.text import to_utf8
 
-EXIT_GRACE_S = 5.0  # seconds within which a running computation must stop after the socket has closed
-DELTA_S = 0.02  # minimum seconds between two messages with an answer's text, except the last
+# Seconds within which a running computation must stop after the socket has closed.
+EXIT_GRACE_S = 5.0
+# Minimum seconds between two messages with an answer's text, except the last.
+DELTA_S = 0.02
 PROGRESS_S = 0.1  # minimum seconds between two messages about progress, except the last
-MAX_REPLIES = 32  # number of threads for replies, so that a slow template does not delay other replies
+# Number of threads for replies, so that a slow template does not delay other replies.
+MAX_REPLIES = 32
 
 
 class Outbox:
-    """Sends lines over `connection` in order. Lines inside a `one_call` block are sent together at its end.
+    """Sends lines over `connection` in order. Lines inside a `one_call` block are sent
+    together at its end.
 
-    Each system call wakes the server and its client on processors that the model's threads need, and releases the
-    interpreter's lock. With 16 answers at once, one call for each token took a tenth of the time between two passes.
+    Each system call wakes the server and its client on processors that the model's
+    threads need, and releases the interpreter's lock. With 16 answers at once, one call
+    for each token took a tenth of the time between two passes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._held: list[bytes] | None = None  # lines to send at the end of a `one_call` block; None outside of it
+        # Lines to send at the end of a `one_call` block; None outside of it.
+        self._held: list[bytes] | None = None
 
     def put(self, line: bytes) -> None:
-        """Sends a line after all earlier lines, or keeps it until a `one_call` block ends. Raises OSError if the socket
-        is closed."""
+        """Sends a line after all earlier lines, or keeps it until a `one_call` block
+        ends. Raises OSError if the socket is closed."""
         with self._lock:
             if self._held is None:
                 self._connection.sendall(line)
@@ -72,9 +81,10 @@ class Outbox:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Context manager that sends all lines put inside it with one system call. Only one thread may use this method
-        at a time. Lines of other threads also wait for the end of the block, so the block must be short. Raises OSError
-        if the socket is closed."""
+        """Context manager that sends all lines put inside it with one system call. Only
+        one thread may use this method at a time. Lines of other threads also wait for
+        the end of the block, so the block must be short. Raises OSError if the socket
+        is closed."""
         with self._lock:
             self._held = []
         try:
@@ -90,13 +100,15 @@ class Outbox:
 class Events:
     """Sends the events of one answer to the server. Implements `AnswerEvents`.
 
-    Deltas are joined until DELTA_S has passed: 50 updates per second are enough for a display. Without `stream`, no
-    progress is sent, and all deltas are joined into one at the end.
+    Deltas are joined until DELTA_S has passed: 50 updates per second are enough for a
+    display. Without `stream`, no progress is sent, and all deltas are joined into one
+    at the end.
     """
 
     stream: bool
     send: Callable[[Delta | PromptProgress], None]  # sends an event
-    end: Callable[[AnswerSummary, Exception | None], object]  # sends the end of the answer
+    # Sends the end of the answer.
+    end: Callable[[AnswerSummary, Exception | None], object]
     clock: Callable[[], float] = time.monotonic  # returns seconds
 
     def __post_init__(self) -> None:
@@ -105,20 +117,23 @@ class Events:
         self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
 
     def on_progress(self, progress: PromptProgress) -> None:
-        """Sends the progress of a prompt if `stream` is set, at most once in PROGRESS_S. The end of the prompt is
-        always sent."""
-        if self.stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
+        """Sends the progress of a prompt if `stream` is set, at most once in
+        PROGRESS_S. The end of the prompt is always sent."""
+        if self.stream and (
+            self._progress_is_due() or progress.n_done == progress.n_tokens
+        ):
             self.send(progress)
 
     def on_delta(self, delta: Delta) -> None:
-        """Sends pending deltas and this one. Without `stream`, or if less than DELTA_S has passed since the last
-        message, keeps the delta for later."""
+        """Sends pending deltas and this one. Without `stream`, or if less than DELTA_S
+        has passed since the last message, keeps the delta for later."""
         self._pending.append(delta)
         if self.stream and self._delta_is_due():
             self._flush()
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
-        """Sends the pending deltas, unless there is an error. Then sends the end of the answer."""
+        """Sends the pending deltas, unless there is an error. Then sends the end of the
+        answer."""
         if error is None:
             self._flush()
         self.end(summary, error)
@@ -129,9 +144,11 @@ class Events:
             self.send(join(pending))
 
 
-def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """Returns a function that returns True at most once per interval. `last_s`: the time from which the first interval
-    is counted."""
+def every(
+    interval_s: float, last_s: float, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], bool]:
+    """Returns a function that returns True at most once per interval. `last_s`: the
+    time from which the first interval is counted."""
 
     def is_due() -> bool:
         nonlocal last_s
@@ -154,8 +171,9 @@ def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
 
 
 def _learn_forms(path: str) -> None:
-    """Renders test conversations with a model's chat templates to learn their format. The worker calls this during a
-    load, so that the first request need not wait for it."""
+    """Renders test conversations with a model's chat templates to learn their format.
+    The worker calls this during a load, so that the first request need not wait for
+    it."""
     layout = read_layout(path)
     for with_tools in (False, True):
         template = template_of(layout, with_tools=with_tools)
@@ -168,18 +186,22 @@ VALUES: Mapping[str, Callable[..., Any]] = {
     "tokenize": _tokenize, "pieces": _pieces, "count": count_prompt, "render": render_prompt,
     "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
-"""{kind of a message: function that computes the value of the reply from the model and the message's other fields}"""
-COMPUTED = ("embed", "rank", "slot")  # kinds of messages that `BatchLoop` runs as tasks while it generates no answer
+"""{kind of a message: function that computes the value of the reply from the model and
+the message's other fields}"""
+# Kinds of messages that `BatchLoop` runs as tasks while it generates no answer.
+COMPUTED = ("embed", "rank", "slot")
 
 
 class Worker:
-    """The work of one worker process: reads messages from the server, loads a model, and answers requests."""
+    """The work of one worker process: reads messages from the server, loads a model,
+    and answers requests."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
         self._replies = ThreadPoolExecutor(MAX_REPLIES, "moegguf-reply")
-        self._work: dict[int, Sequence | Task] = {}  # {id of a message: its unfinished work}
+        # {id of a message: its unfinished work}.
+        self._work: dict[int, Sequence | Task] = {}
         self._work_lock = threading.RLock()
         self._closing = False
         self._loop: BatchLoop | None = None
@@ -189,9 +211,11 @@ class Worker:
         self._start_s = self._watched_until_s = time.monotonic()
 
     def run(self, expected: Iterable[str] = ()) -> None:
-        """Loads the model of the first message, then answers requests until the socket closes.
+        """Loads the model of the first message, then answers requests until the socket
+        closes.
 
-        expected: model files whose headers are read before the first message, so that loading them is faster.
+        expected: model files whose headers are read before the first message, so that
+        loading them is faster.
         """
         lines = self._connection.makefile("rb")
         sandbox_pool.start()
@@ -199,10 +223,16 @@ class Worker:
             with suppress(MoeggufError):
                 read_layout(path)
         first = lines.readline(wire.MAX_MESSAGE_BYTES)
-        threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
+        threading.Thread(
+            target=self._read_messages,
+            args=(lines,),
+            name="moegguf-messages",
+            daemon=True,
+        ).start()
         if not first or not self._load(wire.decode(first)):
             return
-        if self._closing:  # the socket was closed during the load, when there was no loop to close
+        # The socket was closed during the load, when there was no loop to close.
+        if self._closing:
             self._answers.close()
         try:
             self._answers.run()
@@ -224,14 +254,17 @@ class Worker:
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.put(wire.encode({"kind": kind, **fields}))
 
-    # Methods of the thread that reads messages. (`_experts` runs on a thread for replies.)
+    # Methods of the thread that reads messages. (`_experts` runs on a thread for
+    # replies.)
 
     def _read_messages(self, lines: BufferedReader) -> None:
         try:
             with lines:
                 while line := lines.readline(wire.MAX_MESSAGE_BYTES):
                     self._on_message(wire.decode(line))
-        finally:  # no more messages will arrive: cancels all work, and exits if the work does not stop in time
+        finally:
+            # No more messages will arrive: cancels all work, and exits if the work does
+            # not stop in time.
             self._closing = True
             if self._loop is not None:
                 self._loop.close()
@@ -252,33 +285,49 @@ class Worker:
             client_key = message.pop("client_key", "")
             compute = functools.partial(self._reply, number, kind, message)
             fail = functools.partial(self._end, number, None)
-            task = Task(compute, self._model.cancel, fail, client_key, keeps_context=kind == "slot")
-            with self._work_lock:  # `_end` waits for this lock, so the task is in `_work` before it ends
+            task = Task(
+                compute,
+                self._model.cancel,
+                fail,
+                client_key,
+                keeps_context=kind == "slot",
+            )
+            # `_end` waits for this lock, so the task is in `_work` before it ends.
+            with self._work_lock:
                 self._work[number] = self._answers.submit_task(task)
         else:
             self._replies.submit(self._reply, number, kind, message)
 
     def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
-        """Submits a request to the loop that generates answers. An invalid request ends with an error."""
+        """Submits a request to the loop that generates answers. An invalid request ends
+        with an error."""
 
         def send(event: Delta | PromptProgress) -> None:
             self._send("event", id=number, **{type(event).__name__: event})
 
         events = Events(stream, send, functools.partial(self._end, number))
         try:
-            with self._work_lock:  # `_end` waits for this lock, so the answer is in `_work` before it ends
-                self._work[number] = self._answers.submit(wire.build(Request, request), events)
+            # `_end` waits for this lock, so the answer is in `_work` before it ends.
+            with self._work_lock:
+                self._work[number] = self._answers.submit(
+                    wire.build(Request, request), events
+                )
         except MoeggufError as error:
             self._end(number, None, error)
 
     def _experts(self, watch_s: float, client_key: str | None = None) -> Snapshot:
-        """Returns a snapshot of the experts, with the uses of one client or (None) of all clients.
+        """Returns a snapshot of the experts, with the uses of one client or (None) of
+        all clients.
 
-        For at least `watch_s` seconds, uses are counted even in layers whose experts are all in slots, which makes
-        these layers slower.
+        For at least `watch_s` seconds, uses are counted even in layers whose experts
+        are all in slots, which makes these layers slower.
         """
         llm, loop, now_s = self._model, self._answers, time.monotonic()
-        layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
+        layers, n_expert, maps = (
+            [layer.il for layer in llm.layout.layers],
+            llm.layout.n_expert,
+            (b"", b"", b""),
+        )
         if llm.session is None or self._uses is None:
             layers, n_expert = [], 0
         else:
@@ -286,15 +335,28 @@ class Worker:
                 self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
             state, uses, loads = self._uses.maps(client_key)
-            maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
+            maps = (
+                state[layers].tobytes(),
+                uses[layers].tobytes(),
+                loads[layers].tobytes(),
+            )
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
-        return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
+        return Snapshot(
+            self._name,
+            tuple(layers),
+            n_expert,
+            *maps,
+            llm.stats(),
+            is_busy,
+            seconds,
+            loop.n_answer_tokens,
+        )
 
     # Methods that load the model, and methods that any thread calls to send something.
 
     def _load(self, message: wire.Message) -> bool:
-        """Loads the model that the message names, and replies. Returns False if the load has failed with a
-        MoeggufError. Raises other errors after the reply."""
+        """Loads the model that the message names, and replies. Returns False if the
+        load has failed with a MoeggufError. Raises other errors after the reply."""
         is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
         def on_progress(share: float) -> bool:
@@ -306,17 +368,22 @@ class Worker:
             config = wire.build(wire.LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
-        except BaseException as error:  # every error that ends a load is sent, unless the socket is closed
+        except BaseException as error:
+            # Every error that ends a load is sent, unless the socket is closed.
             if not self._closing:
                 self._send("end", id=number, error=wire.encode_error(error))
             if not isinstance(error, MoeggufError):
                 raise
             return False
         self._uses = ExpertUses(llm.session) if llm.session is not None else None
-        on_pass = self._uses.begin_pass if self._uses is not None else lambda client_key: None
+        on_pass = (
+            self._uses.begin_pass if self._uses is not None else lambda client_key: None
+        )
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
-        self._end(number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max), None)
+        self._end(
+            number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max), None
+        )
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -346,10 +413,13 @@ class Worker:
         self._end(number, value, failure)
 
     def _end(self, request_id: int, value: Any, error: Exception | None) -> None:
-        """Sends the end of a request: its value, or its error if there is one, and the current statistics."""
+        """Sends the end of a request: its value, or its error if there is one, and the
+        current statistics."""
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
-        outcome = {"value": value} if error is None else {"error": wire.encode_error(error)}
+        outcome = (
+            {"value": value} if error is None else {"error": wire.encode_error(error)}
+        )
         with self._work_lock:
             self._work.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
@@ -361,15 +431,21 @@ class Worker:
 
 
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
-    """Loads the model of `config` with its plan. Calls `progress` with the share that was read; if this returns False,
-    the load stops. Raises the errors of `Llama`."""
-    return Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
+    """Loads the model of `config` with its plan. Calls `progress` with the share that
+    was read; if this returns False, the load stops. Raises the errors of `Llama`."""
+    return Llama(
+        config.path,
+        plan=config.plan,
+        progress=progress,
+        **{"verbose": False, **config.options},
+    )
 
 
 def main() -> None:
-    """Runs a worker. The first command-line argument is the file descriptor of its socket. Any further arguments are
-    model files that the worker will probably load."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
+    """Runs a worker. The first command-line argument is the file descriptor of its
+    socket. Any further arguments are model files that the worker will probably load."""
+    # Ctrl-C reaches the whole process group; the server handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         worker = Worker(connection)
         warnings.showwarning = worker.send_warning

@@ -1,8 +1,10 @@
-"""The server's side of one worker process: start, load, requests, exit. Runs on one event loop.
+"""The server's side of one worker process: start, load, requests, exit. Runs on one
+event loop.
 
-Every request ends: with the worker's reply, or with a WorkerError when the process exits. Cancelling a request returns
-immediately. A worker that does not stop a cancelled request in time (`cancel_grace_s`) is killed, but not while it also
-answers requests that are not cancelled. model_manager.py decides which requests are sent.
+Every request ends: with the worker's reply, or with a WorkerError when the process
+exits. Cancelling a request returns immediately. A worker that does not stop a cancelled
+request in time (`cancel_grace_s`) is killed, but not while it also answers requests
+that are not cancelled. model_manager.py decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ CANCEL_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0
 STDERR_TAIL_BYTES = 4096
 FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
-CANCELLED_PASS = "compute_async failed with error 1"  # llama.cpp logs this for a cancelled pass
+# llama.cpp logs this for a cancelled pass.
+CANCELLED_PASS = "compute_async failed with error 1"
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = (
@@ -49,9 +52,12 @@ def _ignore(*_: object) -> None:
 
 
 class SentRequest:
-    """A request that was sent to a worker, and its events. Calls `on_end` once, when `ended` becomes True."""
+    """A request that was sent to a worker, and its events. Calls `on_end` once, when
+    `ended` becomes True."""
 
-    def __init__(self, process: WorkerProcess, number: int, on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, process: WorkerProcess, number: int, on_end: Callable[[], object]
+    ) -> None:
         self.ended = self.cancelled = False
         self._process = process
         self._number = number
@@ -60,12 +66,13 @@ class SentRequest:
         self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
-        """Yields the events of the request in order, then its value. Raises the worker's error, or WorkerError if the
-        process fails."""
+        """Yields the events of the request in order, then its value. Raises the
+        worker's error, or WorkerError if the process fails."""
         while True:
             kind, value = await self._events.get()
             if kind != "event":
-                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and then resumes
+                # Kept for a reader that was interrupted and then resumes.
+                self._events.put_nowait((kind, value))
             if kind == "error":
                 raise value
             yield value
@@ -73,12 +80,13 @@ class SentRequest:
                 return
 
     async def value(self) -> Any:
-        """Returns the value of the request. Raises the worker's error, or WorkerError if the process fails."""
+        """Returns the value of the request. Raises the worker's error, or WorkerError
+        if the process fails."""
         return [event async for event in self.events()][-1]
 
     def cancel(self) -> None:
-        """Cancels the request, and later kills the worker if it does not stop. Has no effect if the request has
-        ended."""
+        """Cancels the request, and later kills the worker if it does not stop. Has no
+        effect if the request has ended."""
         if not (self.ended or self.cancelled):
             self.cancelled = True
             self._process.send("cancel", id=self._number)
@@ -89,15 +97,17 @@ class SentRequest:
         self._kill_timer = later(self._process.cancel_grace_s, self._kill)
 
     def _kill(self) -> None:
-        """Kills a process that has not stopped this request. Tries again later if the process has requests that are not
-        cancelled, since one of them may be in a long pass."""
+        """Kills a process that has not stopped this request. Tries again later if the
+        process has requests that are not cancelled, since one of them may be in a long
+        pass."""
         if all(request.cancelled for request in self._process.requests.values()):
             self._process.kill("it did not stop after a cancel")
         else:
             self._kill_later()
 
     def put(self, kind: str, value: Any) -> None:
-        """Adds an event (`kind` is "event"), or ends the request with its value ("value") or error ("error")."""
+        """Adds an event (`kind` is "event"), or ends the request with its value
+        ("value") or error ("error")."""
         self._events.put_nowait((kind, value))
         if kind != "event":
             if self._kill_timer is not None:
@@ -107,33 +117,51 @@ class SentRequest:
 
 
 def failure_line(text: str) -> str:
-    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS, or an empty string. Lines about
-    a cancelled pass are ignored."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith(CANCELLED_PASS)]
-    failures = (line[:MAX_FAILURE_CHARS] for line in reversed(lines) if any(mark in line for mark in FAILURE_MARKS))
+    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS,
+    or an empty string. Lines about a cancelled pass are ignored."""
+    lines = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.strip().endswith(CANCELLED_PASS)
+    ]
+    failures = (
+        line[:MAX_FAILURE_CHARS]
+        for line in reversed(lines)
+        if any(mark in line for mark in FAILURE_MARKS)
+    )
     return next(failures, "")
 
 
 def device_failure(text: str) -> str:
-    """Returns the first sentence about a failed device, which native/api.cpp writes into the log, or an empty
-    string."""
+    """Returns the first sentence about a failed device, which native/api.cpp writes
+    into the log, or an empty string."""
     _, _, said = text.partition(DEVICE_FAILURE_MARK)
     return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 
 
 class WorkerProcess:
-    """A worker process. Its errors do not name a model, since several names may use the process."""
+    """A worker process. Its errors do not name a model, since several names may use the
+    process."""
 
-    def __init__(self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S) -> None:
+    def __init__(
+        self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S
+    ) -> None:
         self._echo_stderr = echo_stderr
-        self.cancel_grace_s = cancel_grace_s  # seconds within which a cancelled request must end
-        self.on_warning: Callable[[str], object] = log.warning  # called with each warning of the process, as one line
+        # Seconds within which a cancelled request must end.
+        self.cancel_grace_s = cancel_grace_s
+        # Called with each warning of the process, as one line.
+        self.on_warning: Callable[[str], object] = log.warning
         self.stats = Stats()  # statistics that the process reported last
-        self.last_summaries: dict[str, AnswerSummary] = {}  # {owner: summary of the owner's last answer}
-        self.decisions: Mapping[str, Any] = {}  # decisions that the process reported last
+        # {owner: summary of the owner's last answer}.
+        self.last_summaries: dict[str, AnswerSummary] = {}
+        # decisions that the process reported last.
+        self.decisions: Mapping[str, Any] = {}
         # set when the process has ended; the value is the error that describes the exit
-        self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
-        self.on_exit: Callable[[], None] = _ignore  # called after the exit, before the requests get the error
+        self.exited: asyncio.Future[WorkerError] = (
+            asyncio.get_running_loop().create_future()
+        )
+        # Called after the exit, before the requests get the error.
+        self.on_exit: Callable[[], None] = _ignore
         self.requests: dict[int, SentRequest] = {}  # {id: unfinished request}
         self._last_id = 0
         self._kill_reason = ""
@@ -143,13 +171,17 @@ class WorkerProcess:
         self._supervisor: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, *expected: str, command: Sequence[str] | None = None, **options: Any) -> WorkerProcess:
+    async def start(
+        cls, *expected: str, command: Sequence[str] | None = None, **options: Any
+    ) -> WorkerProcess:
         """Starts a worker, which then waits for `load`.
 
-        expected: files of models, whose headers the worker reads while it waits. command: the worker's program; None:
-        COMMAND. options: keyword arguments of the constructor.
+        expected: files of models, whose headers the worker reads while it waits.
+        command: the worker's program; None: COMMAND. options: keyword arguments of the
+        constructor.
 
-        Raises WorkerError if the system cannot start a process, and OptionError for an invalid environment variable.
+        Raises WorkerError if the system cannot start a process, and OptionError for an
+        invalid environment variable.
         """
         read_environment()  # raises here for variables that the worker could not read
         self = cls(**options)
@@ -171,7 +203,9 @@ class WorkerProcess:
             raise WorkerError(
                 f"no process can be started for the model ({error}); end other processes, then try again."
             ) from None
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=wire.MAX_MESSAGE_BYTES)
+        reader, self._writer = await asyncio.open_unix_connection(
+            sock=ours, limit=wire.MAX_MESSAGE_BYTES
+        )
         self._supervisor = asyncio.create_task(self._supervise(reader))
         return self
 
@@ -180,14 +214,19 @@ class WorkerProcess:
         """Returns the process id of the worker."""
         return self._child.pid
 
-    async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
-        """Loads a model. Calls `on_progress` with the share of the model that has been read so far. Raises the errors
-        of loading, and WorkerError if the process exits. Kills the process and raises WorkerError after `stall_s`
-        seconds without progress."""
+    async def load(
+        self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore
+    ) -> wire.Ready:
+        """Loads a model. Calls `on_progress` with the share of the model that has been
+        read so far. Raises the errors of loading, and WorkerError if the process exits.
+        Kills the process and raises WorkerError after `stall_s` seconds without
+        progress."""
         events = self.request("load", config=config).events()
         try:
             while True:
-                event = await asyncio.wait_for(anext(events), None if stall_s == math.inf else stall_s)
+                event = await asyncio.wait_for(
+                    anext(events), None if stall_s == math.inf else stall_s
+                )
                 if not isinstance(event, wire.Loading):
                     return wire.build(wire.Ready, event)
                 on_progress(event.share)
@@ -198,9 +237,11 @@ class WorkerProcess:
                 " MOEGGUF_LOAD_TIMEOUT to a longer time."
             ) from None
 
-    def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:
-        """Sends a request. Raises OptionError if the request cannot be encoded, and WorkerError if the process has
-        ended."""
+    def request(
+        self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any
+    ) -> SentRequest:
+        """Sends a request. Raises OptionError if the request cannot be encoded, and
+        WorkerError if the process has ended."""
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
@@ -214,15 +255,15 @@ class WorkerProcess:
             self._writer.write(wire.encode({"kind": kind, **fields}))
 
     def kill(self, reason: str) -> None:
-        """Kills the process. Its pending requests fail with an error that contains the `reason` of the first kill,
-        unless the process has reported a failed device."""
+        """Kills the process. Its pending requests fail with an error that contains the
+        `reason` of the first kill, unless the process has reported a failed device."""
         if not self.exited.done():
             self._kill_reason = self._kill_reason or reason
             kill_child(self._child)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Closes the socket and waits for the process to exit. Kills the process if it does not exit within `grace_s`
-        seconds. May be called again."""
+        """Closes the socket and waits for the process to exit. Kills the process if it
+        does not exit within `grace_s` seconds. May be called again."""
         self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._supervisor), grace_s)
@@ -231,13 +272,14 @@ class WorkerProcess:
         await asyncio.shield(self._supervisor)
 
     async def _read_messages(self, reader: asyncio.StreamReader) -> None:
-        """Handles messages until the connection ends. An invalid message kills the process. An incomplete last line
-        comes from a killed worker and is ignored."""
+        """Handles messages until the connection ends. An invalid message kills the
+        process. An incomplete last line comes from a killed worker and is ignored."""
         with contextlib.suppress(OSError):
             try:
                 while (line := await reader.readline()).endswith(b"\n"):
                     self._on_message(wire.decode(line))
-            except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: the line is too long
+            except (MoeggufError, ValueError, KeyError, TypeError) as error:
+                # ValueError: the line is too long.
                 self.kill(f"it sent an invalid message: {error}")
 
     def _on_message(self, message: wire.Message) -> None:
@@ -249,7 +291,10 @@ class WorkerProcess:
             log_decision(**message["fields"])
             return
         if "stats" in message:
-            self.stats, self.decisions = wire.build(Stats, message["stats"]), message["decisions"]
+            self.stats, self.decisions = (
+                wire.build(Stats, message["stats"]),
+                message["decisions"],
+            )
         request = self.requests.get(message["id"])
         if kind == "end":
             self.requests.pop(message["id"], None)
@@ -265,10 +310,13 @@ class WorkerProcess:
                     request.put("event", wire.build(event, message[name]))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
-        """Waits for the process to exit, then ends all its requests with an error. Kills a process that closes its
-        socket but does not exit."""
+        """Waits for the process to exit, then ends all its requests with an error.
+        Kills a process that closes its socket but does not exit."""
         reading = asyncio.ensure_future(self._read_stderr())
-        lost, exited = asyncio.ensure_future(self._read_messages(reader)), asyncio.ensure_future(self._child.wait())
+        lost, exited = (
+            asyncio.ensure_future(self._read_messages(reader)),
+            asyncio.ensure_future(self._child.wait()),
+        )
         await asyncio.wait({lost, exited}, return_when=asyncio.FIRST_COMPLETED)
         if not exited.done():
             await asyncio.wait({exited}, timeout=CLOSE_GRACE_S)
@@ -286,7 +334,8 @@ class WorkerProcess:
             sys.stderr.write(text)
 
     async def _read_stderr(self) -> None:
-        """Reads the process's stderr and keeps its last bytes, for the error message after a crash."""
+        """Reads the process's stderr and keeps its last bytes, for the error message
+        after a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
             self._echo(data.decode(errors="replace"))
@@ -296,9 +345,15 @@ class WorkerProcess:
     def _finish(self, code: int) -> None:
         said = self._stderr_tail.decode(errors="replace")
         names = {each.value: each.name for each in signal.Signals}
-        how = f"killed by {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
-        why = ": ".join(filter(None, (how, self._kill_reason or failure_line(said)))).rstrip(".")
-        error = WorkerError(f"the model's worker process has ended ({why}); the next request loads it again.")
+        how = (
+            f"killed by {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
+        )
+        why = ": ".join(
+            filter(None, (how, self._kill_reason or failure_line(said)))
+        ).rstrip(".")
+        error = WorkerError(
+            f"the model's worker process has ended ({why}); the next request loads it again."
+        )
         if lost := device_failure(said):
             error = DeviceLostError(_LOST.format(lost))
         self.exited.set_result(error)
@@ -309,8 +364,8 @@ class WorkerProcess:
 
 
 class Workers:
-    """Starts worker processes. Keeps a spare process without a model, so that the next load does not wait for Python to
-    import modules."""
+    """Starts worker processes. Keeps a spare process without a model, so that the next
+    load does not wait for Python to import modules."""
 
     def __init__(self, **options: Any) -> None:
         """options: keyword arguments of `WorkerProcess.start`."""
@@ -318,15 +373,17 @@ class Workers:
         self._spare: asyncio.Task[WorkerProcess] | None = None
 
     async def prepare(self, *expected: str) -> None:
-        """Starts the spare process, unless there is one. `expected`: model files that the process will probably load. A
-        failure to start is ignored."""
+        """Starts the spare process, unless there is one. `expected`: model files that
+        the process will probably load. A failure to start is ignored."""
         if self._spare is None:
-            self._spare = asyncio.create_task(WorkerProcess.start(*expected, **self._options))
+            self._spare = asyncio.create_task(
+                WorkerProcess.start(*expected, **self._options)
+            )
             await asyncio.wait({self._spare})
 
     async def take(self) -> WorkerProcess:
-        """Returns the spare process if it is alive, otherwise starts a new process. Raises WorkerError or
-        OptionError."""
+        """Returns the spare process if it is alive, otherwise starts a new process.
+        Raises WorkerError or OptionError."""
         spare, self._spare = self._spare, None
         with contextlib.suppress(WorkerError, OptionError):
             if spare is not None and not (process := await spare).exited.done():

@@ -1,8 +1,8 @@
-"""Draws a map of a model's experts as text. The map shows where each expert is and whether it was used. Rows are
-layers, columns are experts.
+"""Draws a map of a model's experts as text. The map shows where each expert is and
+whether it was used. Rows are layers, columns are experts.
 
-If the width or height is too small, several experts or layers share a cell. Each state has its own symbol, so the map
-can also be read without colours.
+If the width or height is too small, several experts or layers share a cell. Each state
+has its own symbol, so the map can also be read without colours.
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from rich.text import Text
 
 Counts = npt.NDArray[np.unsignedinteger]
 
-ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM = ":"  # drawn if VRAM has slots: some experts of the cell are in RAM, and none is in VRAM
+ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = (
+    "·",
+    "○",
+    "~",
+    "░",
+    "▒",
+    "▓",
+    "█",
+    "+",
+)
+# Drawn if VRAM has slots: some experts of the cell are in RAM, and none is in VRAM.
+SOME_IN_RAM = ":"
 ALL_IN_RAM = "%"
 IN_RAM, IN_VRAM = 2, 3  # values of `state`
 
@@ -75,11 +85,19 @@ def heatmap(
     if not state.size:
         return Text("no layers with experts")
     label = len(str(max(layers))) + 1
-    n_cells = max(1, height) if height else state.shape[0], max(MIN_COLUMNS, width - label)
-    rows, columns = (np.arange(0, n, group_size(n, cells)) for n, cells in zip(state.shape, n_cells, strict=True))
+    n_cells = (
+        max(1, height) if height else state.shape[0],
+        max(MIN_COLUMNS, width - label),
+    )
+    rows, columns = (
+        np.arange(0, n, group_size(n, cells))
+        for n, cells in zip(state.shape, n_cells, strict=True)
+    )
 
     def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-        return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
+        return np.add.reduceat(
+            np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1
+        )
 
     is_resident = state >= (IN_VRAM if vram else IN_RAM)
     is_used = uses > 0
@@ -101,14 +119,16 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        # One span is added for each run of equal symbols, because few spans are drawn faster.
+        # One span is added for each run of equal symbols, because few spans are drawn
+        # faster.
         for letter, run in groupby(map(str, line)):
             drawn.append("".join(run), STYLES[letter])
     return drawn
 
 
 def legend(width: int, vram: bool = False) -> Text:
-    """Returns the meaning of the symbols, wrapped to `width` characters. `vram`: True if VRAM has slots."""
+    """Returns the meaning of the symbols, wrapped to `width` characters. `vram`: True
+    if VRAM has slots."""
     text = Text(end="")
     column = 0
     for letters, meaning in VRAM_LEGEND if vram else LEGEND:
@@ -125,9 +145,11 @@ def legend(width: int, vram: bool = False) -> Text:
 
 
 def tiers_line(state: Counts, vram: bool) -> str:
-    """Returns a line such as "5 of 8 experts in memory" or "3 of 8 in VRAM, 2 in RAM only".
+    """Returns a line such as "5 of 8 experts in memory" or "3 of 8 in VRAM, 2 in RAM
+    only".
 
-    If VRAM holds whole layers, the line is "5 of 16 experts in RAM, 8 in VRAM". `vram`: True if VRAM has slots.
+    If VRAM holds whole layers, the line is "5 of 16 experts in RAM, 8 in VRAM". `vram`:
+    True if VRAM has slots.
     """
     n_ram, n_vram = (int((state == tier).sum()) for tier in (IN_RAM, IN_VRAM))
     if vram:
@@ -138,5 +160,6 @@ def tiers_line(state: Counts, vram: bool) -> str:
 
 
 def group_size(n: int, n_cells: int) -> int:
-    """Returns the smallest number of items per cell with which `n` items fit into `n_cells` cells."""
+    """Returns the smallest number of items per cell with which `n` items fit into
+    `n_cells` cells."""
     return -(-n // max(1, n_cells))

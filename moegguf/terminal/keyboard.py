@@ -1,7 +1,9 @@
-"""Turns off the terminal's echo while a program reads keys, and terminates this process if it cannot be interrupted.
+"""Turns off the terminal's echo while a program reads keys, and terminates this process
+if it cannot be interrupted.
 
-Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode
-the input would appear in the answer, and Enter would arrive as a line feed, which is Ctrl-J.
+Input typed during an answer is not echoed and stays in the terminal's queue for the
+next prompt. In the default mode the input would appear in the answer, and Enter would
+arrive as a line feed, which is Ctrl-J.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from typing import Any, NoReturn
 from moegguf.terminal.messages import EXIT_INTERRUPTED
 
 IFLAG, LFLAG = 0, 3  # indices into the list that tcgetattr returns
-SIGNAL_EXIT_BASE = 128  # exit code after a signal = 128 + number of the signal, as in shells
+# Exit code after a signal = 128 + number of the signal, as in shells.
+SIGNAL_EXIT_BASE = 128
 
 _saved_attributes: list[Any] | None = None
 
 
 @contextmanager
 def keyboard_echo_off() -> Iterator[None]:
-    """Context manager that turns off echo, line buffering and the mapping of CR to LF. Ctrl-C and Ctrl-Z still work.
-    The terminal's mode is restored at the end, even after SIGTERM and SIGHUP, which exit the program."""
+    """Context manager that turns off echo, line buffering and the mapping of CR to LF.
+    Ctrl-C and Ctrl-Z still work. The terminal's mode is restored at the end, even after
+    SIGTERM and SIGHUP, which exit the program."""
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)
@@ -34,15 +38,23 @@ def keyboard_echo_off() -> Iterator[None]:
     attributes[LFLAG] &= ~(termios.ECHO | termios.ICANON)
     attributes[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
 
-    def apply(*_: Any) -> None:  # called again on SIGCONT, since shells set their own mode after Ctrl-Z
+    # Called again on SIGCONT, since shells set their own mode after Ctrl-Z.
+    def apply(*_: Any) -> None:
         with suppress(termios.error):
             termios.tcsetattr(stdin, termios.TCSANOW, attributes)
 
-    def exit_on_signal(number: int, _frame: Any) -> NoReturn:  # raises, so that `finally` restores the mode
+    # Raises, so that `finally` restores the mode.
+    def exit_on_signal(number: int, _frame: Any) -> NoReturn:
         raise SystemExit(SIGNAL_EXIT_BASE + number)
 
-    handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, exit_on_signal), (signal.SIGHUP, exit_on_signal))
-    previous = [(number, signal.signal(number, handler)) for number, handler in handlers]
+    handlers = (
+        (signal.SIGCONT, apply),
+        (signal.SIGTERM, exit_on_signal),
+        (signal.SIGHUP, exit_on_signal),
+    )
+    previous = [
+        (number, signal.signal(number, handler)) for number, handler in handlers
+    ]
     apply()
     try:
         yield
@@ -62,6 +74,7 @@ def _restore() -> None:
 
 
 def exit_now() -> NoReturn:
-    """Restores the terminal's mode and terminates the process immediately, with the exit code of Ctrl-C."""
+    """Restores the terminal's mode and terminates the process immediately, with the
+    exit code of Ctrl-C."""
     _restore()
     os._exit(EXIT_INTERRUPTED)

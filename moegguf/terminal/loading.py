@@ -1,4 +1,5 @@
-"""Steps that commands perform before they load a model: they parse values of flags, and find or pull the model."""
+"""Steps that commands perform before they load a model: they parse values of flags, and
+find or pull the model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def parse_think(text: str) -> bool | str:
-    """Parses the value of --think: True, False or a level of thinking. Raises BadParameter for anything else."""
+    """Parses the value of --think: True, False or a level of thinking. Raises
+    BadParameter for anything else."""
     word = text.strip().lower()
     if word in ("true", "false"):
         return word == "true"
@@ -35,12 +37,16 @@ def parse_think(text: str) -> bool | str:
 
 
 def parse_format(text: str) -> str | Mapping[str, Any]:
-    """Parses the value of --format: "json", or a JSON schema as text or in a file. Raises BadParameter for anything
-    else."""
+    """Parses the value of --format: "json", or a JSON schema as text or in a file.
+    Raises BadParameter for anything else."""
     if text.strip() == "json":
         return "json"
     try:
-        source = text if text.lstrip().startswith("{") else decode_text(Path(text).expanduser().read_bytes())
+        source = (
+            text
+            if text.lstrip().startswith("{")
+            else decode_text(Path(text).expanduser().read_bytes())
+        )
         schema = json.loads(source)
         if not isinstance(schema, dict):
             raise ValueError("it is not a JSON object")
@@ -52,9 +58,9 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
 
 
 def find_or_pull(name: str) -> ModelEntry:
-    """Returns the entry of the model called `name`. If the model is not on this machine, and `name` is a name on
-    Hugging Face or in the library, downloads the model first. Raises ModelNotFoundError, ModelNameError,
-    ModelFormatError or PullError."""
+    """Returns the entry of the model called `name`. If the model is not on this
+    machine, and `name` is a name on Hugging Face or in the library, downloads the model
+    first. Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import fetchable_name
@@ -72,20 +78,25 @@ def find_or_pull(name: str) -> ModelEntry:
         return pull(name, catalog, progress.report)
 
 
-def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
-    """Returns the model's entry with the projector at `mmproj` and the LoRA adapter at `lora_path`. None keeps the
-    entry's own file, if any. Raises ModelFormatError or ModelNotFoundError."""
+def with_files(
+    entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None
+) -> ModelEntry:
+    """Returns the model's entry with the projector at `mmproj` and the LoRA adapter at
+    `lora_path`. None keeps the entry's own file, if any. Raises ModelFormatError or
+    ModelNotFoundError."""
     from moegguf.gguf.projector import read_projector
     from moegguf.models.catalog import with_adapter
 
     if mmproj is not None:
-        entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
+        entry = replace(
+            entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute()
+        )
     return entry if lora_path is None else with_adapter(entry, lora_path)
 
 
 def print_card_note(loading: Mapping[str, Any]) -> None:
-    """Prints the reason if this machine has a GPU that moegguf cannot use. Prints nothing if the load options choose
-    the CPU."""
+    """Prints the reason if this machine has a GPU that moegguf cannot use. Prints
+    nothing if the load options choose the CPU."""
     from moegguf.engine.cards import card_note
 
     chosen = "cpu" if loading.get("n_gpu_layers") == 0 else loading.get("placement")
@@ -95,8 +106,10 @@ def print_card_note(loading: Mapping[str, Any]) -> None:
 
 
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
-    """Prints a warning if the requested context is longer than the context with which the model was trained.
-    `requested` None or 0: no warning."""
+    """Prints a warning if the requested context is longer than the context with which
+    the model was trained. `requested` None or 0: no warning."""
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
-        print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
+        print_message(
+            f"warning: a context of {requested} tokens is more than the {trained} the model was trained on."
+        )

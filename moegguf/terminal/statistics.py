@@ -1,4 +1,5 @@
-"""Formats the statistics after an answer: the lines of `ollama run --verbose`, then lines about the expert cache."""
+"""Formats the statistics after an answer: the lines of `ollama run --verbose`, then
+lines about the expert cache."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # an answer's speed is compared with the prediction only if the answer has more tokens
+# An answer's speed is compared with the prediction only if the answer has more tokens.
+LEAST_TOKENS = 16
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
@@ -23,11 +25,12 @@ def statistics(
     decisions: Mapping[str, Any] | None = None,
     predicted: Placement | None = None,
 ) -> list[str]:
-    """Returns the lines of statistics. In the lines about experts, the stall and the numbers per token cover only the
-    answer; the other numbers include the prompt.
+    """Returns the lines of statistics. In the lines about experts, the stall and the
+    numbers per token cover only the answer; the other numbers include the prompt.
 
-    The eval rate is the answer's token count divided by its duration, as in llama.cpp and in clients of the APIs. The
-    count includes the first token, which comes from the prompt's last pass, before the duration begins.
+    The eval rate is the answer's token count divided by its duration, as in llama.cpp
+    and in clients of the APIs. The count includes the first token, which comes from the
+    prompt's last pass, before the duration begins.
 
     predicted: the chosen placement of experts with its predicted speeds.
     """
@@ -38,13 +41,19 @@ def statistics(
         lines += [
             ("prompt eval count", f"{summary.prompt_tokens} token(s)"),
             ("prompt eval duration", duration(summary.prompt_s)),
-            ("prompt eval rate", f"{summary.prompt_tokens / summary.prompt_s:.2f} tokens/s"),
+            (
+                "prompt eval rate",
+                f"{summary.prompt_tokens / summary.prompt_s:.2f} tokens/s",
+            ),
         ]
     speed = summary.answer_tokens / summary.answer_s if summary.answer_s else 0.0
     if summary.answer_tokens:
         lines.append(("eval count", f"{summary.answer_tokens} token(s)"))
         if summary.answer_tokens > 1:
-            lines += [("eval duration", duration(summary.answer_s)), ("eval rate", f"{speed:.2f} tokens/s")]
+            lines += [
+                ("eval duration", duration(summary.answer_s)),
+                ("eval rate", f"{speed:.2f} tokens/s"),
+            ]
         lines.append(("time to first token", duration(summary.prompt_s)))
     if summary.cached_tokens:
         from_disk = f", {summary.disk_tokens} from disk" if summary.disk_tokens else ""
@@ -54,16 +63,37 @@ def statistics(
     if (stats := summary.answer_stats).draft_passes:
         accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
         passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
-        lines.append(("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}"))
+        lines.append(
+            (
+                "drafts",
+                f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}",
+            )
+        )
         if stats.n_experts:
-            lines.append(("read per token kept", format_bytes(round(stats.bytes_per_accepted_token))))
+            lines.append(
+                (
+                    "read per token kept",
+                    format_bytes(round(stats.bytes_per_accepted_token)),
+                )
+            )
     lines += expert_lines(summary.stats, summary.answer_stats)
     lines += policy_lines(decisions or {}, summary.stats)
     if predicted is not None:
         lines.append(("placement", str(predicted)))
-        if summary.answer_tokens > LEAST_TOKENS and speed and is_off(speed, predicted.tokens_per_s):
-            differs = f"this answer differs by {speed / predicted.tokens_per_s - 1:+.0%}"
-            lines.append(("predicted", f"{format_speed(predicted.tokens_per_s)} tokens/s; {differs}"))
+        if (
+            summary.answer_tokens > LEAST_TOKENS
+            and speed
+            and is_off(speed, predicted.tokens_per_s)
+        ):
+            differs = (
+                f"this answer differs by {speed / predicted.tokens_per_s - 1:+.0%}"
+            )
+            lines.append(
+                (
+                    "predicted",
+                    f"{format_speed(predicted.tokens_per_s)} tokens/s; {differs}",
+                )
+            )
     return _aligned(lines)
 
 
@@ -72,13 +102,17 @@ def _aligned(lines: list[Line]) -> list[str]:
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
-    """Returns (label, value) lines about the expert cache, or [] for a model without experts. `stats` count the prompt
-    and the answer, `decode` the answer from its second token on."""
+    """Returns (label, value) lines about the expert cache, or [] for a model without
+    experts. `stats` count the prompt and the answer, `decode` the answer from its
+    second token on."""
     if not stats.n_experts:
         return []
     lines = [("expert cache", _slots(stats, stats.n_experts))]
     if stats.in_vram:
-        lines = [(f"expert cache {tier.name}", _slots(tier, stats.n_experts)) for tier in stats.tiers]
+        lines = [
+            (f"expert cache {tier.name}", _slots(tier, stats.n_experts))
+            for tier in stats.tiers
+        ]
         lines[0] = (lines[0][0], f"{lines[0][1]} on {stats.tiers[0].device}")
     if stats.lookups:
         lines.append(("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"))
@@ -86,17 +120,36 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     if decode.tokens:
         moved += f" ({decode.bytes_per_accepted_token / 1e6:.2f} MB/token)"
     if stats.in_vram:
-        mb = [(tier.bytes_missed + tier.bytes_prefetched) / 1e6 for tier in (*stats.tiers[:1], *decode.tiers[:1])]
-        each = f" ({mb[1] / decode.tokens:.2f} MB/token)" if decode.tokens and decode.tiers else ""
+        mb = [
+            (tier.bytes_missed + tier.bytes_prefetched) / 1e6
+            for tier in (*stats.tiers[:1], *decode.tiers[:1])
+        ]
+        each = (
+            f" ({mb[1] / decode.tokens:.2f} MB/token)"
+            if decode.tokens and decode.tiers
+            else ""
+        )
         lines.append(("moved to VRAM", f"{mb[0]:.2f} MB{each}"))
     if stats.staging_bytes:
         lines.append(("prompts staged", staged(stats)))
     by_tier = ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
-    lines += [("moved", moved), ("evictions", by_tier if len(stats.tiers) > 1 else str(stats.evictions))]
+    lines += [
+        ("moved", moved),
+        ("evictions", by_tier if len(stats.tiers) > 1 else str(stats.evictions)),
+    ]
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
-        of_disk = f", {decode.below.stall_s / decode.eval_s:.0%} for disk" if decode.below else ""
-        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}"))
+        of_disk = (
+            f", {decode.below.stall_s / decode.eval_s:.0%} for disk"
+            if decode.below
+            else ""
+        )
+        lines.append(
+            (
+                "stall",
+                f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}",
+            )
+        )
     if stats.drives:
         lines.append(("read from", ", ".join(map(_drive, stats.drives))))
     if stats.read_retries:
@@ -105,8 +158,9 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
 
 
 def _drive(drive: DriveStats) -> str:
-    """Returns the bytes that were read from one copy of the model's files: "812.30 MB of mirror 1 (0.41 GB/s)". The
-    word "failed" replaces the speed of a copy that is no longer used."""
+    """Returns the bytes that were read from one copy of the model's files: "812.30 MB
+    of mirror 1 (0.41 GB/s)". The word "failed" replaces the speed of a copy that is no
+    longer used."""
     about = "failed" if drive.is_dropped else f"{drive.bytes_per_s / 1e9:.2f} GB/s"
     return f"{drive.bytes_read / 1e6:.2f} MB of {drive.name} ({about})"
 
@@ -117,52 +171,77 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
 
 
 def staged(stats: Stats) -> str:
-    """Returns a text such as "12.30 MB through 48 MiB, 93% of the time while computing".
+    """Returns a text such as "12.30 MB through 48 MiB, 93% of the time while
+    computing".
 
-    The first number counts the bytes that prompts copied into staging tensors, and the second is the size of these
-    tensors. The share is the part of the copying time in which no layer waited; it is left out if nothing was copied.
+    The first number counts the bytes that prompts copied into staging tensors, and the
+    second is the size of these tensors. The share is the part of the copying time in
+    which no layer waited; it is left out if nothing was copied.
     """
-    text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
-    return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
+    text = (
+        f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
+    )
+    return text + f", {stats.staging_overlap:.0%} of the time while computing" * (
+        stats.bytes_staged > 0
+    )
 
 
 def lookup_shares(stats: Stats) -> str:
-    """Returns the shares of lookups by the place of the expert: "ram 97.3% in flight 0.4% disk 2.3%", or "vram 80.1%
-    ram 15.0% in flight 0.4% disk 4.5%"."""
+    """Returns the shares of lookups by the place of the expert: "ram 97.3% in flight
+    0.4% disk 2.3%", or "vram 80.1% ram 15.0% in flight 0.4% disk 4.5%"."""
     ram = stats.below or TierStats("RAM")
     cpu = stats.on_cpu or TierStats("CPU")
     n_late = stats.hits_late + ram.hits_late
     n_disk = stats.misses - ram.hits
     n_ram = ram.hits_ready + cpu.hits_ready if stats.in_vram else stats.hits_ready
     shares = [("vram", stats.hits_ready - cpu.hits_ready)] if stats.in_vram else []
-    shares += [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
+    shares += (
+        [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
+    )
     shares += [("in flight", n_late)] if n_late else []
-    return " ".join(f"{where} {n / stats.lookups:.1%}" for where, n in [*shares, ("disk", n_disk)])
+    return " ".join(
+        f"{where} {n / stats.lookups:.1%}" for where, n in [*shares, ("disk", n_disk)]
+    )
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Returns lines with the statistics since the model was loaded, or [] if no expert was looked up."""
+    """Returns lines with the statistics since the model was loaded, or [] if no expert
+    was looked up."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     tokens = f"{stats.tokens} token(s) evaluated"
-    return _aligned([("since load", tokens), ("hit rate since load", hits), ("moved since load", moved)])
+    return _aligned(
+        [
+            ("since load", tokens),
+            ("hit rate since load", hits),
+            ("moved since load", moved),
+        ]
+    )
 
 
 def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
-    """Returns (label, value) lines about the policy, the predictor and prefetching. Returns [] for plain LRU, and if
-    `decisions` is empty."""
-    if not decisions or (decisions["policy"] == "lru" and decisions["predictor"] == "none"):
+    """Returns (label, value) lines about the policy, the predictor and prefetching.
+    Returns [] for plain LRU, and if `decisions` is empty."""
+    if not decisions or (
+        decisions["policy"] == "lru" and decisions["predictor"] == "none"
+    ):
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
     if decisions["prefetch"] != "off":
         used = stats.prefetch_useful + stats.prefetch_late
         late = stats.prefetch_late
-        useful = f"{used} of {stats.prefetch_started} used" + (f", {late} of them late" if late else "")
+        useful = f"{used} of {stats.prefetch_started} used" + (
+            f", {late} of them late" if late else ""
+        )
         saved = decisions.get("time_saved_by_prefetch")
-        measured = "" if saved is None else f"; saved {saved:.0%} of the time when measured"
+        measured = (
+            "" if saved is None else f"; saved {saved:.0%} of the time when measured"
+        )
         lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))
     if "us_per_event" in decisions:
-        lines.append(("controller", f"{decisions['us_per_event']:.0f}µs per routing event"))
+        lines.append(
+            ("controller", f"{decisions['us_per_event']:.0f}µs per routing event")
+        )
     return lines

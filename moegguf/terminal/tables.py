@@ -1,4 +1,5 @@
-"""Prints facts as tables or JSON on stdout. This module only formats: facts.py collects the facts."""
+"""Prints facts as tables or JSON on stdout. This module only formats: facts.py collects
+the facts."""
 
 from __future__ import annotations
 
@@ -23,24 +24,31 @@ from moegguf.text import without_surrogates
 
 PIPE_WIDTH = 400
 NARROW_BETWEEN = 2  # spaces between columns in a narrow terminal
-SHOWN_LINES = 2  # lines of a system message or a license that are shown, as in `ollama show`
+# Lines of a system message or a license that are shown, as in `ollama show`.
+SHOWN_LINES = 2
 
 Row = tuple[str, ...]
 
 
 def print_json(facts: Any) -> None:
-    """Prints facts on stdout as indented JSON. NaN and infinity become null, and invalid characters are replaced."""
+    """Prints facts on stdout as indented JSON. NaN and infinity become null, and
+    invalid characters are replaced."""
     from pydantic_core import to_jsonable_python
 
-    plain = to_jsonable_python(facts, inf_nan_mode="null", fallback=lambda array: array.tolist())
+    plain = to_jsonable_python(
+        facts, inf_nan_mode="null", fallback=lambda array: array.tolist()
+    )
     print(without_surrogates(json.dumps(plain, indent=2, ensure_ascii=False)))
 
 
 def print_renderable(renderable: Any, least_width: int = 0) -> None:
-    """Prints a rich object on stdout, without trailing spaces if stdout is not a terminal. Lines are laid out for at
-    least `least_width` characters; a narrower terminal breaks longer lines itself."""
+    """Prints a rich object on stdout, without trailing spaces if stdout is not a
+    terminal. Lines are laid out for at least `least_width` characters; a narrower
+    terminal breaks longer lines itself."""
     # A pipe has no width, and rich's default of 80 would break long paths.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = Console(
+        highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH
+    )
     if console.width < least_width:
         console.width = least_width
     if console.is_terminal:
@@ -52,13 +60,19 @@ def print_renderable(renderable: Any, least_width: int = 0) -> None:
 
 
 def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
-    """Prints a title, and below it rows of cells: usually a name, a value and an optional remark. The third column is
-    dim. The columns whose indices are in `right` are right-aligned."""
+    """Prints a title, and below it rows of cells: usually a name, a value and an
+    optional remark. The third column is dim. The columns whose indices are in `right`
+    are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
         justify: Literal["left", "right"] = "right" if column in right else "left"
-        table.add_column(justify=justify, no_wrap=column == 0, overflow="fold", style="dim" * (column == 2))
+        table.add_column(
+            justify=justify,
+            no_wrap=column == 0,
+            overflow="fold",
+            style="dim" * (column == 2),
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     print_renderable(Text(f"  {title}", style="bold"))
@@ -73,19 +87,25 @@ def print_columns(
     style: str = "",
     drop: Sequence[str] = (),
 ) -> None:
-    """Prints a table with a header, as `ollama list` does. The text of a cell is never shortened.
+    """Prints a table with a header, as `ollama list` does. The text of a cell is never
+    shortened.
 
     between: spaces between columns.
 
-    n_left: number of columns that are left-aligned (None: all columns). Further columns are right-aligned.
+    n_left: number of columns that are left-aligned (None: all columns). Further columns
+    are right-aligned.
 
     style: style of the header.
 
-    drop: names of columns that are left out, one after another in this order, until the table fits the terminal. If
-    leaving out all of them is not enough, the table is too wide.
+    drop: names of columns that are left out, one after another in this order, until the
+    table fits the terminal. If leaving out all of them is not enough, the table is too
+    wide.
     """
     lines = [list(header), *map(list, rows)]
-    widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}
+    widths = {
+        name: max(cell_len(line[column]) for line in lines)
+        for column, name in enumerate(header)
+    }
     room = Console().width if sys.stdout.isatty() else PIPE_WIDTH
     dropped = iter(drop)
     while (needed := sum(widths.values()) + between * (len(widths) - 1)) > room:
@@ -95,11 +115,15 @@ def print_columns(
             del widths[name]
         else:
             break
-    table = Table(box=None, padding=(0, between, 0, 0), pad_edge=False, header_style=style)
+    table = Table(
+        box=None, padding=(0, between, 0, 0), pad_edge=False, header_style=style
+    )
     kept = [column for column, name in enumerate(header) if name in widths]
     for column in kept:
         is_left = n_left is None or column < n_left
-        table.add_column(header[column], justify="left" if is_left else "right", no_wrap=True)
+        table.add_column(
+            header[column], justify="left" if is_left else "right", no_wrap=True
+        )
     for line in lines[1:]:
         table.add_row(*(Text(line[column]) for column in kept))
     print_renderable(table, needed)
@@ -113,17 +137,23 @@ def print_model_list(entries: Iterable[ModelEntry]) -> None:
         modified = human_time(entry.modified)
         if entry.missing:
             size = "missing"
-            modified = f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
+            modified = (
+                f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
+            )
         rows.append((entry.name, entry.digest[:12], size, modified))
-    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows, drop=("ID", "MODIFIED", "SIZE"))
+    print_columns(
+        ("NAME", "ID", "SIZE", "MODIFIED"), rows, drop=("ID", "MODIFIED", "SIZE")
+    )
 
 
 def print_library(facts: Iterable[Facts]) -> None:
-    """Prints the table of `moegguf library`. A star follows the name of the model that fits best. The names of models
-    on this machine end with "(here)"."""
+    """Prints the table of `moegguf library`. A star follows the name of the model that
+    fits best. The names of models on this machine end with "(here)"."""
     rows = []
     for each in facts:
-        sizes = (human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
+        sizes = (
+            human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes")
+        )
         share = "-"
         speed = "too little memory"
         if each["tokens_per_s"]:
@@ -140,8 +170,8 @@ def _range(low: str, high: str) -> str:
 
 
 def two_digits(low: float, high: float) -> str:
-    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54". If both ends have the same text,
-    returns that text once."""
+    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54".
+    If both ends have the same text, returns that text once."""
     return _range(*(
         f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
         for value in (low, high)
@@ -149,8 +179,9 @@ def two_digits(low: float, high: float) -> str:
 
 
 def print_model(facts: Facts) -> None:
-    """Prints the output of `moegguf show`: the model, its experts, tensor types, hit rates for some budgets, and the
-    facts of the catalog entry. Only the first lines of the system message and the license are shown."""
+    """Prints the output of `moegguf show`: the model, its experts, tensor types, hit
+    rates for some budgets, and the facts of the catalog entry. Only the first lines of
+    the system message and the license are shown."""
     print_renderable(Text(facts["title"], style="bold"))
     n_parameters = human_number(facts["parameters"])
     n_active = facts["active_parameters"]
@@ -179,16 +210,28 @@ def print_model(facts: Facts) -> None:
     for part in ("projector", "adapter", "draft"):
         if facts[part]:
             _section(part.capitalize(), [("path", facts[part])])
-    for title, values in (("Parameters", facts["parameters_set"]), ("Metadata", facts.get("metadata"))):
+    for title, values in (
+        ("Parameters", facts["parameters_set"]),
+        ("Metadata", facts.get("metadata")),
+    ):
         if values:
-            _section(title, [(name, _value_text(value)) for name, value in values.items()])
+            _section(
+                title, [(name, _value_text(value)) for name, value in values.items()]
+            )
     for title, text in (("System", facts["system"]), ("License", facts["license"])):
         if text:
-            _section(title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
+            _section(
+                title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]]
+            )
     if "tensors" in facts:
-        _section("Tensors", [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]])
+        _section(
+            "Tensors",
+            [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]],
+        )
     types = sorted(facts["types"].items(), key=lambda item: -item[1]["bytes"])
-    rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
+    rows = [
+        (name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types
+    ]
     _section("Types", rows, right=(1, 2))
     if facts["budgets"]:
         title = f"Budgets, with hit rates {facts['budgets'][0]['basis']}"
@@ -199,16 +242,40 @@ def _expert_rows(facts: Facts) -> Iterator[Row]:
     experts = facts["experts"]
     share = experts["all_bytes"] / facts["file_bytes"]
     yield "layers with experts", f"{experts['layers']} of {facts['n_layer']}"
-    yield "experts in a layer", f"{experts['per_layer']}; a token uses {experts['used']}"
-    yield "shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"
-    yield "one expert", _range(format_bytes(experts["smallest_bytes"]), format_bytes(experts["largest_bytes"]))
-    yield "all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"
-    yield "one token touches", f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)"
+    yield (
+        "experts in a layer",
+        f"{experts['per_layer']}; a token uses {experts['used']}",
+    )
+    yield (
+        "shared experts",
+        f"{experts['shared']}, which every token uses" if experts["shared"] else "none",
+    )
+    yield (
+        "one expert",
+        _range(
+            format_bytes(experts["smallest_bytes"]),
+            format_bytes(experts["largest_bytes"]),
+        ),
+    )
+    yield (
+        "all experts",
+        f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)",
+    )
+    yield (
+        "one token touches",
+        f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)",
+    )
     yield "everything else", format_bytes(facts["dense_bytes"])
     if facts["row_table_bytes"]:
-        yield "read by row", f"{format_bytes(facts['row_table_bytes'])}, which stay in the file"
+        yield (
+            "read by row",
+            f"{format_bytes(facts['row_table_bytes'])}, which stay in the file",
+        )
     if experts["unused_bytes"]:
-        yield "not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"
+        yield (
+            "not loaded",
+            f"{format_bytes(experts['unused_bytes'])} of multi-token prediction",
+        )
 
 
 def _learnt_row(learnt: Facts) -> Row:
@@ -222,11 +289,17 @@ def _budget_rows(budgets: list[Facts]) -> Iterator[Row]:
     yield "--expert-cache", "memory", "hit rate", "slots"
     for row in budgets:
         hits = _range(f"{row['low']:.0%}", f"{row['high']:.0%}")
-        yield f"{row['share']:.0%}", format_bytes(row["bytes"]), hits, f"{row['slots']:,}"
+        yield (
+            f"{row['share']:.0%}",
+            format_bytes(row["bytes"]),
+            hits,
+            f"{row['slots']:,}",
+        )
 
 
 def print_estimate(facts: Facts) -> None:
-    """Prints the output of `moegguf estimate`: memory, expected speed, reasons and warnings."""
+    """Prints the output of `moegguf estimate`: memory, expected speed, reasons and
+    warnings."""
     plan = facts["plan"]
     print_renderable(Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
@@ -234,7 +307,9 @@ def print_estimate(facts: Facts) -> None:
         ram, vram = (facts[option] for option in BUDGETS.values())
         title += f" and --expert-cache {ram.replace(' ', '')}"
         device = plan["device"] or plan["layers_on"]
-        title += f", on {device} with --vram-cache {vram.replace(' ', '')}" if device else ""
+        title += (
+            f", on {device} with --vram-cache {vram.replace(' ', '')}" if device else ""
+        )
     _section(title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section("What to expect while it answers", _expectation_rows(facts))
@@ -243,7 +318,10 @@ def print_estimate(facts: Facts) -> None:
         title = f"Speed on the CPU (assumed: memory is the limit; prompts {gain} times as fast)"
         _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
     if facts["placement"]:
-        title = "Speed with a device, predicted from speeds " + facts["placement"]["speeds"]["source"]
+        title = (
+            "Speed with a device, predicted from speeds "
+            + facts["placement"]["speeds"]["source"]
+        )
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("Basis of these predictions", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
@@ -252,7 +330,9 @@ def print_estimate(facts: Facts) -> None:
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
-        print_renderable(Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
+        print_renderable(
+            Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2))
+        )
 
 
 def _memory_rows(facts: Facts) -> Iterator[Row]:
@@ -262,41 +342,83 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
     layers_on = plan["layers_on"]
     if total:
         slots = f"{plan['n_slots']:,} of {total:,} experts at a time ({plan['n_slots'] / total:.0%})"
-        yield f"experts on {device}" if device else "experts in memory", format_bytes(plan["budget_bytes"]), slots
-    whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
+        yield (
+            f"experts on {device}" if device else "experts in memory",
+            format_bytes(plan["budget_bytes"]),
+            slots,
+        )
+    whole = (
+        plan["placement"]["chosen"]["n_layers"]
+        if plan["placement"] and not plan["resident"]
+        else 0
+    )
     weights = "weights every token uses" + (f" on {layers_on}" if layers_on else "")
-    yield weights, format_bytes(plan["dense_bytes"]), f"with the experts of {whole} layers" if whole else ""
+    yield (
+        weights,
+        format_bytes(plan["dense_bytes"]),
+        f"with the experts of {whole} layers" if whole else "",
+    )
     if facts["row_table_bytes"]:
-        yield "tables read by row", format_bytes(facts["row_table_bytes"]), "in the file, not in memory"
+        yield (
+            "tables read by row",
+            format_bytes(facts["row_table_bytes"]),
+            "in the file, not in memory",
+        )
     type_k, type_v = facts["cache_types"]
     types = "" if type_k == type_v == "f16" else f"K in {type_k}, V in {type_v}"
     yield "context (KV cache)", format_bytes(plan["kv_bytes"]), types
     if plan["projector_bytes"]:
         yield "reading images", format_bytes(plan["projector_bytes"]), ""
     if n := plan["n_staging"]:
-        tensors = f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
+        tensors = (
+            f"{n} tensors of a layer's experts"
+            if n > 1
+            else "a tensor of a layer's experts"
+        )
         yield "staging prompts", format_bytes(plan["staging_bytes"]), tensors
     n = plan["n_ubatch"]
     left = plan["available_bytes"] - plan["total_bytes"]
-    yield "buffers", format_bytes(plan["compute_bytes"]), f"for {n:,} token{'s' * (n != 1)} of a prompt at a time"
+    yield (
+        "buffers",
+        format_bytes(plan["compute_bytes"]),
+        f"for {n:,} token{'s' * (n != 1)} of a prompt at a time",
+    )
     yield "all of it", format_bytes(plan["total_bytes"]), ""
-    rest = f"{format_bytes(left)} stay free" if left >= 0 else f"{format_bytes(-left)} too few"
+    rest = (
+        f"{format_bytes(left)} stay free"
+        if left >= 0
+        else f"{format_bytes(-left)} too few"
+    )
     yield "free now", format_bytes(plan["available_bytes"]), rest
     if device or layers_on:
-        lower = f"with {plan['n_ram_slots']:,} experts that {device} is filled from" if plan["n_ram_slots"] else ""
+        lower = (
+            f"with {plan['n_ram_slots']:,} experts that {device} is filled from"
+            if plan["n_ram_slots"]
+            else ""
+        )
         beside = "with these experts" if layers_on else lower
         yield "RAM beside that", format_bytes(plan["host_bytes"]), beside
     if total and not plan["resident"]:
-        yield "experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"
+        yield (
+            "experts on disk",
+            format_bytes(facts["expert_bytes"]),
+            "read when a token needs them",
+        )
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """Yields the header, then a row for each placement of experts, in the order of `placement["placements"]`.
+    """Yields the header, then a row for each placement of experts, in the order of
+    `placement["placements"]`.
 
-    A row has the speeds of a typical prompt, of a longer prompt if the context is long enough, and of the answer.
+    A row has the speeds of a typical prompt, of a longer prompt if the context is long
+    enough, and of the answer.
     """
     n_long = placement["placements"][0]["long_prompt_tokens"]
-    columns = {"prompt_tokens_per_s": "prompt", "long_prompt_tokens_per_s": f"of {n_long:,}", "tokens_per_s": "answer"}
+    columns = {
+        "prompt_tokens_per_s": "prompt",
+        "long_prompt_tokens_per_s": f"of {n_long:,}",
+        "tokens_per_s": "answer",
+    }
     if n_long <= PROMPT_TOKENS:
         del columns["long_prompt_tokens_per_s"]
     yield "tokens/s", *columns.values()
@@ -305,33 +427,63 @@ def _placement_rows(placement: Facts) -> Iterator[Row]:
 
 
 def _speed_rows(placement: Facts) -> Iterator[Row]:
-    """Yields rows with the speeds and hit rates from which the placements' speeds are predicted."""
+    """Yields rows with the speeds and hit rates from which the placements' speeds are
+    predicted."""
     speeds = placement["speeds"]
-    device, cpu, disk = (f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "cpu", "disk"))
+    device, cpu, disk = (
+        f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s"
+        for name in ("device", "cpu", "disk")
+    )
     link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s, {speeds['copies']['latency_s'] * 1e6:.0f} us a layer"
     to_cpu = f"{speeds['cpu_layer_s'] * 1e6:.0f} us to the CPU and back"
-    yield "memory for experts", format_bytes(placement["device_bytes"]), placement["hit_rates"]
+    yield (
+        "memory for experts",
+        format_bytes(placement["device_bytes"]),
+        placement["hit_rates"],
+    )
     yield "kernels", f"{device} on the device, {cpu} on the CPU", speeds["source"]
     yield "copies", link, f"disk {disk}"
     yield "a stop at a layer", f"{speeds['stop_s'] * 1e6:.0f} us", to_cpu
 
 
 def _expectation_rows(facts: Facts) -> Iterator[Row]:
-    """Yields rows with the expected hit rate, the bytes read per token, the disk's speed if it was measured, and the
-    range of tokens per second. A model that is entirely in memory has no row for bytes read. The remarks name the
-    sources of these numbers."""
+    """Yields rows with the expected hit rate, the bytes read per token, the disk's
+    speed if it was measured, and the range of tokens per second. A model that is
+    entirely in memory has no row for bytes read. The remarks name the sources of these
+    numbers."""
     expected = facts["expected"]
     disk = facts["disk"]
     resident = facts["plan"]["resident"]
-    yield "hit rate", _range(f"{expected['hit_low']:.0%}", f"{expected['hit_high']:.0%}"), expected["basis"]
+    yield (
+        "hit rate",
+        _range(f"{expected['hit_low']:.0%}", f"{expected['hit_high']:.0%}"),
+        expected["basis"],
+    )
     if not resident:
-        read = _range(*(format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high")))
-        yield "read for a token", read, f"of {format_bytes(facts['token_cycle_bytes'])} it touches"
+        read = _range(
+            *(
+                format_bytes(round(expected[f"missed_bytes_{end}"]))
+                for end in ("low", "high")
+            )
+        )
+        yield (
+            "read for a token",
+            read,
+            f"of {format_bytes(facts['token_cycle_bytes'])} it touches",
+        )
     if disk:
-        how = "past the page cache" if disk["past_page_cache"] else "through the page cache"
+        how = (
+            "past the page cache"
+            if disk["past_page_cache"]
+            else "through the page cache"
+        )
         yield "disk", f"{disk['bytes_per_s'] / 1e9:.2g} GB/s", f"measured now, {how}"
     if expected["tokens_per_s_low"] is None:
-        yield "speed", "not known yet", "it follows from the disk, which is measured once the model is fetched"
+        yield (
+            "speed",
+            "not known yet",
+            "it follows from the disk, which is measured once the model is fetched",
+        )
         return
     basis = f"memory at {expected['memory_bytes_per_s'] / 1e9:.2g} GB/s, measured now"
     basis = (
@@ -339,13 +491,20 @@ def _expectation_rows(facts: Facts) -> Iterator[Row]:
         if resident
         else f"computed from these reads and {basis}"
     )
-    yield "speed", f"{two_digits(expected['tokens_per_s_low'], expected['tokens_per_s_high'])} tokens/s", basis
+    yield (
+        "speed",
+        f"{two_digits(expected['tokens_per_s_low'], expected['tokens_per_s_high'])} tokens/s",
+        basis,
+    )
 
 
 def print_doctor(sections: dict[str, Facts]) -> None:
     """Prints the output of `moegguf doctor`: sections with one fact per line."""
     for title, facts in sections.items():
-        rows = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)]
+        rows = [
+            (name.replace("_", " ") if name.islower() else name, value)
+            for name, value in _flatten(facts)
+        ]
         _section(title, rows or [("(none set)", "")])
 
 
@@ -354,7 +513,10 @@ def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
         if isinstance(value, dict) and set(value) == {"error"}:
             yield prefix + name, f"unknown: {value['error']}"
         elif isinstance(value, dict) and set(value) == {"path", "size_bytes"}:
-            yield prefix + name, f"{format_bytes(value['size_bytes'])} in {value['path']}"
+            yield (
+                prefix + name,
+                f"{format_bytes(value['size_bytes'])} in {value['path']}",
+            )
         elif isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name} ")
         elif name.endswith("_bytes"):

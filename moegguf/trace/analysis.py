@@ -1,5 +1,5 @@
-"""Replays one recorded trace with different policies, predictors and numbers of slots, in one tier or two, and saves
-hit rates."""
+"""Replays one recorded trace with different policies, predictors and numbers of slots,
+in one tier or two, and saves hit rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from moegguf.controller.hit_rates import (
     write_measured,
 )
 from moegguf.controller.own_classes import names_file
-from moegguf.controller.policies import AUTO, LRU, AnyPolicy, device_policy, make_policy, policy_names, ram_policy
+from moegguf.controller.policies import (
+    AUTO,
+    LRU,
+    AnyPolicy,
+    device_policy,
+    make_policy,
+    policy_names,
+    ram_policy,
+)
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -37,17 +45,22 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # compute time of a layer per pass, in microseconds, in a replay that prefetches without a link
-Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
+# Compute time of a layer per pass, in microseconds, in a replay that prefetches without
+# a link.
+IN_TIME_US = 1.0
+# Receives "STAGE: STEP" and the finished share of the stage (0 to 1).
+Progress = Callable[[str, float], object]
 
 
 def no_progress(step: str, share: float) -> None:
     """Does nothing: a `Progress` for callers that do not need progress reports."""
 
 
-def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
-    """Returns a function to call at the start of each of a stage's `n_steps` steps. The function passes the step and
-    the finished share of the stage to `progress`."""
+def step_reporter(
+    progress: Progress, stage: str, n_steps: int
+) -> Callable[[str], None]:
+    """Returns a function to call at the start of each of a stage's `n_steps` steps. The
+    function passes the step and the finished share of the stage to `progress`."""
     started = itertools.count()
 
     def report(step: str) -> None:
@@ -57,8 +70,9 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Chooses requests that together have at least `n_tokens` decoded tokens, or all requests if there are fewer
-    tokens. Returns the requests' numbers. Requests are chosen one by one, and the kinds of text take turns.
+    """Chooses requests that together have at least `n_tokens` decoded tokens, or all
+    requests if there are fewer tokens. Returns the requests' numbers. Requests are
+    chosen one by one, and the kinds of text take turns.
 
     The first request of every kind is always chosen.
     """
@@ -74,8 +88,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 
 def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label form a kind of
-    their own."""
+    """Returns a list for each kind of text, with the numbers of its requests. Requests
+    without a label form a kind of their own."""
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
@@ -84,12 +98,14 @@ def _by_kind(trace: Trace) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one replay, or Belady's bound. In a row of Belady's bound `simulated` is None, because the bound is
-    computed without a store and without times.
+    """The result of one replay, or Belady's bound. In a row of Belady's bound
+    `simulated` is None, because the bound is computed without a store and without
+    times.
 
-    `share`: share of all experts that have slots, on devices if there are two tiers. `ram_share`: share of all experts
-    that have slots in RAM below a device; None if there is only one tier. `devices`: {name of a device: share of all
-    experts that have slots there}; empty unless there are several devices.
+    `share`: share of all experts that have slots, on devices if there are two tiers.
+    `ram_share`: share of all experts that have slots in RAM below a device; None if
+    there is only one tier. `devices`: {name of a device: share of all experts that have
+    slots there}; empty unless there are several devices.
     """
 
     policy: str
@@ -105,16 +121,25 @@ class Row:
 
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
-    """Returns the share of the gap between LRU and Belady's bound that the decode hit rate of `row` closes
-    (`gap_closed`). LRU (without a predictor) and the bound are taken from the rows with the same `share`. Returns None
-    if one of them is missing, or if there is no gap."""
-    at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
-    return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
+    """Returns the share of the gap between LRU and Belady's bound that the decode hit
+    rate of `row` closes (`gap_closed`). LRU (without a predictor) and the bound are
+    taken from the rows with the same `share`. Returns None if one of them is missing,
+    or if there is no gap."""
+    at = {
+        (other.policy, other.predictor): other.decode_hit_rate
+        for other in rows
+        if other.share == row.share
+    }
+    return gap_closed(
+        row.decode_hit_rate,
+        at.get((LRU.name, NoPrediction.name)),
+        at.get((BELADY, NoPrediction.name)),
+    )
 
 
 def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]]]:
-    """Returns {policy: {share: (low, high)}}. `low` and `high` are the 1 % and 99 % quantiles of the hit rates that
-    single requests have in these rows."""
+    """Returns {policy: {share: (low, high)}}. `low` and `high` are the 1 % and 99 %
+    quantiles of the hit rates that single requests have in these rows."""
     rates: dict[tuple[str, float], list[float]] = {}
     for row in rows:
         if row.simulated is not None:
@@ -127,21 +152,29 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
     return ranges
 
 
-def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
-    """Returns the options for replays with these predictors. If `timed` is False, the options let prefetches arrive in
-    time. Raises OptionError if the options enable prefetching but "none" is the only predictor."""
+def _prefetching(
+    options: SimOptions, timed: bool, predictors: Sequence[str]
+) -> SimOptions:
+    """Returns the options for replays with these predictors. If `timed` is False, the
+    options let prefetches arrive in time. Raises OptionError if the options enable
+    prefetching but "none" is the only predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor; give --predictor NAME.")
     return options if timed else _in_time(options)
 
 
 def _in_time(options: SimOptions) -> SimOptions:
-    """Returns options for a replay without a link, in which every prefetched expert arrives in time: layers take some
-    time and transfers take none. The watchdog is off, because it would stop prefetching that saves no time. Options
-    without prefetching are returned unchanged."""
+    """Returns options for a replay without a link, in which every prefetched expert
+    arrives in time: layers take some time and transfers take none. The watchdog is off,
+    because it would stop prefetching that saves no time. Options without prefetching
+    are returned unchanged."""
     if options.prefetch is None:
         return options
-    return replace(options, prefetch=replace(options.prefetch, watchdog=False), layer_pass_us=IN_TIME_US)
+    return replace(
+        options,
+        prefetch=replace(options.prefetch, watchdog=False),
+        layer_pass_us=IN_TIME_US,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,86 +186,121 @@ class TraceAnalysis:
     known_predictors: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
 
     @classmethod
-    def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Self:
-        """Reads a trace and finds its model's artifacts, in `folder` first if it is given. Raises TraceError for a
-        damaged trace. Raises OptionError if the trace was not recorded from `model`, or has no decoded token."""
+    def open(
+        cls, path: Path, model: Path | None = None, folder: Path | None = None
+    ) -> Self:
+        """Reads a trace and finds its model's artifacts, in `folder` first if it is
+        given. Raises TraceError for a damaged trace. Raises OptionError if the trace
+        was not recorded from `model`, or has no decoded token."""
         trace = read(path)
         if not trace.decode().n_pass:
-            raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
+            raise OptionError(
+                f"{path} has no answers, only prompts; record it again with --max-tokens above 0."
+            )
         layout = read_layout(model) if model else None
         if layout is not None:
             trace.header.check_model(Artifacts(layout).fingerprint)
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
-        """Returns an analysis of only some requests, among them requests of every kind of text.
+        """Returns an analysis of only some requests, among them requests of every kind
+        of text.
 
-        Together they have at least `n_tokens` decoded tokens. If the trace has fewer, all requests are chosen
-        (`sample_sequences`). 0: all requests.
+        Together they have at least `n_tokens` decoded tokens. If the trace has fewer,
+        all requests are chosen (`sample_sequences`). 0: all requests.
         """
-        chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
+        chosen = (
+            sample_sequences(self.trace, n_tokens)
+            if n_tokens
+            else self.trace.sequences()
+        )
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Splits the requests into two halves. Each half contains half of the requests of each kind of text, give or
-        take one. Raises OptionError if there is only one request."""
+        """Splits the requests into two halves. Each half contains half of the requests
+        of each kind of text, give or take one. Raises OptionError if there is only one
+        request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
                 "the policy is chosen on some requests and judged on others, but the trace has fewer than two; record"
                 " several."
             )
-        first, second = (replace(self, trace=self.trace.select(sorted(one_by_one[start::2]))) for start in (0, 1))
+        first, second = (
+            replace(self, trace=self.trace.select(sorted(one_by_one[start::2])))
+            for start in (0, 1)
+        )
         return first, second
 
     def each(self) -> Iterator[Self]:
         """Yields an analysis with a single request, for each request."""
-        return (replace(self, trace=self.trace.select([sequence])) for sequence in self.trace.sequences())
+        return (
+            replace(self, trace=self.trace.select([sequence]))
+            for sequence in self.trace.sequences()
+        )
 
     def sample_size(self, whole: TraceAnalysis) -> str:
-        """Returns a text such as "3 of 10 requests with 1,000 of 4,000 decoded tokens": the size of this sample and of
-        `whole`."""
+        """Returns a text such as "3 of 10 requests with 1,000 of 4,000 decoded tokens":
+        the size of this sample and of `whole`."""
         parts = (self.trace, whole.trace)
         n, n_all = (len(trace.sequences()) for trace in parts)
         tokens, all_tokens = (trace.decode().n_tokens for trace in parts)
         return f"{n:,} of {n_all:,} requests with {tokens:,} of {all_tokens:,} decoded tokens"
 
     def policies(self, names: Sequence[str]) -> list[str]:
-        """Returns the names without duplicates. If "all" is among them, returns the names of all available policies
-        instead, and warns about the policies that are not available. Raises OptionError if `names` is empty, or if one
-        of them, other than "all", is not available."""
+        """Returns the names without duplicates. If "all" is among them, returns the
+        names of all available policies instead, and warns about the policies that are
+        not available. Raises OptionError if `names` is empty, or if one of them, other
+        than "all", is not available."""
         return self._names("policy", names, policy_names(), self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:
-        """Returns the names without duplicates. If "all" is among them, returns the names of all available predictors
-        except "none" instead, and warns about those that are not available.
+        """Returns the names without duplicates. If "all" is among them, returns the
+        names of all available predictors except "none" instead, and warns about those
+        that are not available.
 
-        Raises OptionError for a name in `names` that is not available, and if `names` is empty.
+        Raises OptionError for a name in `names` that is not available, and if `names`
+        is empty.
         """
         found = self._names("predictor", names, self.known_predictors, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
 
-    def _names(self, kind: str, names: Sequence[str], known: Iterable[str], make: Callable[[str], object]) -> list[str]:
+    def _names(
+        self,
+        kind: str,
+        names: Sequence[str],
+        known: Iterable[str],
+        make: Callable[[str], object],
+    ) -> list[str]:
         if not names:
-            raise OptionError(f"no {kind} is named; known names: {', '.join(known)}, or all.")
+            raise OptionError(
+                f"no {kind} is named; known names: {', '.join(known)}, or all."
+            )
         for name in names:
             if name != ALL:
                 make(name)
         if ALL not in names:
             return list(dict.fromkeys(names))
-        reasons = {name: reason for name in known if (reason := self.why_not(make, name))}
+        reasons = {
+            name: reason for name in known if (reason := self.why_not(make, name))
+        }
         groups: dict[str, list[str]] = {}
-        for name, reason in reasons.items():  # groups names whose reasons differ only in the name
-            groups.setdefault(reason.replace(f"the {kind} ", "").replace(repr(name), "it"), []).append(name)
+        # Groups names whose reasons differ only in the name.
+        for name, reason in reasons.items():
+            groups.setdefault(
+                reason.replace(f"the {kind} ", "").replace(repr(name), "it"), []
+            ).append(name)
         if groups:
-            told = "; ".join(f"{', '.join(group)} ({reason})" for reason, group in groups.items())
+            told = "; ".join(
+                f"{', '.join(group)} ({reason})" for reason, group in groups.items()
+            )
             warnings.warn(f"left out: {told}", stacklevel=3)
         return [name for name in known if name not in reasons]
 
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
-        """Returns the message of the OptionError that `make(name)` raises, without the last full stop. Returns "" if
-        `make` does not raise one."""
+        """Returns the message of the OptionError that `make(name)` raises, without the
+        last full stop. Returns "" if `make` does not raise one."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -242,20 +310,24 @@ class TraceAnalysis:
         return ""
 
     def policy(self, name: str) -> AnyPolicy:
-        """Returns a new policy for this name or "FILE.py:CLASS". Raises OptionError if it is not available."""
+        """Returns a new policy for this name or "FILE.py:CLASS". Raises OptionError if
+        it is not available."""
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """Returns a new predictor for this name or "FILE.py:CLASS". Raises OptionError if it is not available, or if it
-        needs the routers' inputs and the trace does not have them."""
+        """Returns a new predictor for this name or "FILE.py:CLASS". Raises OptionError
+        if it is not available, or if it needs the routers' inputs and the trace does
+        not have them."""
         predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
-            raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
+            raise OptionError(
+                f"{name!r} reads the inputs of the routers: record the trace with --inputs."
+            )
         return predictor
 
     def new_predictor(self, name: str) -> Predictor:
-        """Returns a new predictor like `predictor`, but does not check that the trace has the routers' inputs. Raises
-        OptionError."""
+        """Returns a new predictor like `predictor`, but does not check that the trace
+        has the routers' inputs. Raises OptionError."""
         return make_predictor(name, self.trace.shape, self.artifacts)
 
     def simulate(
@@ -266,17 +338,20 @@ class TraceAnalysis:
         options: SimOptions = SimOptions(),
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays the trace with every combination of policy, predictor and share, and adds Belady's bound for each
-        share. "all" stands for every available name, except the predictor "none".
+        """Replays the trace with every combination of policy, predictor and share, and
+        adds Belady's bound for each share. "all" stands for every available name,
+        except the predictor "none".
 
-        Raises OptionError for an unknown name, and for prefetching without a predictor. If the options have no link,
-        every prefetched expert arrives in time.
+        Raises OptionError for an unknown name, and for prefetching without a predictor.
+        If the options have no link, every prefetched expert arrives in time.
         """
         options = _prefetching(options, options.timed, predictors)
         policies = self.policies(policies)
         predictors = self.predictors(predictors)
         rows = list[Row]()
-        step = step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares))
+        step = step_reporter(
+            progress, "hit rates", len(policies) * len(predictors) * len(shares)
+        )
         for share in shares:
             n_slots = slots_of(self.trace.shape, share)
             for policy, ahead in itertools.product(policies, predictors):
@@ -289,11 +364,14 @@ class TraceAnalysis:
         self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
         **others: Any,
     ) -> Row:  # fmt: skip
-        """Replays the trace once, with a new policy and a new predictor of these names. `others` holds the other fields
-        of the row."""
-        result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
+        """Replays the trace once, with a new policy and a new predictor of these names.
+        `others` holds the other fields of the row."""
+        result = Simulation(
+            self.trace, self.policy(policy), self.predictor(predictor), n_slots, options
+        ).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
-        if names_file(policy):  # replaces the class name, which may be the same in two files
+        # Replaces the class name, which may be the same in two files.
+        if names_file(policy):
             result = replace(result, policy=policy)
         if names_file(predictor):
             result = replace(result, predictor=predictor)
@@ -302,7 +380,14 @@ class TraceAnalysis:
     def _bound(self, share: float) -> Row:
         n_slots = slots_of(self.trace.shape, share)
         bound = belady(Lookups.of(fitted(self.trace, n_slots)), n_slots)
-        return Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate)
+        return Row(
+            BELADY,
+            NoPrediction.name,
+            share,
+            n_slots,
+            bound.hit_rate,
+            bound.decode_hit_rate,
+        )
 
     def simulate_tiers(
         self,
@@ -313,37 +398,64 @@ class TraceAnalysis:
         options: SimOptions = SimOptions(),
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays the trace with slots on devices and slots in RAM below them, for every combination of policy,
-        predictor, share in VRAM and share in RAM.
+        """Replays the trace with slots on devices and slots in RAM below them, for
+        every combination of policy, predictor, share in VRAM and share in RAM.
 
-        policies: names of policies for VRAM, with LRU in RAM, or "vram=NAME,ram=NAME". One of the two parts may be
-        missing; the policy is then the measured one in VRAM, and LRU in RAM.
+        policies: names of policies for VRAM, with LRU in RAM, or "vram=NAME,ram=NAME".
+        One of the two parts may be missing; the policy is then the measured one in
+        VRAM, and LRU in RAM.
 
-        budgets: {share of the experts in VRAM: the devices with their numbers of slots and staging tensors, as
-        planned}. Prompts use the staging tensors. If no device has any, prompts are cut into passes small enough to be
-        computed exactly from slots.
+        budgets: {share of the experts in VRAM: the devices with their numbers of slots
+        and staging tensors, as planned}. Prompts use the staging tensors. If no device
+        has any, prompts are cut into passes small enough to be computed exactly from
+        slots.
 
         Raises OptionError as `simulate` does.
         """
-        timed = options.timed or any(device.link for devices in budgets.values() for device in devices)
+        timed = options.timed or any(
+            device.link for devices in budgets.values() for device in devices
+        )
         options = _prefetching(options, timed, predictors)
-        plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
-        by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
+        plain = (
+            self.policies([name for name in policies if "=" not in name])
+            if ALL in policies
+            else policies
+        )
+        by_tier = {
+            name: (device_policy(name, "vram"), ram_policy(name)) for name in plain
+        }
         for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
             self.policy(name)
         named = self.predictors(predictors)
         shape = self.trace.shape
         rows = list[Row]()
         pairs = list(itertools.product(budgets.items(), ram_shares))
-        step = step_reporter(progress, "hit rates", len(pairs) * len(by_tier) * len(named))
-        for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(
-            pairs, by_tier.items(), named
-        ):
-            step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
-            over = replace(options, n_ram_slots=slots_of(shape, ram_share), ram_policy=ram)
-            policy = self._measured_choice(share, timed=False).policy if vram == AUTO else vram
-            of_devices = {str(d.name): d.n_slots / shape.n_expert / len(shape.layers) for d in devices}
-            several = {"ram_share": ram_share, "devices": of_devices if len(devices) > 1 else {}}
+        step = step_reporter(
+            progress, "hit rates", len(pairs) * len(by_tier) * len(named)
+        )
+        for ((share, devices), ram_share), (
+            label,
+            (vram, ram),
+        ), ahead in itertools.product(pairs, by_tier.items(), named):
+            step(
+                f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}"
+            )
+            over = replace(
+                options, n_ram_slots=slots_of(shape, ram_share), ram_policy=ram
+            )
+            policy = (
+                self._measured_choice(share, timed=False).policy
+                if vram == AUTO
+                else vram
+            )
+            of_devices = {
+                str(d.name): d.n_slots / shape.n_expert / len(shape.layers)
+                for d in devices
+            }
+            several = {
+                "ram_share": ram_share,
+                "devices": of_devices if len(devices) > 1 else {},
+            }
             row = self._replayed(policy, ahead, devices, over, share, **several)
             rows.append(replace(row, policy=label))
         return rows
@@ -358,13 +470,15 @@ class TraceAnalysis:
         prefetch: bool | None = None,
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays the trace with whole strategies, and adds Belady's bound for each share. "all" stands for every
-        available strategy. `policy`, `predictor` and `prefetch` replace the corresponding part of each strategy, unless
-        they are "auto" or None.
+        """Replays the trace with whole strategies, and adds Belady's bound for each
+        share. "all" stands for every available strategy. `policy`, `predictor` and
+        `prefetch` replace the corresponding part of each strategy, unless they are
+        "auto" or None.
 
-        options: the link and the time of a layer. Raises OptionError for unknown names, and for policies and predictors
-        that are not available for this model. Also raises OptionError if a strategy prefetches but there is no link,
-        unless `prefetch` is True. Warns about the strategies that "all" leaves out.
+        options: the link and the time of a layer. Raises OptionError for unknown names,
+        and for policies and predictors that are not available for this model. Also
+        raises OptionError if a strategy prefetches but there is no link, unless
+        `prefetch` is True. Warns about the strategies that "all" leaves out.
         """
 
         def check_parts(name: str) -> None:
@@ -374,8 +488,14 @@ class TraceAnalysis:
             if ahead:
                 self.predictor(ahead)
 
-        strategies = [find_strategy(name) for name in self._names("strategy", names, STRATEGIES, check_parts)]
-        parts = {strategy.name: strategy.parts(policy, predictor, prefetch) for strategy in strategies}
+        strategies = [
+            find_strategy(name)
+            for name in self._names("strategy", names, STRATEGIES, check_parts)
+        ]
+        parts = {
+            strategy.name: strategy.parts(policy, predictor, prefetch)
+            for strategy in strategies
+        }
         ahead_of = [name for name, part in parts.items() if part[2]]
         if ahead_of and not options.timed and not prefetch:
             raise OptionError(
@@ -390,21 +510,29 @@ class TraceAnalysis:
             for strategy in strategies:
                 step(f"{strategy.name} in {n_slots} slots")
                 of, ahead, fetched = parts[strategy.name]
-                found = self._measured_choice(share, options.timed) if of == "auto" else ControllerChoice(of)
+                found = (
+                    self._measured_choice(share, options.timed)
+                    if of == "auto"
+                    else ControllerChoice(of)
+                )
                 if fetched is None:
                     fetched = found.prefetch and options.timed
                 fetched = PrefetchOptions() if fetched is True else fetched or None
                 how = replace(options, prefetch=fetched, store=strategy.store)
                 how = how if how.timed else _in_time(how)
                 ahead = ahead or found.predictor
-                rows.append(self._replayed(found.policy, ahead, n_slots, how, share, strategy=strategy.name))
+                rows.append(
+                    self._replayed(
+                        found.policy, ahead, n_slots, how, share, strategy=strategy.name
+                    )
+                )
             rows.append(self._bound(share))
         return rows
 
     def _measured_choice(self, share: float, timed: bool) -> ControllerChoice:
-        """Returns the policy and the predictor that a live run would choose for this share of experts with slots.
-        Without saved hit rates, the choice has predictions only if `timed` is True and `prefetch_predictor` can predict
-        from this trace."""
+        """Returns the policy and the predictor that a live run would choose for this
+        share of experts with slots. Without saved hit rates, the choice has predictions
+        only if `timed` is True and `prefetch_predictor` can predict from this trace."""
         if measured := self.artifacts.measured():
             return measured.choose(share)
         name = prefetch_predictor(self.artifacts)
@@ -412,24 +540,34 @@ class TraceAnalysis:
             return UNMEASURED_WITHOUT_PREDICTIONS
         return replace(UNMEASURED, predictor=name)
 
-    def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
-        """Saves decode hit rates in the file that `policy="auto"` reads. Returns the path. Raises OptionError if the
-        trace was not recorded from this model, and StorageError if the file cannot be written.
+    def save(
+        self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()
+    ) -> Path:
+        """Saves decode hit rates in the file that `policy="auto"` reads. Returns the
+        path. Raises OptionError if the trace was not recorded from this model, and
+        StorageError if the file cannot be written.
 
-        rows: replays of the requests from which `auto` chooses its policy. If a policy was replayed with several
-        predictors, the predictor with the highest mean hit rate is saved.
+        rows: replays of the requests from which `auto` chooses its policy. If a policy
+        was replayed with several predictors, the predictor with the highest mean hit
+        rate is saved.
 
-        reported: replays of other requests, whose hit rates `show` and `estimate` print.
+        reported: replays of other requests, whose hit rates `show` and `estimate`
+        print.
 
-        alone: replays of each of these other requests by itself, starting with empty slots.
+        alone: replays of each of these other requests by itself, starting with empty
+        slots.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:
             if row.policy != BELADY:
-                rates.setdefault((row.policy, row.predictor), {})[row.share] = row.decode_hit_rate
+                rates.setdefault((row.policy, row.predictor), {})[row.share] = (
+                    row.decode_hit_rate
+                )
         best: dict[str, tuple[str, dict[float, float]]] = {}
         for (policy, predictor), at in rates.items():
-            if policy not in best or np.mean(list(at.values())) > np.mean(list(best[policy][1].values())):
+            if policy not in best or np.mean(list(at.values())) > np.mean(
+                list(best[policy][1].values())
+            ):
                 best[policy] = predictor, at
         measured = Measured(
             self.artifacts.fingerprint,
@@ -438,16 +576,29 @@ class TraceAnalysis:
             about={
                 "requests": len(self.trace.sequences()),
                 "tokens": self.trace.n_tokens,
-                "ranges": max((len(row.simulated.sequences) for row in reported if row.simulated), default=0),
+                "ranges": max(
+                    (len(row.simulated.sequences) for row in reported if row.simulated),
+                    default=0,
+                ),
             },
             ranges=hit_ranges(
-                [row for row in (*reported, *alone) if row.policy in best and best[row.policy][0] == row.predictor]
+                [
+                    row
+                    for row in (*reported, *alone)
+                    if row.policy in best and best[row.policy][0] == row.predictor
+                ]
             ),
-            bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
+            bound={
+                row.share: row.decode_hit_rate
+                for row in reported
+                if row.policy == BELADY
+            },
         )
         self.trace.header.check_model(self.artifacts.fingerprint)
         try:
-            path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
+            path = (
+                self.artifacts.folder or self.artifacts.writable_folder()
+            ) / MEASURED
             write_measured(path, measured)
         except OSError as error:
             raise StorageError(

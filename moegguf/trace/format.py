@@ -1,11 +1,15 @@
-"""The trace file: an .npz of blocks, which is written while the model runs and fully checked when it is read.
+"""The trace file: an .npz of blocks, which is written while the model runs and fully
+checked when it is read.
 
-The file is a zip. Block number i consists of the members NAME.i.npy (i with six digits), with the names and shapes of
-`Trace`'s arrays. A block's pass_start is relative to the block's first token. The last member, `header.json`, lists the
-blocks, so a truncated file has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs
-are stored uncompressed, because they hardly compress; everything else is compressed (deflate).
+The file is a zip. Block number i consists of the members NAME.i.npy (i with six
+digits), with the names and shapes of `Trace`'s arrays. A block's pass_start is relative
+to the block's first token. The last member, `header.json`, lists the blocks, so a
+truncated file has no header. `numpy.load(path, allow_pickle=False)` opens a trace
+without moegguf. Inputs are stored uncompressed, because they hardly compress;
+everything else is compressed (deflate).
 
-This module imports pydantic, which is slow. Programs should import this module only if they read or write traces.
+This module imports pydantic, which is slow. Programs should import this module only if
+they read or write traces.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ class Block(NamedTuple):
     n_pass: Count
     n_tokens: Count
     inputs: Flag  # 1: the block has the routers' inputs
-    batches: Flag  # 1: passes mix requests or phases, so the block stores them for each token
+    # 1: passes mix requests or phases, so the block stores them for each token.
+    batches: Flag
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
@@ -66,7 +71,9 @@ class _Shape(BaseModel, strict=True, extra="forbid"):
     def _fits(self) -> Self:
         rising = all(a < b for a, b in pairwise(self.layers))
         if not rising or self.layers[0] < 0 or self.layers[-1] >= self.n_layer:
-            raise ValueError(f"layers must be in rising order, each from 0 to {self.n_layer - 1}")
+            raise ValueError(
+                f"layers must be in rising order, each from 0 to {self.n_layer - 1}"
+            )
         if self.n_expert_used > self.n_expert:
             raise ValueError(f"n_expert_used is more than the {self.n_expert} experts")
         return self
@@ -82,15 +89,20 @@ class FileHeader(BaseModel, strict=True):
     fingerprint: Text
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
-    weights: bool  # True: the file has the router weights that multiply the experts' outputs
+    # True: the file has the router weights that multiply the experts' outputs.
+    weights: bool
     inputs: bool  # True: blocks may have the routers' inputs; False: no block has them
     n_pass: Count
     n_tokens: Count
-    blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]  # blocks in the order of the file
+    # blocks in the order of the file.
+    blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if any(not 0 < block.n_pass <= block.n_tokens or block.inputs > self.inputs for block in self.blocks):
+        if any(
+            not 0 < block.n_pass <= block.n_tokens or block.inputs > self.inputs
+            for block in self.blocks
+        ):
             raise ValueError(
                 "a block must have at least one pass, at least one token per pass, and inputs only if `inputs` is true"
             )
@@ -110,27 +122,50 @@ class FileHeader(BaseModel, strict=True):
 
 def _sizes(blocks: Iterable[Block]) -> tuple[int, int]:
     """Returns the number of passes and the number of tokens in all blocks."""
-    return sum(block.n_pass for block in blocks), sum(block.n_tokens for block in blocks)
+    return sum(block.n_pass for block in blocks), sum(
+        block.n_tokens for block in blocks
+    )
 
 
-def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool, blocks: list[Block]) -> bytes:
-    """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject it."""
+def encode(
+    shape: MoeShape,
+    header: TraceHeader,
+    *,
+    weights: bool,
+    inputs: bool,
+    blocks: list[Block],
+) -> bytes:
+    """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject
+    it."""
     n_pass, n_tokens = _sizes(blocks)
-    facts = {"shape": asdict(shape), **asdict(header), "weights": weights, "inputs": inputs}
-    data = json.dumps(facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks})
-    return decode(data.encode(), "a trace file cannot hold this value, so correct it").model_dump_json().encode()
+    facts = {
+        "shape": asdict(shape),
+        **asdict(header),
+        "weights": weights,
+        "inputs": inputs,
+    }
+    data = json.dumps(
+        facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks}
+    )
+    return (
+        decode(data.encode(), "a trace file cannot hold this value, so correct it")
+        .model_dump_json()
+        .encode()
+    )
 
 
 def decode(data: bytes, step: str = "record the trace again") -> FileHeader:
-    """Parses a header. Raises TraceError for the first field that is missing or breaks a rule. `step` ends the error's
-    text."""
+    """Parses a header. Raises TraceError for the first field that is missing or breaks
+    a rule. `step` ends the error's text."""
     try:
         return FileHeader.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         rule = first["msg"].removeprefix("Value error, ")
-        raise TraceError(f"trace header: {where}: {rule}, but is {first['input']!r:.40}; {step}.") from error
+        raise TraceError(
+            f"trace header: {where}: {rule}, but is {first['input']!r:.40}; {step}."
+        ) from error
 
 
 MAX_HEADER_BYTES = 32 << 20
@@ -146,8 +181,8 @@ DAMAGE = (
 
 
 def check(trace: Trace, step: str = "record it again") -> None:
-    """Raises TraceError for the first rule that the values of a trace break. `step` ends the error's text. Types and
-    shapes must already be right."""
+    """Raises TraceError for the first rule that the values of a trace break. `step`
+    ends the error's text. Types and shapes must already be right."""
     starts = trace.pass_start
     tokens = trace.tokens
     ids = trace.expert_ids
@@ -155,19 +190,50 @@ def check(trace: Trace, step: str = "record it again") -> None:
     n_expert = trace.shape.n_expert
     chosen: npt.NDArray[np.bool_] = ids >= 0
     used = np.asarray(chosen.any(axis=1, keepdims=True))
-    uniform = (used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all()
+    uniform = (used[:, :, 1:] <= used[:, :, :-1]).all() and (
+        chosen == (chosen[:, :, :1] & used)
+    ).all()
     rules: list[tuple[Any, str, str]] = [
         ((np.diff(starts) > 0).all(), "pass_start", "must rise: each pass has a token"),
-        (starts[0] == 0 and starts[-1] == trace.n_tokens, "pass_start", f"must go from 0 to {trace.n_tokens}"),
-        ((trace.pass_phase <= max(Phase)).all(), "pass_phase", f"must be at most {max(Phase):d}"),
-        ((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1"),
-        (((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}"),
-        (((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}"),
-        (uniform, "expert_ids", "must hold the same number of experts for each token of a layer, followed by -1"),
+        (
+            starts[0] == 0 and starts[-1] == trace.n_tokens,
+            "pass_start",
+            f"must go from 0 to {trace.n_tokens}",
+        ),
+        (
+            (trace.pass_phase <= max(Phase)).all(),
+            "pass_phase",
+            f"must be at most {max(Phase):d}",
+        ),
+        (
+            (trace.pass_first_token >= -1).all(),
+            "pass_first_token",
+            "must be at least -1",
+        ),
+        (
+            ((tokens >= -1) & (tokens < n_vocab)).all(),
+            "tokens",
+            f"must be from -1 to below {n_vocab}",
+        ),
+        (
+            ((ids >= -1) & (ids < n_expert)).all(),
+            "expert_ids",
+            f"must be from -1 to below {n_expert}",
+        ),
+        (
+            uniform,
+            "expert_ids",
+            "must hold the same number of experts for each token of a layer, followed by -1",
+        ),
     ]
     for holds, name, rule in rules:
         _require(holds, name, rule, step)
-    _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}", step)
+    _require(
+        (trace.phase_of <= max(Phase)).all(),
+        "token_phase",
+        f"must be at most {max(Phase):d}",
+        step,
+    )
     of_last_tokens = "must be those of a pass's last tokens if some are missing"
     _require(_computes_last_tokens(trace), "expert_ids", of_last_tokens, step)
 
@@ -178,23 +244,35 @@ def _require(holds: Any, name: str, rule: str, step: str) -> None:
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
-    """Returns True if each layer was computed for all, for none or for the last tokens of each pass. Checks only passes
-    of a single request and phase."""
+    """Returns True if each layer was computed for all, for none or for the last tokens
+    of each pass. Checks only passes of a single request and phase."""
     lengths = np.diff(trace.pass_start)
-    of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
+    of_pass = np.repeat(
+        np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1
+    )
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
     n_others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
     computed = trace.expert_ids[:, :, 0] >= 0
     ends = computed[:, :-1] & ~computed[:, 1:] & np.repeat(n_others == 0, lengths)[:-1]
-    ends[:, trace.pass_start[1:-1] - 1] = False  # not a fault: the next token belongs to another pass
+    # Not a fault: the next token belongs to another pass.
+    ends[:, trace.pass_start[1:-1] - 1] = False
     return not bool(ends.any())
 
 
 Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
 
-def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs: bool, batches: bool) -> Spec:
-    """Returns the type and shape of each array for `n_pass` passes and `n_tokens` tokens."""
+def _spec(
+    shape: MoeShape,
+    n_pass: int,
+    n_tokens: int,
+    *,
+    weights: bool,
+    inputs: bool,
+    batches: bool,
+) -> Spec:
+    """Returns the type and shape of each array for `n_pass` passes and `n_tokens`
+    tokens."""
     chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
     spec: Spec = {
         "pass_sequence": (np.int32, (n_pass,)),
@@ -210,7 +288,10 @@ def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs:
     if inputs:
         spec["inputs"] = (np.float16, (len(shape.layers), n_tokens, shape.n_embd))
     if batches:
-        spec |= {"token_sequence": (np.int32, (n_tokens,)), "token_phase": (np.uint8, (n_tokens,))}
+        spec |= {
+            "token_sequence": (np.int32, (n_tokens,)),
+            "token_phase": (np.uint8, (n_tokens,)),
+        }
     return spec
 
 
@@ -228,18 +309,26 @@ def _member(name: str, block: int) -> str:
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the temporary path, beside `path`, at which a trace is written until it is complete."""
+    """Returns the temporary path, beside `path`, at which a trace is written until it
+    is complete."""
     return path.with_name(path.name + ".partial")
 
 
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
-    If the recording is killed, PATH remains unchanged. Raises TraceError if a write fails, if PATH is not a file that
-    can be replaced, or if a block has wrong shapes.
+    If the recording is killed, PATH remains unchanged. Raises TraceError if a write
+    fails, if PATH is not a file that can be replaced, or if a block has wrong shapes.
     """
 
-    def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        shape: MoeShape,
+        *,
+        weights: bool,
+        inputs: bool,
+    ) -> None:
         self.path = Path(path)
         self.partial = partial_of(self.path)
         self.shape = shape
@@ -252,14 +341,23 @@ class TraceWriter:
                 " folder, pipe or device."
             )
         with self._writing():
-            self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
+            self._zip = zipfile.ZipFile(
+                self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL
+            )
 
     def add(self, block: Trace) -> None:
-        """Appends the passes of `block`. The block may lack inputs even if the writer accepts inputs. Raises
-        TraceError."""
+        """Appends the passes of `block`. The block may lack inputs even if the writer
+        accepts inputs. Raises TraceError."""
         has_inputs = block.inputs is not None
         batches = block.token_sequence is not None
-        spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
+        spec = _spec(
+            self.shape,
+            block.n_pass,
+            block.n_tokens,
+            weights=self.weights,
+            inputs=has_inputs,
+            batches=batches,
+        )
         if has_inputs and not self.inputs:
             raise TraceError(
                 f"{self.path.name}: a block has inputs, but the writer accepts none; open the writer with inputs."
@@ -279,16 +377,30 @@ class TraceWriter:
             for name in spec:
                 member = _member(name, len(self._blocks))
                 array = getattr(block, name)
-                # zipfile stores a member opened by a ZipInfo without compression, and compresses a member opened by
-                # name.
-                target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
-                with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
-                    np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
-        self._blocks.append(Block(block.n_pass, block.n_tokens, int(has_inputs), int(batches)))
+                # zipfile stores a member opened by a ZipInfo without compression, and
+                # compresses a member opened by name.
+                target: str | zipfile.ZipInfo = (
+                    zipfile.ZipInfo(member) if name == "inputs" else member
+                )
+                with self._zip.open(
+                    target, "w", force_zip64=array.nbytes > 1 << 30
+                ) as file:
+                    np.lib.format.write_array(
+                        file, np.ascontiguousarray(array), allow_pickle=False
+                    )
+        self._blocks.append(
+            Block(block.n_pass, block.n_tokens, int(has_inputs), int(batches))
+        )
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
-        data = encode(self.shape, header, weights=self.weights, inputs=self.inputs, blocks=self._blocks)
+        data = encode(
+            self.shape,
+            header,
+            weights=self.weights,
+            inputs=self.inputs,
+            blocks=self._blocks,
+        )
         with self._writing():
             self._zip.writestr(HEADER, data)
             self._zip.close()
@@ -296,7 +408,8 @@ class TraceWriter:
 
     def discard(self) -> None:
         """Removes the unfinished file. Does nothing after `close` has succeeded."""
-        with suppress(OSError):  # closing fails if the disk is full, but the file is removed anyway
+        # Closing fails if the disk is full, but the file is removed anyway.
+        with suppress(OSError):
             self._zip.close()
         self.partial.unlink(missing_ok=True)
 
@@ -311,8 +424,14 @@ class TraceWriter:
 
 
 def write(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Writes `trace` to `path`, replacing an existing file. Raises TraceError if it cannot be written."""
-    writer = TraceWriter(path, trace.shape, weights=trace.weights is not None, inputs=trace.inputs is not None)
+    """Writes `trace` to `path`, replacing an existing file. Raises TraceError if it
+    cannot be written."""
+    writer = TraceWriter(
+        path,
+        trace.shape,
+        weights=trace.weights is not None,
+        inputs=trace.inputs is not None,
+    )
     try:
         if trace.n_pass:
             writer.add(trace)
@@ -322,12 +441,12 @@ def write(path: str | os.PathLike[str], trace: Trace) -> None:
 
 
 def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trace:
-    """Reads the trace at `path` and checks every rule. Raises TraceError if it is missing, damaged, or larger than
-    `max_bytes` in memory.
+    """Reads the trace at `path` and checks every rule. Raises TraceError if it is
+    missing, damaged, or larger than `max_bytes` in memory.
 
-    The header implies the sizes of all arrays. They are added up before anything but the header is unpacked. Before an
-    array is unpacked, the size that the zip file declares for it is compared with its implied size. Unknown members are
-    ignored.
+    The header implies the sizes of all arrays. They are added up before anything but
+    the header is unpacked. Before an array is unpacked, the size that the zip file
+    declares for it is compared with its implied size. Unknown members are ignored.
     """
     path = Path(path)
     try:
@@ -336,26 +455,54 @@ def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trac
     except TraceError as error:
         raise TraceError(f"{path.name}: {error}") from error
     except OSError as error:
-        raise TraceError(f"{path}: the trace cannot be read ({error.strerror or error}); check the path.") from error
+        raise TraceError(
+            f"{path}: the trace cannot be read ({error.strerror or error}); check the path."
+        ) from error
     except DAMAGE as error:
-        raise TraceError(f"{path.name}: the trace is damaged or incomplete ({error}); record it again.") from error
+        raise TraceError(
+            f"{path.name}: the trace is damaged or incomplete ({error}); record it again."
+        ) from error
 
 
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     header = _read_header(archive)
     moe = MoeShape(**header.shape.model_dump())
     batches = any(block.batches for block in header.blocks)
-    spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
+    spec = _spec(
+        moe,
+        header.n_pass,
+        header.n_tokens,
+        weights=header.weights,
+        inputs=header.inputs,
+        batches=batches,
+    )
     if _spec_bytes(spec) > max_bytes:
-        raise TraceError(f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less.")
-    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written use no memory.
-    arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
+        raise TraceError(
+            f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less."
+        )
+    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written
+    # use no memory.
+    arrays: dict[str, Any] = {
+        name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()
+    }
     first_pass = first_token = 0
     for number, block in enumerate(header.blocks):
-        parts = _spec(moe, *block[:2], weights=header.weights, inputs=bool(block.inputs), batches=bool(block.batches))
+        parts = _spec(
+            moe,
+            *block[:2],
+            weights=header.weights,
+            inputs=bool(block.inputs),
+            batches=bool(block.batches),
+        )
         for name, (dtype, shape) in parts.items():
             part = _load(archive, _member(name, number), np.dtype(dtype), shape)
-            _copy_block(arrays[name], name, part, first_pass, slice(first_token, first_token + block.n_tokens))
+            _copy_block(
+                arrays[name],
+                name,
+                part,
+                first_pass,
+                slice(first_token, first_token + block.n_tokens),
+            )
         if batches and not block.batches:
             _fill_in(arrays, slice(first_pass, first_pass + block.n_pass))
         first_pass = first_pass + block.n_pass
@@ -366,7 +513,10 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
 
 
 def _read_header(archive: zipfile.ZipFile) -> FileHeader:
-    if HEADER not in archive.namelist() or archive.getinfo(HEADER).file_size > MAX_HEADER_BYTES:
+    if (
+        HEADER not in archive.namelist()
+        or archive.getinfo(HEADER).file_size > MAX_HEADER_BYTES
+    ):
         raise TraceError(
             f"{HEADER} is missing in this file, or is larger than {MAX_HEADER_BYTES} bytes; give a file that `moegguf"
             " trace` recorded."
@@ -374,7 +524,9 @@ def _read_header(archive: zipfile.ZipFile) -> FileHeader:
     return decode(archive.read(HEADER))
 
 
-def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def _load(
+    archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
     n_bytes = _array_bytes(dtype, shape)
     found_bytes = archive.getinfo(member).file_size
     if not n_bytes < found_bytes <= n_bytes + _NPY_BYTES:
@@ -385,18 +537,30 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
     array = np.lib.format.read_array(file, allow_pickle=False)
     if array.shape != shape or array.dtype != dtype or file.read(1):
         found = f"{array.dtype} {array.shape}"
-        raise TraceError(f"{member} must be {dtype} {shape}, but is {found}; record the trace again.")
+        raise TraceError(
+            f"{member} must be {dtype} {shape}, but is {found}; record the trace again."
+        )
     if dtype.kind == "f" and not np.isfinite(array).all():
-        raise TraceError(f"{member} has values that are not finite; record the trace again.")
+        raise TraceError(
+            f"{member} has values that are not finite; record the trace again."
+        )
     return array
 
 
-def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
-    """Copies an array of one block to its place in the array of the whole trace. Raises TraceError if pass_start does
-    not go from 0 to the block's number of tokens."""
+def _copy_block(
+    target: npt.NDArray[Any],
+    name: str,
+    part: npt.NDArray[Any],
+    first_pass: int,
+    tokens: slice,
+) -> None:
+    """Copies an array of one block to its place in the array of the whole trace. Raises
+    TraceError if pass_start does not go from 0 to the block's number of tokens."""
     if name == "pass_start":
         if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
-            raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")
+            raise TraceError(
+                f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again."
+            )
         target[first_pass : first_pass + len(part)] = part + tokens.start
     elif name.startswith("pass_"):
         target[first_pass : first_pass + len(part)] = part
@@ -407,7 +571,13 @@ def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], fir
 
 
 def _fill_in(arrays: dict[str, Any], passes: slice) -> None:
-    """Sets the request and phase of each token in these passes to the request and phase of the token's pass."""
+    """Sets the request and phase of each token in these passes to the request and phase
+    of the token's pass."""
     starts = arrays["pass_start"][passes.start : passes.stop + 1]
-    for of_token, of_pass in (("token_sequence", "pass_sequence"), ("token_phase", "pass_phase")):
-        arrays[of_token][starts[0] : starts[-1]] = np.repeat(arrays[of_pass][passes], np.diff(starts))
+    for of_token, of_pass in (
+        ("token_sequence", "pass_sequence"),
+        ("token_phase", "pass_phase"),
+    ):
+        arrays[of_token][starts[0] : starts[-1]] = np.repeat(
+            arrays[of_pass][passes], np.diff(starts)
+        )

@@ -1,7 +1,8 @@
 """Creates traces from routing that other programs recorded: `moegguf trace import`.
 
-Such a trace has the form of a recorded trace, but no times, weights or router inputs. A prompt is divided into passes
-of at most PROMPT_PASS tokens, and each later token is a separate pass, as in llama.cpp.
+Such a trace has the form of a recorded trace, but no times, weights or router inputs. A
+prompt is divided into passes of at most PROMPT_PASS tokens, and each later token is a
+separate pass, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -34,43 +35,59 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Facts that the user provides in addition to the files. Facts about the model's shape have the names of
-    `MoeShape`'s fields.
+    """Facts that the user provides in addition to the files. Facts about the model's
+    shape have the names of `MoeShape`'s fields.
 
     A fact that is None is taken from the files or from the model's file.
     """
 
-    model: Path | None = None  # GGUF file of the recorded model; the trace gets the model's shape and fingerprint
+    # GGUF file of the recorded model; the trace gets the model's shape and fingerprint.
+    model: Path | None = None
     n_expert: int | None = None
     n_expert_used: int | None = None
     layers: tuple[int, ...] | None = None
     expert_bytes: int | None = None
-    n_prompt: int = 1  # number of tokens of each prompt whose length the file does not state
+    # Number of tokens of each prompt whose length the file does not state.
+    n_prompt: int = 1
 
     @property
     def facts(self) -> dict[str, Any]:
         """{name: value} of the given facts about the model's shape."""
         given = asdict(self)
-        return {name: given[name] for name in (*_NEEDED, "layers") if given[name] is not None}
+        return {
+            name: given[name]
+            for name in (*_NEEDED, "layers")
+            if given[name] is not None
+        }
 
 
 def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Trace:
-    """Combines the routing in these files into one trace, writes the trace to `out`, and returns it.
+    """Combines the routing in these files into one trace, writes the trace to `out`,
+    and returns it.
 
-    Raises TraceError for a file that breaks a rule, and for files or options that contradict each other about the
-    model. Also raises TraceError if a necessary fact is missing everywhere, and the same errors as `read_layout`. After
-    an error, `out` is unchanged.
+    Raises TraceError for a file that breaks a rule, and for files or options that
+    contradict each other about the model. Also raises TraceError if a necessary fact is
+    missing everywhere, and the same errors as `read_layout`. After an error, `out` is
+    unchanged.
     """
     facts = _Facts()
-    header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
+    header = TraceHeader(
+        paths[0].stem,
+        settings={"imported_from": paths[0].name, "imported_files": len(paths)},
+    )
     if options.model is not None:
-        header = TraceHeader(options.model.stem, facts.add_model(options.model), settings=header.settings)
+        header = TraceHeader(
+            options.model.stem, facts.add_model(options.model), settings=header.settings
+        )
     facts.add("the options", options.facts)
     requests = list[tuple[str, Routing]]()
     for path in paths:
         found = read_routing(path)
         facts.add(path.name, found.facts)
-        requests += [(path.name, _with_experts(path.name, each, facts)) for each in found.requests]
+        requests += [
+            (path.name, _with_experts(path.name, each, facts))
+            for each in found.requests
+        ]
     shape = facts.shape(requests[0][1].chosen.shape[1])
     for name, request in requests:
         _check_ids(name, request, shape)
@@ -87,7 +104,8 @@ class _Facts:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError if one of them contradicts an earlier fact of the same name."""
+        """Adds facts. Raises TraceError if one of them contradicts an earlier fact of
+        the same name."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:
@@ -97,14 +115,15 @@ class _Facts:
                 )
 
     def add_model(self, path: Path) -> str:
-        """Adds the shape of the model in a GGUF file. Returns the fingerprint of the model's routers."""
+        """Adds the shape of the model in a GGUF file. Returns the fingerprint of the
+        model's routers."""
         layout = read_layout(path)
         self.add(path.name, asdict(MoeShape.of(layout)))
         return fingerprint(layout)
 
     def get(self, name: str) -> Any:
-        """Returns the value of a fact. If the fact is missing, raises TraceError, which names the option that sets
-        it."""
+        """Returns the value of a fact. If the fact is missing, raises TraceError, which
+        names the option that sets it."""
         if name not in self._found:
             raise TraceError(
                 f"{name} is required, but is neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
@@ -112,8 +131,9 @@ class _Facts:
         return self._found[name][0]
 
     def shape(self, n_rows: int) -> MoeShape:
-        """Returns the model's shape. `n_rows` is the number of layers in the first request. Without the fact `layers`,
-        the layers are numbered from 0. Raises TraceError."""
+        """Returns the model's shape. `n_rows` is the number of layers in the first
+        request. Without the fact `layers`, the layers are numbered from 0. Raises
+        TraceError."""
         known = {name: value for name, (value, _) in self._found.items()}
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
@@ -129,8 +149,8 @@ def _short(value: Any) -> str:
 
 
 def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
-    """Returns the request with expert ids. If the request has logits, chooses the experts with the largest logits.
-    Raises TraceError."""
+    """Returns the request with expert ids. If the request has logits, chooses the
+    experts with the largest logits. Raises TraceError."""
     if not routing.has_logits:
         return routing
     n_used = facts.get("n_expert_used")
@@ -144,8 +164,8 @@ def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
 
 
 def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
-    """Raises TraceError if the number of layers or an expert id does not fit the model, or if a token has the same
-    expert twice in a layer."""
+    """Raises TraceError if the number of layers or an expert id does not fit the model,
+    or if a token has the same expert twice in a layer."""
     ids = routing.chosen
     if ids.shape[1] != len(shape.layers):
         raise TraceError(
@@ -168,10 +188,16 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
         )
 
 
-def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[tuple[str, Routing]], n_prompt: int) -> Trace:
-    """Returns a trace of these requests (name of the file, routing), one after another. A request that does not state
-    its number of prompt tokens is assumed to have `n_prompt`, or fewer if it is shorter. Raises TraceError for a stated
-    number that does not fit the request."""
+def _trace(
+    shape: MoeShape,
+    header: TraceHeader,
+    requests: Iterable[tuple[str, Routing]],
+    n_prompt: int,
+) -> Trace:
+    """Returns a trace of these requests (name of the file, routing), one after another.
+    A request that does not state its number of prompt tokens is assumed to have
+    `n_prompt`, or fewer if it is shorter. Raises TraceError for a stated number that
+    does not fit the request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()
@@ -180,7 +206,9 @@ def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[tuple[str, R
     tokens = list[Ids]()
     for sequence, (name, request) in enumerate(requests):
         n_tokens = len(request.tokens)
-        n_read = min(n_prompt, n_tokens) if request.n_prompt is None else request.n_prompt
+        n_read = (
+            min(n_prompt, n_tokens) if request.n_prompt is None else request.n_prompt
+        )
         if not 0 <= n_read <= n_tokens:
             raise TraceError(
                 f"{name}: n_prompt must be from 0 to {n_tokens}, the number of tokens in its request, but is {n_read};"
@@ -188,7 +216,9 @@ def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[tuple[str, R
             )
         begins = range(0, n_read, PROMPT_PASS)
         n_decoded = n_tokens - n_read
-        lengths += [min(PROMPT_PASS, n_read - begin) for begin in begins] + [1] * n_decoded
+        lengths += [min(PROMPT_PASS, n_read - begin) for begin in begins] + [
+            1
+        ] * n_decoded
         firsts += [*begins, *[0] * n_decoded]
         phases += [Phase.PREFILL] * len(begins) + [Phase.DECODE] * n_decoded
         sequences += [sequence] * (len(begins) + n_decoded)

@@ -2,12 +2,14 @@
 
 Arrays are in npz, npy or safetensors files, and tables in CSV or JSONL files.
 
-A file with arrays holds one request. It has an array `expert_ids` with the axes (token, layer, expert of the token), or
-an array `router_logits` with the axes (token, layer, expert). `_OPTIONAL` lists the optional arrays. A .npy file holds
-a single array without a name: logits if it has floating-point numbers, otherwise expert ids.
+A file with arrays holds one request. It has an array `expert_ids` with the axes (token,
+layer, expert of the token), or an array `router_logits` with the axes (token, layer,
+expert). `_OPTIONAL` lists the optional arrays. A .npy file holds a single array without
+a name: logits if it has floating-point numbers, otherwise expert ids.
 
-A table has a row for each request, position and layer, with the columns `request`, `position`, `layer` and `experts`,
-and optionally `token` and `phase`. Values are checked, and nothing in a file is ever executed.
+A table has a row for each request, position and layer, with the columns `request`,
+`position`, `layer` and `experts`, and optionally `token` and `phase`. Values are
+checked, and nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ from moegguf.regular_file import open_regular
 from moegguf.trace.format import DAMAGE, HEADER, MAX_TRACE_BYTES
 
 IDS, LOGITS = "expert_ids", "router_logits"
-_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # names of facts; each is a single number
+# Names of facts; each is a single number.
+_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")
 _OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
 _COLUMNS = ("request", "position", "layer", "experts")
 PHASES = ("prefill", "decode")
-_MOST = 1 << 31  # numbers in a table, token ids and layer numbers must be smaller than this
+# Numbers in a table, token ids and layer numbers must be smaller than this.
+_MOST = 1 << 31
 
 Ids = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -49,9 +53,12 @@ Row = Mapping[str, Any]
 class Routing:
     """The routing of one request."""
 
-    chosen: npt.NDArray[Any]  # expert ids (n_tokens, n_layers, n_expert_used), or logits (n_tokens, n_layers, n_expert)
+    # Expert ids (n_tokens, n_layers, n_expert_used), or logits (n_tokens, n_layers,
+    # n_expert).
+    chosen: npt.NDArray[Any]
     tokens: Ids  # (n_tokens,), -1 if unknown
-    n_prompt: int | None = None  # number of tokens of the prompt; None: the file does not state it
+    # Number of tokens of the prompt; None: the file does not state it.
+    n_prompt: int | None = None
 
     @property
     def has_logits(self) -> bool:
@@ -61,16 +68,16 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """The requests in one file, and facts about the model. `facts` may contain `layers` (a tuple), and numbers with the
-    names of `MoeShape`'s fields."""
+    """The requests in one file, and facts about the model. `facts` may contain `layers`
+    (a tuple), and numbers with the names of `MoeShape`'s fields."""
 
     requests: list[Routing]
     facts: Mapping[str, Any]
 
 
 def read_routing(path: Path) -> RoutingFile:
-    """Reads a file in the format that its suffix indicates. Raises TraceError for a file that is missing, damaged, too
-    large or in another format."""
+    """Reads a file in the format that its suffix indicates. Raises TraceError for a
+    file that is missing, damaged, too large or in another format."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
         raise TraceError(
@@ -79,21 +86,28 @@ def read_routing(path: Path) -> RoutingFile:
         )
     with _naming(path):
         if path.stat().st_size > MAX_TRACE_BYTES:
-            raise TraceError(f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; split it.")
+            raise TraceError(
+                f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; split it."
+            )
         return read(path)
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Converts read errors, such as OSError and errors for invalid data, into a TraceError with the file's name."""
+    """Converts read errors, such as OSError and errors for invalid data, into a
+    TraceError with the file's name."""
     try:
         yield
     except TraceError as error:
         raise TraceError(f"{path.name}: {error}") from error
     except OSError as error:
-        raise TraceError(f"{path}: the file cannot be read ({error.strerror or error}); check the path.") from error
+        raise TraceError(
+            f"{path}: the file cannot be read ({error.strerror or error}); check the path."
+        ) from error
     except (*DAMAGE, SafetensorError, csv.Error) as error:
-        raise TraceError(f"{path.name}: the file is damaged or in another format ({error}); save it again.") from error
+        raise TraceError(
+            f"{path.name}: the file is damaged or in another format ({error}); save it again."
+        ) from error
 
 
 def _npz_arrays(path: Path) -> Arrays:
@@ -102,7 +116,9 @@ def _npz_arrays(path: Path) -> Arrays:
             names = archive.namelist()
             n_bytes = sum(archive.getinfo(name).file_size for name in names)
         if HEADER in names:
-            raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
+            raise TraceError(
+                "this is a trace of moegguf already; give it to `moegguf trace simulate`."
+            )
         if n_bytes > MAX_TRACE_BYTES:
             raise TraceError(
                 f"its arrays have {n_bytes} bytes, but at most {MAX_TRACE_BYTES} are read; leave out arrays that are"
@@ -110,7 +126,11 @@ def _npz_arrays(path: Path) -> Arrays:
             )
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
+            return {
+                name: arrays[name]
+                for name in arrays.files
+                if name in (IDS, LOGITS, *_OPTIONAL)
+            }
 
 
 def _npy_arrays(path: Path) -> Arrays:
@@ -129,11 +149,14 @@ def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path], RoutingFile]:
 
 
 def _checked(arrays: Arrays) -> RoutingFile:
-    """Returns the one request in a file with arrays. Raises TraceError for the first rule that the arrays break."""
+    """Returns the one request in a file with arrays. Raises TraceError for the first
+    rule that the arrays break."""
     name = IDS if IDS in arrays else LOGITS
     chosen = arrays.get(name)
     if chosen is None:
-        raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but there is neither; save one of them.")
+        raise TraceError(
+            f"there must be an array {IDS!r} or {LOGITS!r}, but there is neither; save one of them."
+        )
     axes = "(token, layer, expert)"
     if chosen.ndim != 3 or not chosen.size:
         raise TraceError(
@@ -141,32 +164,51 @@ def _checked(arrays: Arrays) -> RoutingFile:
         )
     if chosen.dtype.kind not in ("iu" if name == IDS else "f"):
         kind = "whole numbers" if name == IDS else "floating-point numbers"
-        raise TraceError(f"{name} must hold {kind}, but its type is {chosen.dtype}; convert it.")
+        raise TraceError(
+            f"{name} must hold {kind}, but its type is {chosen.dtype}; convert it."
+        )
     if chosen.dtype.kind == "f" and not np.isfinite(chosen).all():
-        raise TraceError(f"{name} must hold finite numbers, but some are not; save the logits before any mask.")
+        raise TraceError(
+            f"{name} must hold finite numbers, but some are not; save the logits before any mask."
+        )
     n_tokens, n_layers, n_last = chosen.shape
-    facts: dict[str, Any] = {fact: _number(arrays, fact) for fact in _FACTS if fact in arrays}
+    facts: dict[str, Any] = {
+        fact: _number(arrays, fact) for fact in _FACTS if fact in arrays
+    }
     _agree(facts, "n_expert_used" if name == IDS else "n_expert", n_last, name)
     if "layers" in arrays:
-        facts["layers"] = tuple(_vector(arrays, "layers", n_layers, f"the {n_layers} layers of {name}").tolist())
+        facts["layers"] = tuple(
+            _vector(
+                arrays, "layers", n_layers, f"the {n_layers} layers of {name}"
+            ).tolist()
+        )
     tokens = np.full(n_tokens, -1, np.int64)
     if "tokens" in arrays:
-        tokens = _vector(arrays, "tokens", n_tokens, f"the {n_tokens} rows of {name}, whose axes are {axes}")
+        tokens = _vector(
+            arrays,
+            "tokens",
+            n_tokens,
+            f"the {n_tokens} rows of {name}, whose axes are {axes}",
+        )
     n_prompt = _number(arrays, "n_prompt") if "n_prompt" in arrays else None
     return RoutingFile([Routing(chosen, tokens, n_prompt)], facts)
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds `fact`, whose value `found` was derived from the shape of the array `name`. Raises TraceError if `facts` has
-    a different value for `fact`."""
+    """Adds `fact`, whose value `found` was derived from the shape of the array `name`.
+    Raises TraceError if `facts` has a different value for `fact`."""
     if facts.setdefault(fact, found) != found:
-        raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both again.")
+        raise TraceError(
+            f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both again."
+        )
 
 
 def _number(arrays: Arrays, name: str) -> int:
     found = arrays[name]
     if found.size != 1 or found.dtype.kind not in "iu":
-        raise TraceError(f"{name} must be one whole number, but is {found.dtype} {found.shape}; save it as one.")
+        raise TraceError(
+            f"{name} must be one whole number, but is {found.dtype} {found.shape}; save it as one."
+        )
     return int(found.reshape(()))
 
 
@@ -178,12 +220,17 @@ def _vector(arrays: Arrays, name: str, n: int, of: str) -> Ids:
             " form."
         )
     if found.min() < -1 or found.max() >= _MOST:
-        raise TraceError(f"{name} must be from -1 to {_MOST - 1}, but is {found.min()} to {found.max()}; correct it.")
+        raise TraceError(
+            f"{name} must be from -1 to {_MOST - 1}, but is {found.min()} to {found.max()}; correct it."
+        )
     return found.astype(np.int64)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    with open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+    with (
+        open_regular(path) as file,
+        io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
+    ):
         reader = csv.DictReader(text)
         for row in reader:
             yield reader.line_num, row
@@ -202,22 +249,28 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
             yield line, row
 
 
-def _of_table(read: Callable[[Path], Iterator[tuple[int, Row]]]) -> Callable[[Path], RoutingFile]:
+def _of_table(
+    read: Callable[[Path], Iterator[tuple[int, Row]]],
+) -> Callable[[Path], RoutingFile]:
     return lambda path: _collected(read(path))
 
 
 def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
-    """Returns the requests in a table, in order of first appearance. Raises TraceError for the first rule that a row
-    breaks."""
+    """Returns the requests in a table, in order of first appearance. Raises TraceError
+    for the first rule that a row breaks."""
     numbers: dict[str, int] = {}
     keys = array("q")  # five numbers per row: request, position, layer, token and phase
     experts = array("q")
     n_used = 0
     for line, row in rows:
         if missing := [name for name in _COLUMNS if row.get(name) in (None, "")]:
-            raise TraceError(f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}.")
+            raise TraceError(
+                f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}."
+            )
         if None in row:
-            raise TraceError(f"line {line} has more fields than the header; put spaces between experts.")
+            raise TraceError(
+                f"line {line} has more fields than the header; put spaces between experts."
+            )
         request = numbers.setdefault(str(row["request"]), len(numbers))
         used = _expert_list(row["experts"], line)
         n_used = n_used or len(used)
@@ -226,12 +279,18 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
                 f"line {line}: each row must have as many experts as the first row ({n_used}), but this one has"
                 f" {len(used)}; correct the line."
             )
-        token = -1 if row.get("token") in (None, "") else _whole(row["token"], "token", line)
+        token = (
+            -1
+            if row.get("token") in (None, "")
+            else _whole(row["token"], "token", line)
+        )
         place = (_whole(row[name], name, line) for name in ("position", "layer"))
         keys.extend((request, *place, token, _phase(row.get("phase"), line)))
         experts.extend(used)
     if not numbers:
-        raise TraceError("there must be a row for each request, position and layer, but there are no rows; write them.")
+        raise TraceError(
+            "there must be a row for each request, position and layer, but there are no rows; write them."
+        )
     table = np.frombuffer(keys, np.int64).reshape(-1, 5)
     order = np.lexsort((table[:, 2], table[:, 1], table[:, 0]))
     table = table[order]
@@ -241,14 +300,18 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
     for name, number in numbers.items():
         begin, end = np.searchsorted(table[:, 0], (number, number + 1))
         requests.append(_request(name, table[begin:end], ids[begin:end], layers))
-    return RoutingFile(requests, {"layers": tuple(layers.tolist()), "n_expert_used": n_used})
+    return RoutingFile(
+        requests, {"layers": tuple(layers.tolist()), "n_expert_used": n_used}
+    )
 
 
 def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
-    """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears twice,
-    or if a row of the prompt comes after a row of the answer."""
+    """Returns one request from its sorted rows. Raises TraceError if a layer is missing
+    at a position or appears twice, or if a row of the prompt comes after a row of the
+    answer."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # one more than the table has, so the error can name a row missing at the end
+    # One more than the table has, so the error can name a row missing at the end.
+    row = np.arange(n_rows + 1)
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):
@@ -270,16 +333,26 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
 
 
 def _expert_list(value: Any, line: int) -> list[int]:
-    """Returns the experts of a row. `value` is a list, or a string with spaces, semicolons or commas between the
-    numbers."""
-    parts = value if isinstance(value, list) else re.split(r"[\s;,]+", str(value).strip().strip("[]"))
+    """Returns the experts of a row. `value` is a list, or a string with spaces,
+    semicolons or commas between the numbers."""
+    parts = (
+        value
+        if isinstance(value, list)
+        else re.split(r"[\s;,]+", str(value).strip().strip("[]"))
+    )
     return [_whole(part, "experts", line) for part in parts]
 
 
 def _whole(value: Any, name: str, line: int) -> int:
     text = str(value).strip()
-    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", text) or int(text) >= _MOST:
-        raise TraceError(f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}.")
+    if (
+        isinstance(value, bool)
+        or not re.fullmatch(r"[0-9]{1,10}", text)
+        or int(text) >= _MOST
+    ):
+        raise TraceError(
+            f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}."
+        )
     return int(text)
 
 
@@ -288,7 +361,9 @@ def _phase(value: Any, line: int) -> int:
     if value in (None, ""):
         return -1
     if value not in PHASES:
-        raise TraceError(f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}.")
+        raise TraceError(
+            f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}."
+        )
     return PHASES.index(value)
 
 

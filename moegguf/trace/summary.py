@@ -26,10 +26,13 @@ class TraceSummary:
     n_passes: int
     n_tokens: int
     n_decoded: int
-    recorded: tuple[str, ...]  # names of the optional arrays in the trace: "weights", "inputs", both or none
-    # Share of decoded tokens' experts that the request's previous token also used in the same layer
+    # Names of the optional arrays in the trace: "weights", "inputs", both or none.
+    recorded: tuple[str, ...]
+    # Share of decoded tokens' experts that the request's previous token also used in
+    # the same layer
     reuse: float
-    top_tenth: float  # share of all uses that belong to the most used tenth of the experts
+    # Share of all uses that belong to the most used tenth of the experts.
+    top_tenth: float
 
 
 def summary(trace: Trace) -> TraceSummary:
@@ -69,6 +72,8 @@ def _reuse(trace: Trace) -> float:
 
 def _top_tenth(trace: Trace) -> float:
     n_expert = trace.shape.n_expert
-    uses = np.concatenate([np.bincount(ids[ids >= 0], minlength=n_expert) for ids in trace.expert_ids])
+    uses = np.concatenate(
+        [np.bincount(ids[ids >= 0], minlength=n_expert) for ids in trace.expert_ids]
+    )
     ordered = np.sort(uses)[::-1]
     return float(ordered[: max(1, len(ordered) // 10)].sum() / max(1, ordered.sum()))

@@ -1,4 +1,5 @@
-"""Tests of the demo model: `quiz_demo.py` sends it questions and counts the right answers.
+"""Tests of the demo model: `quiz_demo.py` sends it questions and counts the right
+answers.
 
 The code that trains the model is in `recipes/`.
 """

@@ -1,1 +1,2 @@
-"""Studies of recorded routing, and of strategies on a running model. Each command is a separate module."""
+"""Studies of recorded routing, and of strategies on a running model. Each command is a
+separate module."""

@@ -1,4 +1,5 @@
-"""Rearranges traces: splits passes by request, groups tokens into passes, joins two traces, shuffles routing."""
+"""Rearranges traces: splits passes by request, groups tokens into passes, joins two
+traces, shuffles routing."""
 
 from __future__ import annotations
 
@@ -16,23 +17,35 @@ from moegguf.trace.trace import Trace
 Indices = npt.NDArray[np.int64]
 
 
-def used_experts(trace: Trace, tokens: Indices | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the experts that each of these tokens used: (n_tokens, len(shape.layers), n_expert)."""
-    return multi_hot(trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert)
+def used_experts(
+    trace: Trace, tokens: Indices | npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Returns a mask of the experts that each of these tokens used: (n_tokens,
+    len(shape.layers), n_expert)."""
+    return multi_hot(
+        trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert
+    )
 
 
 def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
-    """Returns a trace with the passes of these requests, one request after another in the order of `sequences`."""
-    place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
+    """Returns a trace with the passes of these requests, one request after another in
+    the order of `sequences`."""
+    place = {
+        sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))
+    }
     part = separated(trace.select(place))
-    places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
+    places = np.array(
+        [place[sequence] for sequence in part.pass_sequence.tolist()], np.int64
+    )
     return part.take(np.argsort(places, kind="stable"))
 
 
 def separated(trace: Trace) -> Trace:
-    """Returns a trace in which all tokens of a pass belong to one request and one phase.
+    """Returns a trace in which all tokens of a pass belong to one request and one
+    phase.
 
-    A pass with several requests or phases is split into several passes, ordered by request.
+    A pass with several requests or phases is split into several passes, ordered by
+    request.
     """
     if trace.token_sequence is None or trace.n_tokens == 0:
         return trace
@@ -49,29 +62,42 @@ def separated(trace: Trace) -> Trace:
 def joined(trace: Trace, before: Trace) -> Trace:
     """Returns a trace with the passes of `before`, then the passes of `trace`.
 
-    The requests of `before` are renumbered. Both traces must be from the same model, and each pass must have only one
-    request.
+    The requests of `before` are renumbered. Both traces must be from the same model,
+    and each pass must have only one request.
     """
     first = 1 + max(trace.sequences(), default=-1)
     parts = replace(before, pass_sequence=before.pass_sequence + np.int32(first)), trace
-    labels = {first + sequence: label for sequence, label in before.header.labels.items()} | trace.header.labels
+    labels = {
+        first + sequence: label for sequence, label in before.header.labels.items()
+    } | trace.header.labels
     along_tokens = {"tokens": 0, "expert_ids": 1, "weights": 1, "inputs": 1}
-    along_passes = dict.fromkeys(("pass_sequence", "pass_phase", "pass_first_token", "pass_ns"), 0)
+    along_passes = dict.fromkeys(
+        ("pass_sequence", "pass_phase", "pass_first_token", "pass_ns"), 0
+    )
     columns = along_passes | along_tokens
     both = {name: [getattr(part, name) for part in parts] for name in columns}
     arrays: dict[str, Any] = {
-        name: None if any(part is None for part in found) else np.concatenate(found, axis=columns[name])
+        name: None
+        if any(part is None for part in found)
+        else np.concatenate(found, axis=columns[name])
         for name, found in both.items()
     }
     starts = np.concatenate([before.pass_start, before.n_tokens + trace.pass_start[1:]])
-    return replace(trace, header=replace(trace.header, labels=labels), pass_start=starts, **arrays)
+    return replace(
+        trace, header=replace(trace.header, labels=labels), pass_start=starts, **arrays
+    )
 
 
-def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:
+def grouped(
+    trace: Trace,
+    passes: Sequence[Indices],
+    names: Sequence[npt.NDArray[np.int32]] | None = None,
+) -> Trace:
     """Returns a trace whose passes consist of these tokens (indices into `trace`).
 
-    A pass counts as announced if the ids of all its tokens are known. names: arrays with the request of each token, one
-    array per pass; None: each token keeps its request in `trace`.
+    A pass counts as announced if the ids of all its tokens are known. names: arrays
+    with the request of each token, one array per pass; None: each token keeps its
+    request in `trace`.
     """
     lengths = [len(tokens) for tokens in passes]
     tokens = np.concatenate([np.empty(0, np.int64), *passes])
@@ -95,13 +121,14 @@ def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """Returns a control for predictors: a trace in which the order of a request's decoded tokens carries no
-    information.
+    """Returns a control for predictors: a trace in which the order of a request's
+    decoded tokens carries no information.
 
-    In each layer, the expert choices of a request's decoded tokens are permuted among these tokens, together with their
-    weights. The tokens, the inputs, and each request's number of uses of an expert are unchanged. Choices no longer
-    depend on the token, its input, other layers or neighbouring tokens. A predictor that is still right has learned
-    only which experts the request uses often.
+    In each layer, the expert choices of a request's decoded tokens are permuted among
+    these tokens, together with their weights. The tokens, the inputs, and each
+    request's number of uses of an expert are unchanged. Choices no longer depend on the
+    token, its input, other layers or neighbouring tokens. A predictor that is still
+    right has learned only which experts the request uses often.
     """
     rng = np.random.default_rng(seed)
     decode = trace.phase_of == Phase.DECODE
@@ -119,7 +146,8 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 
 
 def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
-    """Splits the only pass of each request into a prompt and one decode pass for each later token.
+    """Splits the only pass of each request into a prompt and one decode pass for each
+    later token.
 
     The prompt has n_prompt[sequence] tokens, but at least one and at most all.
     """
@@ -127,7 +155,10 @@ def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
     phases = list[Phase]()
     sequences = list[int]()
     for sequence, start, end in zip(
-        trace.pass_sequence.tolist(), trace.pass_start[:-1].tolist(), trace.pass_start[1:].tolist(), strict=True
+        trace.pass_sequence.tolist(),
+        trace.pass_start[:-1].tolist(),
+        trace.pass_start[1:].tolist(),
+        strict=True,
     ):
         first = min(start + max(1, n_prompt[sequence]), end)
         starts += [start, *range(first, end)]

@@ -1,15 +1,19 @@
-"""The claims of four papers, and this project's verdicts on them: the first table of docs/evidence.md.
+"""The claims of four papers, and this project's verdicts on them: the first table of
+docs/evidence.md.
 
-A verdict is derived from recorded figures (`predictors/study/figures.py`). A claim about a gain holds if at least half
-of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A claim about
-something else has a bound of its own. The bound is another recorded figure, a limit that the paper states, or a limit
-that this project has set. For example, a paper states 50 requests for the recovery after a shift. This project has set
-0.95 for the evenness of use, and 0.98 for the speed with a smaller collection.
+A verdict is derived from recorded figures (`predictors/study/figures.py`). A claim
+about a gain holds if at least half of the claimed gain is reached. If the paper does
+not state the size of a gain, any gain is enough. A claim about something else has a
+bound of its own. The bound is another recorded figure, a limit that the paper states,
+or a limit that this project has set. For example, a paper states 50 requests for the
+recovery after a shift. This project has set 0.95 for the evenness of use, and 0.98 for
+the speed with a smaller collection.
 
-A figure that is measured on several requests has an interval. A claim holds if the whole interval is at or above the
-bound, and fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or other
-programs cannot be judged. Confidence is medium if the simulator uses the paper's times, base and batches, and low
-otherwise.
+A figure that is measured on several requests has an interval. A claim holds if the
+whole interval is at or above the bound, and fails if the whole interval is below.
+Otherwise the claim is undecided. A claim that needs a GPU or other programs cannot be
+judged. Confidence is medium if the simulator uses the paper's times, base and batches,
+and low otherwise.
 """
 
 from __future__ import annotations
@@ -20,31 +24,45 @@ from typing import Any
 
 from predictors.study.figures import NotCountedError, estimate_of, steps_of, text_of
 
-HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
+HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = (
+    "holds",
+    "fails",
+    "undecided",
+    "not tested",
+    "cannot be judged",
+)
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
 ANY = 1.0  # bound of a claim for which any gain is enough: the base's speed
 Condition = tuple[str, float | str]
 
 
 def half(claimed: float, without: float = 1.0) -> float:
-    """Returns the bound of a claim: the mean of `claimed` and `without`, the value without the claimed method."""
+    """Returns the bound of a claim: the mean of `claimed` and `without`, the value
+    without the claimed method."""
     return without + (claimed - without) / 2
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's headline claim with its place in the paper, and the figures that decide it."""
+    """A paper's headline claim with its place in the paper, and the figures that decide
+    it."""
 
     paper: str
     text: str
-    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
+    # UNTESTED, OPEN, or conditions: (question, bound or question for the bound).
+    judged: str | tuple[Condition, ...]
     figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
-    only_on: str | None = None  # the model to judge the claim on, if only one resembles the paper's; None: every model
-    note: str = ""  # a difference from the paper, or a definition; sentences that are the same for every model
+    # The model to judge the claim on, if only one resembles the paper's; None: every
+    # model.
+    only_on: str | None = None
+    # A difference from the paper, or a definition; sentences that are the same for
+    # every model.
+    note: str = ""
 
     def verdict(self, model: str) -> str:
-        """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""
+        """Returns the verdict on one model, one of VERDICTS. A claim holds only if all
+        its conditions hold."""
         if isinstance(self.judged, str):
             return self.judged
         if self.only_on not in (None, model):
@@ -53,10 +71,13 @@ class Claim:
             found = [_outcome(*condition, model) for condition in self.judged]
         except NotCountedError:
             return UNTESTED
-        return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
+        return next(
+            (outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS
+        )
 
     def resolved(self, model: str) -> str:
-        """Returns the text that states the figures for one model, with each question replaced by its answer.
+        """Returns the text that states the figures for one model, with each question
+        replaced by its answer.
 
         If no figure is recorded, returns a note that names the missing step.
         """
@@ -67,10 +88,18 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The names of the steps whose recorded figures decide the claim or appear in its text."""
+        """The names of the steps whose recorded figures decide the claim or appear in
+        its text."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
-        return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
+        return found.union(
+            *(
+                steps_of(text)
+                for condition in asked
+                for text in condition
+                if isinstance(text, str)
+            )
+        )
 
 
 def _outcome(question: str, least: float | str, model: str) -> str:
@@ -82,7 +111,8 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """Returns the claims of one paper. Each tuple contains the fields of a `Claim` that follow `paper`."""
+    """Returns the claims of one paper. Each tuple contains the fields of a `Claim` that
+    follow `paper`."""
     return (Claim(paper, *claim) for claim in claims)
 
 
@@ -97,7 +127,8 @@ SAME_SLOTS = (
 FITTED = "The fit of the laboratory model's routers raised the accuracy of `skip`."
 POOL = "Slots for the experts that a token uses in two layers correspond to the paper's pool."
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes
+# Shares of the experts in memory, for ProMoE's sweep of cache sizes.
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
 
 CLAIMS = (
     *_claims(

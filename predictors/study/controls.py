@@ -1,9 +1,9 @@
-"""Controls for measurements of predictors: an oracle, which is always right about passes of one token, and the router
-itself.
+"""Controls for measurements of predictors: an oracle, which is always right about
+passes of one token, and the router itself.
 
-The accuracy of the router with its own input shows whether the events belong to the model. Neither control is a real
-predictor, because the oracle reads the routing that is to be predicted, and the router uses an input that is known too
-late.
+The accuracy of the router with its own input shows whether the events belong to the
+model. Neither control is a real predictor, because the oracle reads the routing that is
+to be predicted, and the router uses an input that is known too late.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ ORACLE = "oracle"
 
 
 class Oracle(Predictor):
-    """Reads the trace that is replayed, and predicts the recorded experts of the first token of the pass in progress.
+    """Reads the trace that is replayed, and predicts the recorded experts of the first
+    token of the pass in progress.
 
-    Probabilities are 0 and 1. The oracle finds the pass by counting tokens, not passes, because a replay may split a
-    pass.
+    Probabilities are 0 and 1. The oracle finds the pass by counting tokens, not passes,
+    because a replay may split a pass.
     """
 
     name: ClassVar[str] = ORACLE
@@ -33,7 +34,8 @@ class Oracle(Predictor):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
-        self._first = 0  # index, in the trace, of the first token of the pass in progress
+        # Index, in the trace, of the first token of the pass in progress.
+        self._first = 0
         self._n_tokens = 0  # number of tokens routed so far in the pass in progress
         self._pass = -1
 
@@ -53,9 +55,11 @@ class Oracle(Predictor):
         self._n_tokens = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns 1 for the experts that the pass's first token used in this layer, and 0 for all others.
+        """Returns 1 for the experts that the pass's first token used in this layer, and
+        0 for all others.
 
-        The distance does not matter. Returns None after the end of the trace, and for a layer without experts.
+        The distance does not matter. Returns None after the end of the trace, and for a
+        layer without experts.
         """
         row = self.shape.row_of.get(il)
         if row is None or self._first >= self._expert_ids.shape[1]:
@@ -67,7 +71,8 @@ class Oracle(Predictor):
 
 
 class FreshGate(Predictor):
-    """A control, not a real predictor: the router applied to its own layer's input, at distance 0.
+    """A control, not a real predictor: the router applied to its own layer's input, at
+    distance 0.
 
     The accuracy must be 100 %.
     """
@@ -86,26 +91,36 @@ class FreshGate(Predictor):
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:
-        """Discards the earlier input, and stores the router's new input if the event has only one token."""
+        """Discards the earlier input, and stores the router's new input if the event
+        has only one token."""
         self._input = None
         if event.inputs is not None and event.inputs.shape == (1, self.shape.n_embd):
             self._input = event.il, event.inputs[0].copy()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns the router's `probabilities` at distance 0, for the layer of the last event.
+        """Returns the router's `probabilities` at distance 0, for the layer of the last
+        event.
 
-        Returns None at any other distance, for any other layer, and if no input or no router is known.
+        Returns None at any other distance, for any other layer, and if no input or no
+        router is known.
         """
-        if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers.routers:
+        if (
+            distance != 0
+            or self._input is None
+            or self._input[0] != il
+            or il not in self._routers.routers
+        ):
             return None
         return probabilities(self._routers, il, self._input[1])
 
 
 def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
-    """Returns a value in [0, 1] for each expert (n_expert,), from one router input (n_embd,).
+    """Returns a value in [0, 1] for each expert (n_expert,), from one router input
+    (n_embd,).
 
-    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. Scores are
-    shifted so that none is negative. An expert whose share of the sum is 1 / n_expert_used has the value 0.5.
+    llama.cpp chooses the experts with the highest values. Experts of excluded groups
+    have the value 0. Scores are shifted so that none is negative. An expert whose share
+    of the sum is 1 / n_expert_used has the value 0.5.
     """
     router = routers.routers[il]
     scores = _scores(routers, router, inputs)
@@ -116,8 +131,8 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """Returns the scores (n_expert,) that decide which experts the router chooses; -inf for experts of excluded
-    groups."""
+    """Returns the scores (n_expert,) that decide which experts the router chooses; -inf
+    for experts of excluded groups."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

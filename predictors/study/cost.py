@@ -2,8 +2,9 @@
 
     python -m predictors.study.regenerate --only costs
 
-Weights are random, because times depend only on their sizes. Times are read from the store's counter `forecast_ns`,
-which does not include the computation of layers. The machine should be idle.
+Weights are random, because times depend only on their sizes. Times are read from the
+store's counter `forecast_ns`, which does not include the computation of layers. The
+machine should be idle.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from moegguf.controller.collection import Eamc
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.networks import expert_mlp, mlp, skip, state_size, window_pairs
+from moegguf.controller.predictors.networks import (
+    expert_mlp,
+    mlp,
+    skip,
+    state_size,
+    window_pairs,
+)
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
@@ -42,7 +49,9 @@ N_RECENT = 64
 N_CHUNK = 16
 SHAPES = {
     "laboratory, 30 x 64": MoeShape(30, 64, 8, tuple(range(30)), 576, 49152, 31104),
-    "Qwen3-30B-A3B, 48 x 128": MoeShape(48, 128, 8, tuple(range(48)), 2048, 151936, 2654208),
+    "Qwen3-30B-A3B, 48 x 128": MoeShape(
+        48, 128, 8, tuple(range(48)), 2048, 151936, 2654208
+    ),
 }
 Random = np.random.Generator
 
@@ -53,7 +62,8 @@ class Cost:
 
     layer: float  # median time after the routing of one layer
     layer_99: float  # 99th percentile of the time after the routing of one layer
-    before: float  # median time before the first layer of a pass, when its token has been announced
+    # Median time before the first layer of a pass, when its token has been announced.
+    before: float
 
     def figures(self) -> dict[str, float]:
         """Returns {name of a field: its time in microseconds, rounded to 0.1}."""
@@ -65,7 +75,10 @@ def _floats(rng: Random, *shape: int) -> Float32s:
 
 
 def _skip(shape: MoeShape, rng: Random) -> Predictor:
-    matrices = {il: Router(shape.n_expert_used, _floats(rng, shape.n_expert, shape.n_embd)) for il in shape.layers}
+    matrices = {
+        il: Router(shape.n_expert_used, _floats(rng, shape.n_expert, shape.n_embd))
+        for il in shape.layers
+    }
     return skip(shape, Routers(Gating.SOFTMAX, matrices))
 
 
@@ -82,10 +95,15 @@ def _mlp(shape: MoeShape, rng: Random) -> Predictor:
 def _expert_mlp(shape: MoeShape, rng: Random) -> Predictor:
     arrays = {
         "popularity": rng.random((shape.n_layer, shape.n_expert), np.float32),
-        "affinity": rng.random((shape.n_layer - 1, shape.n_expert, shape.n_expert), np.float32),
+        "affinity": rng.random(
+            (shape.n_layer - 1, shape.n_expert, shape.n_expert), np.float32
+        ),
     }
     for i, (n, m) in enumerate(pairwise([state_size(shape), *HIDDEN, shape.n_expert])):
-        arrays |= {f"layers.{i}.weight": _floats(rng, m, n), f"layers.{i}.bias": _floats(rng, m)}
+        arrays |= {
+            f"layers.{i}.weight": _floats(rng, m, n),
+            f"layers.{i}.bias": _floats(rng, m),
+        }
     return expert_mlp(shape, Weights(arrays, {"hidden": list(HIDDEN)}))
 
 
@@ -99,12 +117,24 @@ def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
         "heads.bias": _floats(rng, shape.n_layer, shape.n_expert),
     }  # fmt: skip
     blocks = ["encoder.0.self", "encoder.0.feed"]
-    for block in [*blocks, *[f"decoder.{i}.{part}" for i in range(2) for part in ("self", "cross", "feed")]]:
+    for block in [
+        *blocks,
+        *[
+            f"decoder.{i}.{part}"
+            for i in range(2)
+            for part in ("self", "cross", "feed")
+        ],
+    ]:
         arrays[f"{block}.norm"] = ones
         if block.endswith("feed"):
-            arrays |= {f"{block}.up": _floats(rng, n, N_FF), f"{block}.down": _floats(rng, N_FF, n)}
+            arrays |= {
+                f"{block}.up": _floats(rng, n, N_FF),
+                f"{block}.down": _floats(rng, N_FF, n),
+            }
             continue
-        arrays |= {f"{block}.{part}": _floats(rng, n, N_HEAD, n // N_HEAD) for part in "qkv"}
+        arrays |= {
+            f"{block}.{part}": _floats(rng, n, N_HEAD, n // N_HEAD) for part in "qkv"
+        }
         arrays[f"{block}.out"] = _floats(rng, N_HEAD, n // N_HEAD, n)
     return routing_path(shape, Weights(arrays))
 
@@ -132,9 +162,11 @@ PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = 
 
 
 def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
-    """Measures the times of a predictor with the prefetching options of the strategy `name`.
+    """Measures the times of a predictor with the prefetching options of the strategy
+    `name`.
 
-    A quarter of the experts have slots, and routing is random. The first N_WARM tokens are not counted.
+    A quarter of the experts have slots, and routing is random. The first N_WARM tokens
+    are not counted.
     """
     rng = np.random.default_rng(0)
     n_slots = len(shape.layers) * shape.n_expert // 4
@@ -151,12 +183,18 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
             return (store.counters()["forecast_ns"] - start) / 1e3
 
         for token in range(N_WARM + N_TOKENS):
-            before.append(spent(partial(store.context.announce, 0, Phase.DECODE, [token])))
-            ids = rng.random((shape.n_layer, shape.n_expert)).argsort(1)[:, : shape.n_expert_used]
+            before.append(
+                spent(partial(store.context.announce, 0, Phase.DECODE, [token]))
+            )
+            ids = rng.random((shape.n_layer, shape.n_expert)).argsort(1)[
+                :, : shape.n_expert_used
+            ]
             inputs = rng.standard_normal((shape.n_layer, 1, shape.n_embd), np.float32)
             for il in shape.layers:
                 entered = inputs[il] if predictor.needs_inputs else None
-                of_layer.append(spent(partial(store.context.acquire, il, ids[il : il + 1], entered)))
+                of_layer.append(
+                    spent(partial(store.context.acquire, il, ids[il : il + 1], entered))
+                )
                 store.advance(500_000)
     times = of_layer[N_WARM * len(shape.layers) :]
     median, slow = (float(np.percentile(times, p)) for p in (50, 99))
@@ -164,7 +202,8 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
 
 
 def costs() -> dict[str, Any]:
-    """Measures every predictor with every shape. Returns {shape: {predictor: figures}}."""
+    """Measures every predictor with every shape. Returns {shape: {predictor:
+    figures}}."""
     return {
         title: {
             name: cost(shape, make(shape, np.random.default_rng(1)), of).figures()

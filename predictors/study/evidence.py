@@ -1,14 +1,17 @@
-"""Measurements for docs/evidence/batches.md: answers to several requests at once, and bounds on the possible gain.
+"""Measurements for docs/evidence/batches.md: answers to several requests at once, and
+bounds on the possible gain.
 
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,expertflow
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
-`batches` answers the demo's questions, `--batch` at a time, with a new process for each measurement. `bound` computes,
-for requests that decode together, the fewest bytes that any eviction policy must read, and the bytes that the store
-reads with its own policy. Its routing is drawn at random, or reuses experts as often as published for a model. `passes`
-evaluates tokens of several sequences together, with every expert in memory. It uses one thread, because other work on
-the machine disturbs the CPU time of a single thread least.
+`batches` answers the demo's questions, `--batch` at a time, with a new process for each
+measurement. `bound` computes, for requests that decode together, the fewest bytes that
+any eviction policy must read, and the bytes that the store reads with its own policy.
+Its routing is drawn at random, or reuses experts as often as published for a model.
+`passes` evaluates tokens of several sequences together, with every expert in memory. It
+uses one thread, because other work on the machine disturbs the CPU time of a single
+thread least.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ SCHEDULES = {"fifo": None, "expertflow": ExpertFlow.of}
 
 @dataclass(frozen=True)
 class Batch:
-    """One measurement: `n_requests` answers of at most `n_tokens` tokens each, up to `batch` of them at the same time.
+    """One measurement: `n_requests` answers of at most `n_tokens` tokens each, up to
+    `batch` of them at the same time.
 
     `schedule` is a key of SCHEDULES.
     """
@@ -65,23 +69,48 @@ class Batch:
     n_tokens: int
 
     def measured(self) -> dict[str, float]:
-        """Runs `measure` in a new process, and returns its figures. Raises CalledProcessError."""
-        command = [sys.executable, "-m", "predictors.study.evidence", "batch", json.dumps(vars(self))]
-        return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
+        """Runs `measure` in a new process, and returns its figures. Raises
+        CalledProcessError."""
+        command = [
+            sys.executable,
+            "-m",
+            "predictors.study.evidence",
+            "batch",
+            json.dumps(vars(self)),
+        ]
+        return dict(
+            json.loads(
+                subprocess.run(
+                    command, stdout=subprocess.PIPE, check=True
+                ).stdout.splitlines()[-1]
+            )
+        )
 
     def measure(self) -> dict[str, float]:
-        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading. Only the
-        peak memory is for the whole process.
+        """Measures in this process, and returns the figures. They cover prompts and
+        decoding, but not loading. Only the peak memory is for the whole process.
         """
-        options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
+        options: dict[str, Any] = {
+            "expert_cache": self.expert_cache,
+            "n_ctx": self.n_ctx,
+        }
         with Engine(
-            self.model, self.batch, schedule=SCHEDULES[self.schedule], context_store=0, draft="off", **options
+            self.model,
+            self.batch,
+            schedule=SCHEDULES[self.schedule],
+            context_store=0,
+            draft="off",
+            **options,
         ) as engine:
             prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
             start_s = time.perf_counter()
             before = engine.stats()
             answers = engine.generate(
-                prompts, [Sampling(max_tokens=self.n_tokens, seed=i) for i in range(len(prompts))]
+                prompts,
+                [
+                    Sampling(max_tokens=self.n_tokens, seed=i)
+                    for i in range(len(prompts))
+                ],
             )
             seconds = time.perf_counter() - start_s
             stats = engine.stats() - before
@@ -96,14 +125,19 @@ class Batch:
 
 
 def _asked() -> list[str]:
-    """Returns a prompt for each answer that the demo learns: the last question taught for this answer, in the chat
-    format."""
+    """Returns a prompt for each answer that the demo learns: the last question taught
+    for this answer, in the chat format."""
     entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
-    return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
+    return [
+        f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n"
+        for e in entries
+        if "ask" in e
+    ]
 
 
 def batches(measurements: Sequence[Batch], rounds: int) -> str:
-    """Runs every measurement once per round, and returns a table of the results. Raises CalledProcessError."""
+    """Runs every measurement once per round, and returns a table of the results. Raises
+    CalledProcessError."""
     found: dict[Batch, list[dict[str, float]]] = {each: [] for each in measurements}
     for _ in range(rounds):
         for each, figures in found.items():
@@ -114,15 +148,19 @@ def batches(measurements: Sequence[Batch], rounds: int) -> str:
 def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table with a row for each batch and schedule.
 
-    The columns show the number of experts per layer that a pass needs, the hits, bytes, memory and speed. The last
-    column is the speed divided by the speed in the first row, round by round, as a median (minimum to maximum).
+    The columns show the number of experts per layer that a pass needs, the hits, bytes,
+    memory and speed. The last column is the speed divided by the speed in the first
+    row, round by round, as a median (minimum to maximum).
     """
-    lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
+    lines = [
+        "| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"
+    ]
     lines.append("|---" * 8 + "|")
     first = [figures["ts"] for figures in next(iter(found.values()))]
     for each, rows in found.items():
         experts, hit_rate, mb, peak = (
-            median(row[name] for row in rows) for name in ("experts", "hit_rate", "mb_per_token", "peak_mb")
+            median(row[name] for row in rows)
+            for name in ("experts", "hit_rate", "mb_per_token", "peak_mb")
         )
         speeds = [row["ts"] for row in rows]
         ratios = [own / other for own, other in zip(speeds, first, strict=True)]
@@ -135,7 +173,8 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """`batch` requests of `n_tokens` tokens each, decoded together, with `n_slots` slots for experts."""
+    """`batch` requests of `n_tokens` tokens each, decoded together, with `n_slots`
+    slots for experts."""
 
     routing: str
     batch: int
@@ -145,14 +184,19 @@ class Bound:
     def figures(self, shape: MoeShape) -> dict[str, float]:
         """Returns the figures by name.
 
-        experts: mean number of distinct experts of a layer in a pass. hit_rate and mb_per_token: the highest hit rate
-        and the fewest MB per token that any eviction policy can reach (Belady's). own_mb_per_token: MB per token with
-        the store's eviction by next use. No expert is prefetched.
+        experts: mean number of distinct experts of a layer in a pass. hit_rate and
+        mb_per_token: the highest hit rate and the fewest MB per token that any eviction
+        policy can reach (Belady's). own_mb_per_token: MB per token with the store's
+        eviction by next use. No expert is prefetched.
         """
-        trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
+        trace = together_in_passes(
+            synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch
+        )
         lookups = Lookups.of(trace)
         best = belady(lookups, self.n_slots)
-        own = Simulation(trace, native_policies()["next-use"], NoPrediction(shape), self.n_slots).run()
+        own = Simulation(
+            trace, native_policies()["next-use"], NoPrediction(shape), self.n_slots
+        ).run()
         mb = shape.expert_bytes / trace.n_tokens / 1e6
         return {
             "experts": best.lookups / (len(lookups.start) - 1),
@@ -167,30 +211,40 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
     With the routing "random", each token's experts are drawn independently.
     """
-    made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
+    made = synthesize(
+        "qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests
+    )
     # Every token gets the id 0, because only passes with known token ids are announced.
     made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))
     if routing != RANDOM:
         return made
     random = np.random.default_rng(0)
     size = (made.n_tokens, shape.n_expert)
-    ids = [random.random(size).argsort(axis=1)[:, : shape.n_expert_used] for _ in shape.layers]
+    ids = [
+        random.random(size).argsort(axis=1)[:, : shape.n_expert_used]
+        for _ in shape.layers
+    ]
     return replace(made, expert_ids=np.stack(ids).astype(np.int16))
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Returns a trace in which each pass contains one token from every request. All requests must have the same
-    length.
+    """Returns a trace in which each pass contains one token from every request. All
+    requests must have the same length.
     """
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
-    return grouped(trace, [np.arange(n_requests) * n_tokens + at for at in range(n_tokens)])
+    return grouped(
+        trace, [np.arange(n_requests) * n_tokens + at for at in range(n_tokens)]
+    )
 
 
 def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
-    """Returns a Markdown table of the bounds. Bytes are also shown relative to the first row with the same routing."""
-    lines = ["| routing | at once | experts of a layer | hits at most | MB a token at least | | the store's | |"]
+    """Returns a Markdown table of the bounds. Bytes are also shown relative to the
+    first row with the same routing."""
+    lines = [
+        "| routing | at once | experts of a layer | hits at most | MB a token at least | | the store's | |"
+    ]
     lines.append("|---" * 8 + "|")
     first: dict[str, dict[str, float]] = {}
     for bound in bounds:
@@ -206,12 +260,18 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 
 
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
-    """Measures one thread's CPU time per token in passes that contain one token from each of several sequences.
+    """Measures one thread's CPU time per token in passes that contain one token from
+    each of several sequences.
 
-    `batches` lists the numbers of sequences to measure. Each round measures every number once. Returns a Markdown table
-    with the shortest time of all rounds in ms.
+    `batches` lists the numbers of sequences to measure. Each round measures every
+    number once. Returns a Markdown table with the shortest time of all rounds in ms.
     """
-    options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
+    options: dict[str, Any] = {
+        "n_ctx": 1024,
+        "n_threads": 1,
+        "flash_attn": None,
+        "verbose": False,
+    }
     found: dict[int, list[float]] = {batch: [] for batch in batches}
     n_past = [0] * max(batches)
     random = np.random.default_rng(0)
@@ -219,11 +279,16 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
     def compute(llm: Llama, batch: int) -> None:
         tokens = random.integers(llm.n_vocab(), size=batch).tolist()
         llm.context.eval_sequences(
-            [SequenceTokens(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)]
+            [
+                SequenceTokens(i, [token], n_past[i], i, Phase.DECODE)
+                for i, token in enumerate(tokens)
+            ]
         )
         n_past[:batch] = [n + 1 for n in n_past[:batch]]
 
-    with Llama(model, expert_cache="100%", n_seq_max=max(batches), context_store=0, **options) as llm:
+    with Llama(
+        model, expert_cache="100%", n_seq_max=max(batches), context_store=0, **options
+    ) as llm:
         for number, batch in itertools.product(range(rounds), batches):
             compute(llm, batch)
             start_s = time.thread_time()
@@ -233,38 +298,86 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
             text = f"round {number + 1}/{rounds}: {batch} together, {found[batch][-1]:.2f} ms a token"
             print(text, file=sys.stderr, flush=True)
     least = {batch: min(times) for batch, times in found.items()}
-    rows = [f"| {batch} | {ms:.2f} | {least[batches[0]] / ms:.2f} |" for batch, ms in least.items()]
-    return "\n".join(["| sequences | ms a token | against the first |", "|---" * 3 + "|", *rows])
+    rows = [
+        f"| {batch} | {ms:.2f} | {least[batches[0]] / ms:.2f} |"
+        for batch, ms in least.items()
+    ]
+    return "\n".join(
+        ["| sequences | ms a token | against the first |", "|---" * 3 + "|", *rows]
+    )
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("batches", help="measure answers to the demo's questions, so many at once")
+    one = commands.add_parser(
+        "batches", help="measure answers to the demo's questions, so many at once"
+    )
     one.add_argument("-m", "--model", default="demo")
     one.add_argument("--expert-cache", default="25%", metavar="BUDGET")
-    one.add_argument("--ctx", type=int, default=512, metavar="TOKENS", help="of each answer")
-    one.add_argument("--batch", default="1,2,4,8,16", metavar="N,...", help="answers at once")
-    one.add_argument("--schedule", default="fifo", metavar="NAME,...", help="which of them compute in a step")
+    one.add_argument(
+        "--ctx", type=int, default=512, metavar="TOKENS", help="of each answer"
+    )
+    one.add_argument(
+        "--batch", default="1,2,4,8,16", metavar="N,...", help="answers at once"
+    )
+    one.add_argument(
+        "--schedule",
+        default="fifo",
+        metavar="NAME,...",
+        help="which of them compute in a step",
+    )
     one.add_argument("--requests", type=int, default=64, metavar="N")
-    one.add_argument("-n", type=int, default=48, metavar="TOKENS", help="most of an answer")
-    one.add_argument("--rounds", type=int, default=3, metavar="N", help="of every batch and schedule")
-    commands.add_parser("batch", help="one measurement of `batches`").add_argument("measurement", type=json.loads)
-    one = commands.add_parser("bound", help="the least bytes that requests which decode together can read")
-    one.add_argument("--routing", default=f"{RANDOM},qwen3-30b", metavar="NAME,...", help="or another published one")
-    one.add_argument("--batch", default="1,2,4,8,16,32", metavar="N,...", help="requests at once")
+    one.add_argument(
+        "-n", type=int, default=48, metavar="TOKENS", help="most of an answer"
+    )
+    one.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="of every batch and schedule"
+    )
+    commands.add_parser("batch", help="one measurement of `batches`").add_argument(
+        "measurement", type=json.loads
+    )
+    one = commands.add_parser(
+        "bound", help="the least bytes that requests which decode together can read"
+    )
+    one.add_argument(
+        "--routing",
+        default=f"{RANDOM},qwen3-30b",
+        metavar="NAME,...",
+        help="or another published one",
+    )
+    one.add_argument(
+        "--batch", default="1,2,4,8,16,32", metavar="N,...", help="requests at once"
+    )
     one.add_argument("--layers", type=int, default=24, metavar="N")
     one.add_argument("--experts", type=int, default=60, metavar="N", help="of a layer")
     one.add_argument("--used", type=int, default=4, metavar="N", help="by a token")
-    one.add_argument("--slots", type=int, default=534, metavar="N", help="experts in memory, of all layers")
+    one.add_argument(
+        "--slots",
+        type=int,
+        default=534,
+        metavar="N",
+        help="experts in memory, of all layers",
+    )
     one.add_argument("--expert-mb", type=float, default=5.6, metavar="MB")
-    one.add_argument("-n", type=int, default=384, metavar="TOKENS", help="of each request")
-    one = commands.add_parser("passes", help="compute tokens of several sequences together, every expert in memory")
+    one.add_argument(
+        "-n", type=int, default=384, metavar="TOKENS", help="of each request"
+    )
+    one = commands.add_parser(
+        "passes",
+        help="compute tokens of several sequences together, every expert in memory",
+    )
     one.add_argument("-m", "--model", required=True)
-    one.add_argument("--batch", default="1,2,4,8", metavar="N,...", help="sequences in a pass")
+    one.add_argument(
+        "--batch", default="1,2,4,8", metavar="N,...", help="sequences in a pass"
+    )
     one.add_argument("-n", type=int, default=6, metavar="PASSES", help="of each round")
-    one.add_argument("--rounds", type=int, default=6, metavar="N", help="of every batch")
+    one.add_argument(
+        "--rounds", type=int, default=6, metavar="N", help="of every batch"
+    )
     return parser.parse_args(given)
 
 
@@ -272,17 +385,47 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     args = arguments(given)
     if args.command == "batches":
-        chosen = itertools.product(map(int, args.batch.split(",")), args.schedule.split(","))
+        chosen = itertools.product(
+            map(int, args.batch.split(",")), args.schedule.split(",")
+        )
         sizes = args.requests, args.n
-        print(batches([Batch(args.model, args.expert_cache, args.ctx, *each, *sizes) for each in chosen], args.rounds))
+        print(
+            batches(
+                [
+                    Batch(args.model, args.expert_cache, args.ctx, *each, *sizes)
+                    for each in chosen
+                ],
+                args.rounds,
+            )
+        )
     elif args.command == "batch":
         print(json.dumps(Batch(**args.measurement).measure()))
     elif args.command == "bound":
-        shape = shape_of("qwen3-30b", args.layers, args.experts, args.used, round(args.expert_mb * 1e6))
-        pairs = itertools.product(args.routing.split(","), map(int, args.batch.split(",")))
-        print(bound_table([Bound(routing, batch, args.n, args.slots) for routing, batch in pairs], shape))
+        shape = shape_of(
+            "qwen3-30b",
+            args.layers,
+            args.experts,
+            args.used,
+            round(args.expert_mb * 1e6),
+        )
+        pairs = itertools.product(
+            args.routing.split(","), map(int, args.batch.split(","))
+        )
+        print(
+            bound_table(
+                [Bound(routing, batch, args.n, args.slots) for routing, batch in pairs],
+                shape,
+            )
+        )
     else:
-        print(passes(args.model, [int(batch) for batch in args.batch.split(",")], args.n, args.rounds))
+        print(
+            passes(
+                args.model,
+                [int(batch) for batch in args.batch.split(",")],
+                args.n,
+                args.rounds,
+            )
+        )
     return 0
 
 

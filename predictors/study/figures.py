@@ -1,7 +1,9 @@
-"""Computes figures for the pages of docs/evidence from recorded results: as text, and as estimates for verdicts.
+"""Computes figures for the pages of docs/evidence from recorded results: as text, and
+as estimates for verdicts.
 
-A question for a figure is a string `KIND,STEP,...`. The words after STEP depend on the kind. If a step has several
-settings, STEP:SETTING selects one of them. A result's name is MODEL/STEP, and its file is in predictors/results/
+A question for a figure is a string `KIND,STEP,...`. The words after STEP depend on the
+kind. If a step has several settings, STEP:SETTING selects one of them. A result's name
+is MODEL/STEP, and its file is in predictors/results/
 (`predictors/study/regenerate.py`).
 """
 
@@ -29,11 +31,13 @@ COMMAND = "python -m predictors.study.regenerate"
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # a system has recovered if the mean slowdown of RUN requests is at most WITHIN
+# A system has recovered if the mean slowdown of RUN requests is at most WITHIN.
+WITHIN, RUN = 1.02, 3
 
 
 class NotCountedError(KeyError):
-    """Raised if a figure cannot be computed, usually because no result of its step is recorded."""
+    """Raised if a figure cannot be computed, usually because no result of its step is
+    recorded."""
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
@@ -41,14 +45,16 @@ class NotCountedError(KeyError):
 
 
 class NotThereError(NotCountedError):
-    """Raised if a figure is missing because the recorded result of its step does not contain it."""
+    """Raised if a figure is missing because the recorded result of its step does not
+    contain it."""
 
     def __str__(self) -> str:
         return "The recorded result of this model does not contain this figure."
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """Returns the recorded result with the name MODEL/STEP, or None if it does not exist."""
+    """Returns the recorded result with the name MODEL/STEP, or None if it does not
+    exist."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -62,7 +68,8 @@ def figures(name: str) -> dict[str, Any]:
 
 
 def systems(name: str) -> Mapping[str, Any]:
-    """Returns {system: figures} for a step, or for one setting of a step. Raises NotCountedError."""
+    """Returns {system: figures} for a step, or for one setting of a step. Raises
+    NotCountedError."""
     name, _, setting = name.partition(":")
     found = figures(name)
     parts = found["settings"].get(setting) if setting else found["systems"]
@@ -71,19 +78,30 @@ def systems(name: str) -> Mapping[str, Any]:
     return dict(parts)
 
 
-def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_ms") -> list[float]:
-    """Returns the speed of `other` divided by the speed of `base`, for each request. of: the field with the times."""
+def ratios(
+    base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_ms"
+) -> list[float]:
+    """Returns the speed of `other` divided by the speed of `base`, for each request.
+    of: the field with the times."""
     return [one / two for one, two in zip(base[of], other[of], strict=True)]
 
 
 def wholes(of: Mapping[str, Any]) -> list[float]:
-    """Returns the time of prompt and answer together in milliseconds, for each request."""
-    return [first + n * ms for first, n, ms in zip(of["prompt_ms"], of["tokens"], of["token_ms"], strict=True)]
+    """Returns the time of prompt and answer together in milliseconds, for each
+    request."""
+    return [
+        first + n * ms
+        for first, n, ms in zip(
+            of["prompt_ms"], of["tokens"], of["token_ms"], strict=True
+        )
+    ]
 
 
 def spread(values: Sequence[float], decimals: int = 2) -> str:
     """Returns the text "median (minimum to maximum)"."""
-    low, middle, high = (f"{value:.{decimals}f}" for value in (min(values), median(values), max(values)))
+    low, middle, high = (
+        f"{value:.{decimals}f}" for value in (min(values), median(values), max(values))
+    )
     return f"{middle} ({low} to {high})"
 
 
@@ -93,15 +111,19 @@ def percent(share: float | None) -> str:
 
 
 def text_of(text: str, model: str) -> str:
-    """Returns the text with every question in braces replaced by its answer for a model.
+    """Returns the text with every question in braces replaced by its answer for a
+    model.
 
-    Leaves out each sentence that contains a question without an answer. Raises NotCountedError if no sentence is left.
+    Leaves out each sentence that contains a question without an answer. Raises
+    NotCountedError if no sentence is left.
     """
     sentences = list[str]()
     missing = list[NotCountedError]()
     for sentence in re.split(r"(?<=\.) ", text):
         try:
-            sentences.append(FIGURE.sub(lambda found: _text(*_parts(found[1], model)), sentence))
+            sentences.append(
+                FIGURE.sub(lambda found: _text(*_parts(found[1], model)), sentence)
+            )
         except NotCountedError as error:
             missing.append(error)
     if not sentences:
@@ -121,7 +143,8 @@ def estimate_of(question: str, model: str) -> Estimate:
 
 
 def speed_of(name: str, system: str, base: str) -> Estimate:
-    """Returns the speed of a system relative to the system `base`: the median over requests, with its interval.
+    """Returns the speed of a system relative to the system `base`: the median over
+    requests, with its interval.
 
     `name` is MODEL/STEP or MODEL/STEP:SETTING. Raises NotCountedError.
     """
@@ -131,7 +154,8 @@ def speed_of(name: str, system: str, base: str) -> Estimate:
 def steps_of(text: str) -> set[str]:
     """Returns the names of the steps in the questions in braces.
 
-    A text without braces that begins with a word, a comma and no space counts as a question.
+    A text without braces that begins with a word, a comma and no space counts as a
+    question.
     """
     questions = FIGURE.findall(text) or ([text] if re.match(r"\w+,\S", text) else [])
     return {question.split(",")[1].partition(":")[0] for question in questions}
@@ -144,23 +168,36 @@ def _parts(question: str, model: str) -> tuple[str, ...]:
 
 def interval(found: Estimate, decimals: int = 2) -> str:
     """Returns the figure as text, followed by its interval, if any, in brackets."""
-    value, low, high = (f"{one:.{decimals}f}" for one in (found.value, found.low, found.high))
+    value, low, high = (
+        f"{one:.{decimals}f}" for one in (found.value, found.low, found.high)
+    )
     return value if found.low == found.high else f"{value} [{low} to {high}]"
 
 
 def _text(kind: str, name: str, *keys: str) -> str:
     if kind == "points":
         points = PAIRED[kind](name, keys).estimate
-        return interval(Estimate(*(100 * one for one in (points.value, points.low, points.high))), 1)
+        return interval(
+            Estimate(*(100 * one for one in (points.value, points.low, points.high))), 1
+        )
     if kind in PAIRED:
         return interval(PAIRED[kind](name, keys).estimate)
     if kind == "spread":
         shares = [100 * value for value in _at(name, keys)]
-        return f"{min(shares):.0f} to {max(shares):.0f} % (median {median(shares):.0f} %)"
+        return (
+            f"{min(shares):.0f} to {max(shares):.0f} % (median {median(shares):.0f} %)"
+        )
     if kind == "medians":
-        return _listed([interval(_speeds(f"{name}:{one}", keys).estimate) for one in figures(name)["settings"]])
+        return _listed(
+            [
+                interval(_speeds(f"{name}:{one}", keys).estimate)
+                for one in figures(name)["settings"]
+            ]
+        )
     if kind == "readies":
-        return _listed([percent(of[keys[0]]["ready"]) for of in figures(name)["settings"].values()])
+        return _listed(
+            [percent(of[keys[0]]["ready"]) for of in figures(name)["settings"].values()]
+        )
     if kind == "recovery":
         found_n = [_recovered(of) for of in figures(name)["kinds"].values()]
         back = [n for n in found_n if n is not None]
@@ -170,7 +207,11 @@ def _text(kind: str, name: str, *keys: str) -> str:
     value = NUMBERS[kind](name, keys)
     if kind in ("share", "ahead", "saved"):
         return percent(value)
-    return f"{value:.2f}" if kind in ("tail", "loss") else f"{value:,.2f}".rstrip("0").rstrip(".")
+    return (
+        f"{value:.2f}"
+        if kind in ("tail", "loss")
+        else f"{value:,.2f}".rstrip("0").rstrip(".")
+    )
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -179,7 +220,8 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:
-    """Follows the keys into a result, one after another, and returns the figure found there. Raises NotThereError."""
+    """Follows the keys into a result, one after another, and returns the figure found
+    there. Raises NotThereError."""
     found: Any = figures(name)
     try:
         for key in keys:
@@ -198,7 +240,8 @@ def _number(name: str, keys: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """A statistic of several columns of figures. Item n of each column belongs to the same request."""
+    """A statistic of several columns of figures. Item n of each column belongs to the
+    same request."""
 
     columns: list[Sequence[float]]
     statistic: Statistic
@@ -209,10 +252,14 @@ class Paired:
         return paired_estimate(self.columns, self.statistic)
 
 
-def _base(name: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Returns the figures of the base, and the figures of the system keys[0]. Raises NotCountedError.
+def _base(
+    name: str, keys: Sequence[str]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Returns the figures of the base, and the figures of the system keys[0]. Raises
+    NotCountedError.
 
-    The base is the system keys[1], or the step's first system if `keys` has only one item.
+    The base is the system keys[1], or the step's first system if `keys` has only one
+    item.
     """
     found = systems(name)
     base = keys[1] if keys[1:] else next(iter(found))
@@ -234,42 +281,57 @@ def _wholes(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
-    """Returns a figure for each request. If only one figure for all requests is recorded, returns a list that contains
-    only this figure."""
+    """Returns a figure for each request. If only one figure for all requests is
+    recorded, returns a list that contains only this figure."""
     return of["by_request"][name] if "by_request" in of else [of[name]]
 
 
-def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """Returns a function that creates a `Paired` of the base and the system, with one measure for each request."""
-    return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
+def _of_each(
+    measure: str, statistic: Statistic
+) -> Callable[[str, Sequence[str]], Paired]:
+    """Returns a function that creates a `Paired` of the base and the system, with one
+    measure for each request."""
+    return lambda name, keys: Paired(
+        [_by_request(of, measure) for of in _base(name, keys)], statistic
+    )
 
 
 def _points(name: str, keys: Sequence[str]) -> Paired:
-    """Returns the system's share of ready experts minus the base's, each averaged over requests."""
+    """Returns the system's share of ready experts minus the base's, each averaged over
+    requests."""
     base, own = _base(name, keys)
-    return Paired([_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means)
+    return Paired(
+        [_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means
+    )
 
 
 def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
-    """Returns the system's speed relative to the base, averaged over the settings of a step."""
-    pairs = [_speeds(f"{name}:{setting}", keys).columns for setting in figures(name)["settings"]]
+    """Returns the system's speed relative to the base, averaged over the settings of a
+    step."""
+    pairs = [
+        _speeds(f"{name}:{setting}", keys).columns
+        for setting in figures(name)["settings"]
+    ]
     return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
 
 
 def _tail(name: str, keys: Sequence[str]) -> float:
-    """Returns the 99th percentile of token times, divided by the mean over requests of the time per token."""
+    """Returns the 99th percentile of token times, divided by the mean over requests of
+    the time per token."""
     own = systems(name)[keys[0]]
     return float(own["percentiles_ms"]["99"] / fmean(own["token_ms"]))
 
 
 def _less(name: str, keys: Sequence[str]) -> float:
-    """Returns the difference of two figures: the second minus the first. Each half of `keys` identifies one figure."""
+    """Returns the difference of two figures: the second minus the first. Each half of
+    `keys` identifies one figure."""
     half = len(keys) // 2
     return _number(name, keys[half:]) - _number(name, keys[:half])
 
 
 def _steadier(name: str, keys: Sequence[str]) -> float:
-    """Returns the base's loss minus the system's loss from the first setting to the second.
+    """Returns the base's loss minus the system's loss from the first setting to the
+    second.
 
     A loss is the drop in the share of ready experts.
     """
@@ -285,29 +347,40 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Returns the number of requests between a change in the kind of text and recovery; None if there was no recovery.
+    """Returns the number of requests between a change in the kind of text and recovery;
+    None if there was no recovery.
 
-    A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
-    of RUN successive requests for which the mean of this ratio is at most WITHIN.
+    A request's time is divided by its time when the collection already knows the kind.
+    Recovery begins with the first of RUN successive requests for which the mean of this
+    ratio is at most WITHIN.
     """
-    slower = [shifted / known for shifted, known in zip(of["shifted_ms"], of["known_ms"], strict=True)]
+    slower = [
+        shifted / known
+        for shifted, known in zip(of["shifted_ms"], of["known_ms"], strict=True)
+    ]
     runs = [fmean(slower[at : at + RUN]) for at in range(len(slower) - RUN + 1)]
     return next((at for at, ratio in enumerate(runs) if ratio <= WITHIN), None)
 
 
 def _loss(name: str, keys: Sequence[str]) -> float:
-    """Returns the slowdown of the first request after the kind of text changes: the median over the kinds.
+    """Returns the slowdown of the first request after the kind of text changes: the
+    median over the kinds.
 
-    The slowdown is the request's time divided by its time when the collection already knows the kind.
+    The slowdown is the request's time divided by its time when the collection already
+    knows the kind.
     """
-    return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(name)["kinds"].values())
+    return median(
+        of["shifted_ms"][0] / of["known_ms"][0]
+        for of in figures(name)["kinds"].values()
+    )
 
 
 def _regained(name: str, keys: Sequence[str]) -> float:
-    """Returns the largest number of requests before recovery among all kinds of text, times -1.
+    """Returns the largest number of requests before recovery among all kinds of text,
+    times -1.
 
-    The number is negative because verdicts treat larger figures as better. Raises NotCountedError if a kind did not
-    recover within the counted requests.
+    The number is negative because verdicts treat larger figures as better. Raises
+    NotCountedError if a kind did not recover within the counted requests.
     """
     found = [_recovered(of) for of in figures(name)["kinds"].values()]
     if None in found:

@@ -1,6 +1,8 @@
-"""Measures a predictor: stores its predictions and compares them with the routing that follows.
+"""Measures a predictor: stores its predictions and compares them with the routing that
+follows.
 
-Only decode passes of one token are measured, but predictors receive the events of all passes.
+Only decode passes of one token are measured, but predictors receive the events of all
+passes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ import numpy as np
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.simulate import SimOptions
-from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, PredictorScore, Tally
+from predictors.study.accuracy import (
+    NO_PREDICTION,
+    NOT_DUE,
+    Ids,
+    LayerLru,
+    PredictorScore,
+    Tally,
+)
 from predictors.study.fetching import FetchCount
 
 DISTANCES = (1, 2, 4, 8)
@@ -27,20 +36,23 @@ class _Plan(NamedTuple):
     The results are stored with pending[rows, columns] = predictions[lines].
     """
 
-    targets: list[tuple[int, int]]  # layer and distance of each line of predictions: (il, distance)
+    # Layer and distance of each line of predictions: (il, distance).
+    targets: list[tuple[int, int]]
     rows: Ids
     columns: Ids
     lines: Ids
 
 
 class Judge:
-    """Measures one predictor at several distances. The object's size does not grow with the number of events.
+    """Measures one predictor at several distances. The object's size does not grow with
+    the number of events.
 
-    control: the router itself as a predictor, at distance 0 for the event just observed. If its accuracy is not 1, the
-    events do not belong to the model. Without a control, a predictor with a reach of 0 is its own control.
+    control: the router itself as a predictor, at distance 0 for the event just
+    observed. If its accuracy is not 1, the events do not belong to the model. Without a
+    control, a predictor with a reach of 0 is its own control.
 
-    lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of each layer's experts. link: the
-    link for FETCHRATE; None: FETCHRATE is not computed.
+    lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of
+    each layer's experts. link: the link for FETCHRATE; None: FETCHRATE is not computed.
     """
 
     def __init__(
@@ -53,19 +65,27 @@ class Judge:
         link: SimOptions | None = None,
     ) -> None:
         self.predictor = predictor
-        self.control = predictor if control is None and predictor.reach == 0 else control
+        self.control = (
+            predictor if control is None and predictor.reach == 0 else control
+        )
         self._driven = [predictor]
         if control is not None and control is not predictor:
             self._driven.append(control)
-        self.distances = tuple(sorted({int(distance) for distance in distances if distance > 0}))
+        self.distances = tuple(
+            sorted({int(distance) for distance in distances if distance > 0})
+        )
         shape = predictor.shape
         self.shape = shape
         self.tally = Tally(shape, self.distances)
         self.fresh = Tally(shape, (0,))
         self._lru = LayerLru(shape, lru_share)
-        self._fetches = [] if link is None else [FetchCount(shape, link) for _ in self.distances]
+        self._fetches = (
+            [] if link is None else [FetchCount(shape, link) for _ in self.distances]
+        )
         self._plans = self._make_plans()
-        self._pending: Ids = np.full((len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE)
+        self._pending: Ids = np.full(
+            (len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE
+        )
         most = max(len(plan.targets) for plan in self._plans.values())
         self._probabilities: Float32s = np.zeros((most, shape.n_expert), np.float32)
         self._lines: Ids = np.arange(most)[:, np.newaxis]
@@ -73,7 +93,8 @@ class Judge:
         self._announced = self._single = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Announces the next pass's tokens to the predictors. Predicts from them if the pass decodes one token."""
+        """Announces the next pass's tokens to the predictors. Predicts from them if the
+        pass decodes one token."""
         for predictor in self._driven:
             predictor.announce(announcement)
         self._pending.fill(NOT_DUE)
@@ -86,7 +107,8 @@ class Judge:
     def observe(self, event: RoutingEvent) -> None:
         """Sends the event to the predictors.
 
-        In a measured pass, compares the layer's routing with the predictions for it, and then predicts later layers.
+        In a measured pass, compares the layer's routing with the predictions for it,
+        and then predicts later layers.
         """
         row = self.shape.row_of.get(event.il)
         if row is None:
@@ -117,14 +139,26 @@ class Judge:
         columns = {distance: column for column, distance in enumerate(self.distances)}
         return PredictorScore(
             name=self.predictor.name,
-            means={distance: self.tally.mean(column) for distance, column in columns.items()},
-            layers={distance: self.tally.by_layer(column) for distance, column in columns.items()},
+            means={
+                distance: self.tally.mean(column)
+                for distance, column in columns.items()
+            },
+            layers={
+                distance: self.tally.by_layer(column)
+                for distance, column in columns.items()
+            },
             fresh=self.fresh.mean(0) if self.fresh.tokens.any() else None,
-            fetch_rates={distance: of.rate for distance, of in zip(self.distances, self._fetches, strict=False)},
+            fetch_rates={
+                distance: of.rate
+                for distance, of in zip(self.distances, self._fetches, strict=False)
+            },
         )
 
-    def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Does nothing. `observe` calls this method each time it compares predicted and used experts.
+    def on_comparison(
+        self, event: RoutingEvent, row: int, predicted: Ids, used: Ids
+    ) -> None:
+        """Does nothing. `observe` calls this method each time it compares predicted and
+        used experts.
 
         A subclass may override it.
         """
@@ -135,7 +169,9 @@ class Judge:
         The key BEFORE stands for the predictions to make before the first layer.
         """
         n_row = len(self.shape.layers)
-        targets: dict[int, dict[int, list[int]]] = {row: {} for row in range(BEFORE, n_row)}
+        targets: dict[int, dict[int, list[int]]] = {
+            row: {} for row in range(BEFORE, n_row)
+        }
         for column, distance in enumerate(self.distances):
             targets[BEFORE].setdefault(0, []).append(column)
             for target in range(1, n_row):
@@ -143,10 +179,20 @@ class Judge:
         return {row: self._plan_after(row, columns) for row, columns in targets.items()}
 
     def _plan_after(self, row: int, targets: dict[int, list[int]]) -> _Plan:
-        """Returns the plan of one row. targets: {later row to predict: its columns (positions in `distances`)}."""
-        cells = [(target, column, line) for line, target in enumerate(targets) for column in targets[target]]
+        """Returns the plan of one row. targets: {later row to predict: its columns
+        (positions in `distances`)}."""
+        cells = [
+            (target, column, line)
+            for line, target in enumerate(targets)
+            for column in targets[target]
+        ]
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
-        return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
+        return _Plan(
+            [(self.shape.layers[target], target - row) for target in targets],
+            rows,
+            columns,
+            lines,
+        )
 
     def _begin_pass(self, event: RoutingEvent) -> None:
         if (event.sequence, event.pass_) == self._pass:
@@ -167,7 +213,8 @@ class Judge:
             self.fresh.add(row, ranks, used, self._lru.absent[row])
 
     def _predict_from(self, row: int) -> None:
-        """Makes and stores the predictions that are due after a row, and requests their experts on the link, if any."""
+        """Makes and stores the predictions that are due after a row, and requests their
+        experts on the link, if any."""
         plan = self._plans[row]
         if not plan.targets:
             return
@@ -175,22 +222,38 @@ class Judge:
         for line, (il, distance) in zip(probabilities, plan.targets, strict=True):
             self._predict(self.predictor, il, distance, line)
         self._pending[plan.rows, plan.columns] = self._ranked(probabilities)[plan.lines]
-        for target, column in zip(plan.rows.tolist(), plan.columns.tolist(), strict=True) if self._fetches else ():
+        for target, column in (
+            zip(plan.rows.tolist(), plan.columns.tolist(), strict=True)
+            if self._fetches
+            else ()
+        ):
             named = self._pending[target, column, : self.shape.n_expert_used]
             named = named[named >= 0]
-            self._fetches[column].predict(target, named[self._lru.absent[target, named]].tolist())
+            self._fetches[column].predict(
+                target, named[self._lru.absent[target, named]].tolist()
+            )
 
-    def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> None:
-        """Writes the predicted probabilities into `line` (n_expert,), or zeros if there is no valid prediction."""
+    def _predict(
+        self, predictor: Predictor, il: int, distance: int, line: Float32s
+    ) -> None:
+        """Writes the predicted probabilities into `line` (n_expert,), or zeros if there
+        is no valid prediction."""
         found = predictor.predict(il, distance)
-        valid = found is not None and found.shape == line.shape and math.isfinite(found.sum())
+        valid = (
+            found is not None
+            and found.shape == line.shape
+            and math.isfinite(found.sum())
+        )
         line[:] = found if valid else 0
 
     def _ranked(self, probabilities: Float32s) -> Ids:
-        """Returns expert ids (n, n_rank), the most probable first. NO_PREDICTION replaces experts with probability 0.
+        """Returns expert ids (n, n_rank), the most probable first. NO_PREDICTION
+        replaces experts with probability 0.
 
         probabilities: (n, n_expert).
         """
-        ranks = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.tally.n_rank]
+        ranks = np.argsort(-probabilities, axis=1, kind="stable")[
+            :, : self.tally.n_rank
+        ]
         ranks[probabilities[self._lines[: len(ranks)], ranks] <= 0] = NO_PREDICTION
         return ranks

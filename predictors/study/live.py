@@ -1,16 +1,21 @@
-"""Measures strategies in wall-clock time over a simulated link. The strategies take turns, each in its own process.
+"""Measures strategies in wall-clock time over a simulated link. The strategies take
+turns, each in its own process.
 
     python -m predictors.study.live --paper promoe
 
-Layers are computed on one CPU. The link, the readers, the predictors and the controller use the other CPUs. A layer's
-compute time is measured here with every expert resident. The link's speed is then set to match a ratio of the named
-paper. The ratio is the transfer time of all experts that a token uses in a layer, divided by the layer's compute time.
+Layers are computed on one CPU. The link, the readers, the predictors and the controller
+use the other CPUs. A layer's compute time is measured here with every expert resident.
+The link's speed is then set to match a ratio of the named paper. The ratio is the
+transfer time of all experts that a token uses in a layer, divided by the layer's
+compute time.
 
-The requests are the reporting requests of `predictors/study/requests.py`. An answer is an existing text that the model
-reads token by token. The first requests are not counted: they warm the caches, and give moegguf time to finish its
-trials of prefetching.
+The requests are the reporting requests of `predictors/study/requests.py`. An answer is
+an existing text that the model reads token by token. The first requests are not
+counted: they warm the caches, and give moegguf time to finish its trials of
+prefetching.
 
-The program writes predictors/results/laboratory/live-PAPER.json. The machine must be idle.
+The program writes predictors/results/laboratory/live-PAPER.json. The machine must be
+idle.
 """
 
 from __future__ import annotations
@@ -43,17 +48,21 @@ RESIDENT = "resident"
 
 @dataclass(frozen=True)
 class Worker:
-    """The options of a process that answers requests with one strategy over a simulated link."""
+    """The options of a process that answers requests with one strategy over a simulated
+    link."""
 
     model: str
-    # Name of a strategy, or "NAME with PREDICTOR": this predictor replaces the strategy's, and prefetching is on.
+    # Name of a strategy, or "NAME with PREDICTOR": this predictor replaces the
+    # strategy's, and prefetching is on.
     system: str
     link: str  # the simulated link, such as "24GB/s"
-    share: str  # share of the experts with a slot on the simulated device; "100%": every expert
+    # share of the experts with a slot on the simulated device; "100%": every expert.
+    share: str
     n_ctx: int
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
-        """Reads one request per line, {"prompt": tokens, "answer": tokens}, and evaluates it.
+        """Reads one request per line, {"prompt": tokens, "answer": tokens}, and
+        evaluates it.
 
         Writes one line of JSON with the figures of each request.
         """
@@ -69,7 +78,11 @@ class Worker:
         with load(spec) as llm:
             for line in requests:
                 _divide_processors()
-                print(json.dumps(_answer(llm, **json.loads(line))), file=answers, flush=True)
+                print(
+                    json.dumps(_answer(llm, **json.loads(line))),
+                    file=answers,
+                    flush=True,
+                )
 
 
 def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -96,8 +109,8 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Binds the process's main thread, which runs the model, to the first CPU. Binds all other threads to the other
-    CPUs, if there are any.
+    """Binds the process's main thread, which runs the model, to the first CPU. Binds
+    all other threads to the other CPUs, if there are any.
     """
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
@@ -111,16 +124,28 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. At the end of the `with` block, closes its input and waits for it to exit."""
-    command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Starts the worker's process. At the end of the `with` block, closes its input and
+    waits for it to exit."""
+    command = [
+        sys.executable,
+        "-m",
+        "predictors.study.live",
+        "--worker",
+        json.dumps(vars(worker)),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()
 
 
-def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Sends a request and returns the figures of its answer. Raises ValueError or OSError if the process has exited."""
+def ask(
+    process: subprocess.Popen[str], request: Mapping[str, list[int]]
+) -> dict[str, Any]:
+    """Sends a request and returns the figures of its answer. Raises ValueError or
+    OSError if the process has exited."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
@@ -128,44 +153,68 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Returns the warm-up requests, then the counted requests, which are a subset of the requests that the simulation
-    counts.
+    """Returns the warm-up requests, then the counted requests, which are a subset of
+    the requests that the simulation counts.
 
     Answers are cut to N_TOKENS tokens.
     """
     trace = bench.reporting.trace
     counted = bench.some(N_COUNTED).counted
-    chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
-    phases = [
-        [trace.tokens[(trace.sequence_of == s) & (trace.phase_of == phase)].tolist() for phase in Phase] for s in chosen
+    chosen = [
+        *[s for s in trace.sequences() if s not in counted][:N_WARM],
+        *counted[:N_COUNTED],
     ]
-    return [{"prompt": prompt, "answer": answer[:N_TOKENS]} for prompt, answer in phases]
+    phases = [
+        [
+            trace.tokens[(trace.sequence_of == s) & (trace.phase_of == phase)].tolist()
+            for phase in Phase
+        ]
+        for s in chosen
+    ]
+    return [
+        {"prompt": prompt, "answer": answer[:N_TOKENS]} for prompt, answer in phases
+    ]
 
 
-def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
-    """Returns the compute time of all layers per token, in microseconds, with every expert resident.
+def layer_us(
+    model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int
+) -> float:
+    """Returns the compute time of all layers per token, in microseconds, with every
+    expert resident.
 
     The result is the median over the first four requests.
     """
     with serving(Worker(model, "lru", "10GB/s", "100%", n_ctx)) as process:
-        return median(ask(process, request)["token_ms"] for request in requests[:4]) * 1e3
+        return (
+            median(ask(process, request)["token_ms"] for request in requests[:4]) * 1e3
+        )
 
 
 def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
-    """Measures every system on every request; the systems take turns. Returns the figures of the counted requests."""
+    """Measures every system on every request; the systems take turns. Returns the
+    figures of the counted requests."""
     requests = requests_of(bench)
     shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
-    if "moe-infinity" in systems:  # MoE-Infinity's collection is filled from the last learning requests
-        write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
+    # MoE-Infinity's collection is filled from the last learning requests.
+    if "moe-infinity" in systems:
+        write_collections(
+            _folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES
+        )
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
     link = f"{shape.expert_bytes / expert_us:.3f}MB/s"
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     with ExitStack() as stack:
-        workers = {name: Worker(models[name], name, link, f"{SHARE:.0%}", n_ctx) for name in systems}
-        processes = {name: stack.enter_context(serving(worker)) for name, worker in workers.items()}
+        workers = {
+            name: Worker(models[name], name, link, f"{SHARE:.0%}", n_ctx)
+            for name in systems
+        }
+        processes = {
+            name: stack.enter_context(serving(worker))
+            for name, worker in workers.items()
+        }
         for number, request in enumerate(requests):
             turn = number % len(systems)
             for name in [*systems[turn:], *systems[:turn]]:
@@ -177,19 +226,27 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
 
 def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     times = sorted(ms for of in answers for ms in of["times_ms"])
-    means = {name: sum(of[name] for of in answers) / len(answers) for name in ("ready", "late", "stall_ms")}
+    means = {
+        name: sum(of[name] for of in answers) / len(answers)
+        for name in ("ready", "late", "stall_ms")
+    }
     return {
         **{name: [of[name] for of in answers] for name in ("token_ms", "prompt_ms")},
-        "percentiles_ms": {str(p): times[min(len(times) - 1, len(times) * p // 100)] for p in (50, 90, 99)},
+        "percentiles_ms": {
+            str(p): times[min(len(times) - 1, len(times) * p // 100)]
+            for p in (50, 90, 99)
+        },
         **{name: round(mean, 4) for name, mean in means.items()},
         "prefetch": answers[-1]["prefetch"],
     }
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """Returns the path of a hard link to the laboratory model. Creates the link if it does not exist.
+    """Returns the path of a hard link to the laboratory model. Creates the link if it
+    does not exist.
 
-    If `trained` is True and the link is new, also copies the trained predictors into the folder beside it.
+    If `trained` is True and the link is new, also copies the trained predictors into
+    the folder beside it.
     """
     path = bench.work / "live" / ("trained.gguf" if trained else "bare.gguf")
     path.parent.mkdir(exist_ok=True)
@@ -205,10 +262,17 @@ def _folder(model: str) -> Path:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measures strategies with the link and compute times of a paper, or runs as a worker. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=WORK / LABORATORY, help="what `regenerate` made")
-    parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")
+    """Measures strategies with the link and compute times of a paper, or runs as a
+    worker. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, default=WORK / LABORATORY, help="what `regenerate` made"
+    )
+    parser.add_argument(
+        "--paper", choices=LINKS, default="promoe", help="whose times count"
+    )
     parser.add_argument(
         "--systems",
         metavar="NAME,...",
@@ -223,7 +287,12 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     bench = Bench(LABORATORY, args.work)
     systems = args.systems.split(",") if args.systems else [*BASES, *LINKS]
-    write_result(f"live-{args.paper}", bench, f"live --paper {args.paper}", measure(bench, args.paper, systems))
+    write_result(
+        f"live-{args.paper}",
+        bench,
+        f"live --paper {args.paper}",
+        measure(bench, args.paper, systems),
+    )
     return 0
 
 

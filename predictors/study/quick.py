@@ -2,10 +2,11 @@
 
     python -m predictors.study.quick -o build/evidence-quick
 
-Records the routing of the demo model for questions that it was not trained on, or reads the trace of --trace. Replays
-policies, strategies and predictors on it. Writes tables as CSV and Markdown, plots as PNG and SVG, and manifest.json,
-which names the version, the trace and the simulated times. The simulator's time is virtual, so only the recording
-depends on the machine. Plots need matplotlib.
+Records the routing of the demo model for questions that it was not trained on, or reads
+the trace of --trace. Replays policies, strategies and predictors on it. Writes tables
+as CSV and Markdown, plots as PNG and SVG, and manifest.json, which names the version,
+the trace and the simulated times. The simulator's time is virtual, so only the
+recording depends on the machine. Plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from predictors.study.papers import LINKS, routing_digest
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
-IN_TIME = PrefetchOptions(watchdog=False)  # always on; without a link, every prefetched expert arrives in time
+# Always on; without a link, every prefetched expert arrives in time.
+IN_TIME = PrefetchOptions(watchdog=False)
 LINK = "promoe"  # the paper whose link and compute times the replays of strategies use
 
 
 def questions() -> list[Prompt]:
-    """Returns a prompt for each line of the held-out questions: the first wording, which the demo did not learn."""
+    """Returns a prompt for each line of the held-out questions: the first wording,
+    which the demo did not learn."""
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
     return [Prompt(json.loads(line)["ask"][0], label="question") for line in lines]
 
@@ -47,26 +50,38 @@ def questions() -> list[Prompt]:
 def record_demo(path: Path) -> None:
     """Records the routing of the demo model's greedy answers to `questions()`."""
     options = RecordOptions(n_predict=48, inputs=True, temperature=0)
-    record(find_model("demo"), questions(), path, options, n_ctx=512, policy="lru", predictor="none", verbose=False)
+    record(
+        find_model("demo"),
+        questions(),
+        path,
+        options,
+        n_ctx=512,
+        policy="lru",
+        predictor="none",
+        verbose=False,
+    )
 
 
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
     """Returns {name of a table: replays}.
 
-    "policies" contains replays of eviction without prefetching. "strategies" contains whole strategies with one paper's
-    times. "predictors" contains predictors whose prefetched experts all arrive in time.
+    "policies" contains replays of eviction without prefetching. "strategies" contains
+    whole strategies with one paper's times. "predictors" contains predictors whose
+    prefetched experts all arrive in time.
     """
     timed = LINKS[LINK].options(analysis.trace.shape)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
         "strategies": analysis.simulate_strategies(["all"], SHARES, timed),
-        "predictors": analysis.simulate(["lru"], ["all"], SHARES, SimOptions(prefetch=IN_TIME)),
+        "predictors": analysis.simulate(
+            ["lru"], ["all"], SHARES, SimOptions(prefetch=IN_TIME)
+        ),
     }
 
 
 def lines_of(table: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the rows of a Markdown table, each as {column: text}. The columns show figures for each share of
-    experts."""
+    """Returns the rows of a Markdown table, each as {column: text}. The columns show
+    figures for each share of experts."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = _name(table, row)
@@ -78,18 +93,25 @@ def lines_of(table: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
             line[f"t/s, {row.share:.4g}"] = "–" if speed is None else f"{speed:.2f}"
         elif table == "predictors":
             accuracy = simulated.prefetch_accuracy if simulated else None
-            line[f"used of fetched, {row.share:.4g}"] = "–" if accuracy is None else f"{accuracy:.1%}"
+            line[f"used of fetched, {row.share:.4g}"] = (
+                "–" if accuracy is None else f"{accuracy:.1%}"
+            )
     return list(lines.values())
 
 
 def _name(table: str, row: Row) -> str:
     if row.simulated is None:
         return row.policy
-    return {"policies": row.policy, "strategies": row.strategy, "predictors": row.predictor}[table]
+    return {
+        "policies": row.policy,
+        "strategies": row.strategy,
+        "predictors": row.predictor,
+    }[table]
 
 
 def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
-    """Draws hit rates of policies and predictors, and speeds of strategies, by share of experts in memory.
+    """Draws hit rates of policies and predictors, and speeds of strategies, by share of
+    experts in memory.
 
     Saves each plot as PNG and SVG.
     """
@@ -99,8 +121,14 @@ def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
         for table, rows in tables.items():
             figure, axes = pyplot.subplots(figsize=(4.8, 3.2))
             for name, points in _curves(table, rows).items():
-                axes.plot(list(points), list(points.values()), "o-", label=name, markersize=3)
-            what = "decoded tokens per second, modelled" if table == "strategies" else "hits while decoding"
+                axes.plot(
+                    list(points), list(points.values()), "o-", label=name, markersize=3
+                )
+            what = (
+                "decoded tokens per second, modelled"
+                if table == "strategies"
+                else "hits while decoding"
+            )
             axes.set(xlabel="share of the experts in memory", ylabel=what)
             axes.legend(frameon=False, fontsize=6)
             for form in ("png", "svg"):
@@ -109,7 +137,8 @@ def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
 
 
 def _curves(table: str, rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-    """Returns {name: {share of experts: value}}. The value is the hit rate, or the speed in the table of strategies.
+    """Returns {name: {share of experts: value}}. The value is the hit rate, or the
+    speed in the table of strategies.
 
     Belady's bound has no speed, so the table of strategies omits it.
     """
@@ -123,16 +152,27 @@ def _curves(table: str, rows: Sequence[Row]) -> dict[str, dict[float, float]]:
     return curves
 
 
-Out = Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="Folder for what is written.")]
+Out = Annotated[
+    Path,
+    typer.Option("-o", "--out", metavar="FOLDER", help="Folder for what is written."),
+]
 Given = Annotated[
-    Path | None, typer.Option("--trace", exists=True, dir_okay=False, help="A trace in place of the demo's recording.")
+    Path | None,
+    typer.Option(
+        "--trace",
+        exists=True,
+        dir_okay=False,
+        help="A trace in place of the demo's recording.",
+    ),
 ]
 Model = Annotated[str, typer.Option("--model", help="The model of that trace.")]
 
 
-def quick(out: Out = Path("build/evidence-quick"), trace: Given = None, model: Model = "demo") -> None:
-    """Replay policies, strategies and predictors on a small trace: tables, plots and results in
-    minutes."""
+def quick(
+    out: Out = Path("build/evidence-quick"), trace: Given = None, model: Model = "demo"
+) -> None:
+    """Replay policies, strategies and predictors on a small trace: tables, plots and
+    results in minutes."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     path = trace or out / "demo.npz"
@@ -158,8 +198,12 @@ def quick(out: Out = Path("build/evidence-quick"), trace: Given = None, model: M
         "machine": platform.machine(),
         "seconds": round(time.monotonic() - began),
     }
-    (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    print_message(f"wrote {out}: tables.md, {len(tables)} tables as CSV, their plots as PNG and SVG, manifest.json")
+    (out / "manifest.json").write_text(
+        json.dumps(manifest, indent=1) + "\n", encoding="utf-8"
+    )
+    print_message(
+        f"wrote {out}: tables.md, {len(tables)} tables as CSV, their plots as PNG and SVG, manifest.json"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A replay with counts for each pass, and a baseline that prefetches the whole next layer without a predictor. The
-simulator itself counts only by request and phase. The 99th percentile of latencies and the time to the first token can
-be computed only from counts for each pass.
+"""A replay with counts for each pass, and a baseline that prefetches the whole next
+layer without a predictor. The simulator itself counts only by request and phase. The
+99th percentile of latencies and the time to the first token can be computed only from
+counts for each pass.
 """
 
 from __future__ import annotations
@@ -23,56 +24,75 @@ COUNTED = (
 
 
 class NextLayer(Controller):
-    """The method of SE-MoE and MoESys: when a layer has been routed, prefetches all experts of the next layer.
+    """The method of SE-MoE and MoESys: when a layer has been routed, prefetches all
+    experts of the next layer.
 
-    It makes no predictions. After the last MoE layer, the experts of the first one are prefetched.
+    It makes no predictions. After the last MoE layer, the experts of the first one are
+    prefetched.
     """
 
     def __init__(self, shape: MoeShape, store: Store) -> None:
         self._store = store
         self._experts = np.arange(shape.n_expert, dtype=np.int32)
-        self._following = dict(zip(shape.layers, np.roll(shape.layers, -1).tolist(), strict=True))
+        self._following = dict(
+            zip(shape.layers, np.roll(shape.layers, -1).tolist(), strict=True)
+        )
 
     def announce(self, announcement: Announcement) -> None:
         """Does nothing, because the method does not depend on the tokens."""
 
     def observe(self, event: RoutingEvent) -> None:
         """Prefetches all experts of the MoE layer that follows the event's layer."""
-        self._store.prefetch(np.full_like(self._experts, self._following[event.il]), self._experts)
+        self._store.prefetch(
+            np.full_like(self._experts, self._following[event.il]), self._experts
+        )
 
 
 class Replay(Simulation):
-    """A replay with counts for each pass. If `next_layer` is True, `NextLayer` replaces the controller and its
-    predictor."""
+    """A replay with counts for each pass. If `next_layer` is True, `NextLayer` replaces
+    the controller and its predictor."""
 
     next_layer = False
 
     def counted(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Runs the replay. Returns {name in COUNTED: (n_pass,)}: the growth of each counter in each pass. Raises the
-        errors of `run`."""
+        """Runs the replay. Returns {name in COUNTED: (n_pass,)}: the growth of each
+        counter in each pass. Raises the errors of `run`."""
         self._noted: list[dict[str, int]] = []
         result = self.run()
-        noted = np.array([[of[name] for name in COUNTED] for of in (*self._noted, result.counters)], np.int64)
+        noted = np.array(
+            [[of[name] for name in COUNTED] for of in (*self._noted, result.counters)],
+            np.int64,
+        )
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
     def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
-        """Returns a mask (n_pass,): True for each pass of this phase whose first request is `sequence`."""
-        return np.asarray((self.trace.pass_sequence == sequence) & (self.trace.pass_phase == phase))
+        """Returns a mask (n_pass,): True for each pass of this phase whose first
+        request is `sequence`."""
+        return np.asarray(
+            (self.trace.pass_sequence == sequence) & (self.trace.pass_phase == phase)
+        )
 
     def _controller(self, store: Store) -> Controller | None:
         self._store = store
-        return NextLayer(self.trace.shape, store) if self.next_layer else super()._controller(store)
+        return (
+            NextLayer(self.trace.shape, store)
+            if self.next_layer
+            else super()._controller(store)
+        )
 
     def _replay_passes(self, context: Any, meter: Any) -> None:
         self._note_passes(meter)
         super()._replay_passes(context, meter)
 
-    def _replay_events(self, store: Store, controller: Controller | None, meter: Any) -> None:
+    def _replay_events(
+        self, store: Store, controller: Controller | None, meter: Any
+    ) -> None:
         self._note_passes(meter)
         super()._replay_events(store, controller, meter)
 
     def _note_passes(self, meter: Any) -> None:
-        """Wraps `meter.begin`, so that the store's counters are recorded at the beginning of each pass."""
+        """Wraps `meter.begin`, so that the store's counters are recorded at the
+        beginning of each pass."""
         begin = meter.begin
 
         def noting(*of_pass: Any) -> None:

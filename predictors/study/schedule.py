@@ -1,5 +1,5 @@
-"""Counts how many experts per pass ExpertFlow's token scheduler saves. The requests of a trace are replayed in batches,
-in four orders.
+"""Counts how many experts per pass ExpertFlow's token scheduler saves. The requests of
+a trace are replayed in batches, in four orders.
 
 python -m predictors.study.schedule routing.npz --model demo --paths token-id
 """
@@ -24,7 +24,8 @@ from predictors.study.common import Study, run
 from predictors.study.flags import Folder, ModelFile, Shares, Tokens
 from predictors.study.scheduling import OrderEffect, compare
 
-Effects = dict[int, list[OrderEffect]]  # {requests per batch: the effects of the four orders}
+# {requests per batch: the effects of the four orders}.
+Effects = dict[int, list[OrderEffect]]
 
 
 def compare_orders(
@@ -35,9 +36,11 @@ def compare_orders(
     policy: str,
     progress: Progress = no_progress,
 ) -> Effects:
-    """Compares orders of requests for each batch size. `paths` names the kind of predicted paths (`PATHS`).
+    """Compares orders of requests for each batch size. `paths` names the kind of
+    predicted paths (`PATHS`).
 
-    Raises OptionError for an unknown name, or if the trace has too few requests for a batch size.
+    Raises OptionError for an unknown name, or if the trace has too few requests for a
+    batch size.
     """
     study.paths(paths)  # raises OptionError for unknown paths before the work begins
     slots = {share: slots_of(study.trace.shape, share) for share in shares}
@@ -45,28 +48,46 @@ def compare_orders(
     found = Effects()
     for size in batch_sizes:
         step(f"of {size} requests")
-        found[size] = compare(study.trace, size, partial(study.paths, paths), slots, partial(study.policy, policy))
+        found[size] = compare(
+            study.trace,
+            size,
+            partial(study.paths, paths),
+            slots,
+            partial(study.policy, policy),
+        )
     return found
 
 
 def schedule(
     file: File,
     batch: Annotated[
-        str, typer.Option("--batch", metavar="SIZES", help="Requests per batch, separated by commas.")
+        str,
+        typer.Option(
+            "--batch", metavar="SIZES", help="Requests per batch, separated by commas."
+        ),
     ] = "4,8,16",
     paths: Annotated[
-        str, typer.Option("--paths", metavar="NAME", help="Paths predicted from: recent, token-id or routing-path.")
+        str,
+        typer.Option(
+            "--paths",
+            metavar="NAME",
+            help="Paths predicted from: recent, token-id or routing-path.",
+        ),
     ] = "recent",
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Eviction policy.")] = "next-use",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME", help="Eviction policy.")
+    ] = "next-use",
     expert_cache: Shares = "25%,50%",
     tokens: Tokens = 0,
     model: ModelFile = None,
     predictors: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decode the requests of TRACE in batches and count the experts: ExpertFlow's token scheduler.
+    """Decode the requests of TRACE in batches and count the experts: ExpertFlow's token
+    scheduler.
 
-    Batches by oracle (by what was recorded), by predicted paths, at random, and first in, first out.
+    Batches by oracle (by what was recorded), by predicted paths, at random, and first
+    in, first out.
     """
     sizes = list(dict.fromkeys(parse_ints([batch], "--batch")))
     shares = parse_shares(expert_cache)
@@ -81,12 +102,18 @@ def schedule(
 def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:
     """Prints a table with a row for each batch size and order of requests."""
     names = ["batch", "order", "experts", "saved", "us/step"]
-    for share in next((effect.replays for effects in found.values() for effect in effects), {}):
+    for share in next(
+        (effect.replays for effects in found.values() for effect in effects), {}
+    ):
         names += [f"hits {share:.0%}", "MB/token"]
     print_table(
         "Experts of a pass, by who shares it",
         names,
-        [_line(size, effects, effect) for size, effects in found.items() for effect in effects],
+        [
+            _line(size, effects, effect)
+            for size, effects in found.items()
+            for effect in effects
+        ],
         2,
     )
     print_notes(
@@ -100,10 +127,19 @@ def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> Non
 def _line(size: int, effects: Sequence[OrderEffect], effect: OrderEffect) -> list[str]:
     fifo = next(other for other in effects if other.order == "fifo")
     time_us = "" if effect.us_per_step is None else f"{effect.us_per_step:.0f}"
-    line = [str(size), effect.order, f"{effect.experts:.1f}", f"{1 - effect.experts / fifo.experts:.1%}", time_us]
+    line = [
+        str(size),
+        effect.order,
+        f"{effect.experts:.1f}",
+        f"{1 - effect.experts / fifo.experts:.1%}",
+        time_us,
+    ]
     for replay in effect.replays.values():
         decode = replay.decode
-        line += [f"{decode.hit_rate:.1%}", f"{decode.bytes_missed / max(1, decode.tokens) / 1e6:.2f}"]
+        line += [
+            f"{decode.hit_rate:.1%}",
+            f"{decode.bytes_missed / max(1, decode.tokens) / 1e6:.2f}",
+        ]
     return line
 
 

@@ -1,11 +1,13 @@
-"""Computes three figures of a trace in this repository. A test replays the trace and compares the figures.
+"""Computes three figures of a trace in this repository. A test replays the trace and
+compares the figures.
 
     python -m predictors.study.shipped --from build/evidence/demo/reporting.trace   # records the trace and its figures
     python -m predictors.study.shipped                                              # its figures alone
 
-The trace contains a few requests to the demo. If a change to the code changes a figure, other results may change as
-well. In this case, record the figures again and increase CODE_VERSION in predictors/study/regenerate.py. Pages then
-mark the results that an earlier version recorded.
+The trace contains a few requests to the demo. If a change to the code changes a figure,
+other results may change as well. In this case, record the figures again and increase
+CODE_VERSION in predictors/study/regenerate.py. Pages then mark the results that an
+earlier version recorded.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from predictors.study.papers import BARE, LINKS, System, Workload, strategy
 
 TRACE = RESULTS / "shipped.trace"
 FIGURES = TRACE.with_suffix(".json")
-N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and maximum number of tokens per request
+# Number of requests in the trace, and maximum number of tokens per request.
+N_REQUESTS, N_TOKENS = 4, 96
 SHARE = 0.25
-# Systems that use only counts and no matrices, so their figures do not depend on how a CPU rounds.
+# Systems that use only counts and no matrices, so their figures do not depend on how a
+# CPU rounds.
 SYSTEMS = {
     "none": System("lru", store=BARE),
     "algorithm 1": System("sparsity", store=BARE),
@@ -40,8 +44,8 @@ SYSTEMS = {
 
 
 def cut(recording: Path) -> None:
-    """Writes the trace: the first N_TOKENS tokens of each of a recording's first N_REQUESTS requests, without inputs
-    and weights."""
+    """Writes the trace: the first N_TOKENS tokens of each of a recording's first
+    N_REQUESTS requests, without inputs and weights."""
     trace = read(recording)
     kept = np.zeros(trace.n_tokens, np.bool_)
     for sequence in trace.sequences()[:N_REQUESTS]:
@@ -58,11 +62,17 @@ def replayed() -> dict[str, float]:
     """
     trace = read(TRACE)
     demo = Path(__file__).parents[1] / "demo"
-    study = Study(trace, Artifacts(None, trace.header.fingerprint, demo, only_folder=True))
+    study = Study(
+        trace, Artifacts(None, trace.header.fingerprint, demo, only_folder=True)
+    )
     first, *others = trace.sequences()
-    workload = Workload.of(replace(study, trace=trace.select(others)), trace.select([first]))
+    workload = Workload.of(
+        replace(study, trace=trace.select(others)), trace.select([first])
+    )
     of = workload.systems(SYSTEMS, slots_of(trace.shape, SHARE), LINKS["promoe"])
-    speed = paired_estimate([of[name]["token_ms"] for name in ("none", "token table")], median_ratio)
+    speed = paired_estimate(
+        [of[name]["token_ms"] for name in ("none", "token table")], median_ratio
+    )
     return {
         "LRU, ready": of["none"]["ready"],
         "algorithm 1, experts moved a token": of["algorithm 1"]["experts"],
@@ -72,8 +82,16 @@ def replayed() -> dict[str, float]:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Computes and writes the figures; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="recording", type=Path, metavar="FILE", help="cut the trace from this one first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from",
+        dest="recording",
+        type=Path,
+        metavar="FILE",
+        help="cut the trace from this one first",
+    )
     args = parser.parse_args(given)
     if args.recording:
         cut(args.recording)

@@ -1,4 +1,5 @@
-"""The models whose figures are reported, each with a folder for its traces and predictors."""
+"""The models whose figures are reported, each with a folder for its traces and
+predictors."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ CARD = "card"  # name of the result with a made model's card; no step computes i
 
 @dataclass(frozen=True)
 class Subject:
-    """A model whose figures are reported. title: its name in tables. recipe: the module in `recipes` that makes it, and
-    the module's options; None: the model is bundled. training: {predictor: its training options}."""
+    """A model whose figures are reported. title: its name in tables. recipe: the module
+    in `recipes` that makes it, and the module's options; None: the model is bundled.
+    training: {predictor: its training options}."""
 
     title: str
     recipe: tuple[str, ...] | None
@@ -35,8 +37,8 @@ class Subject:
 
 
 COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
-# ProMoE's networks have the paper's size, 2 million weights each: (n_embd + n_expert) x n_hidden. ExpertMLP has the
-# sizes given in its paper.
+# ProMoE's networks have the paper's size, 2 million weights each: (n_embd + n_expert) x
+# n_hidden. ExpertMLP has the sizes given in its paper.
 SUBJECTS = {
     DEMO: Subject(
         "demo", None,
@@ -76,7 +78,9 @@ class Bench:
     @cached_property
     def model(self) -> Path:
         """The model's file."""
-        return find_model(DEMO) if self.subject.recipe is None else self.work / "lab.gguf"
+        return (
+            find_model(DEMO) if self.subject.recipe is None else self.work / "lab.gguf"
+        )
 
     @property
     def predictors(self) -> Path:
@@ -108,24 +112,27 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns a workload with about `n_counted` counted requests, in equal numbers for each kind of text."""
+        """Returns a workload with about `n_counted` counted requests, in equal numbers
+        for each kind of text."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
         warm = self.choosing.trace
-        return Workload.of(self.reporting, warm.select(warm.sequences()[-N_WARM:]), n_counted)
+        return Workload.of(
+            self.reporting, warm.select(warm.sequences()[-N_WARM:]), n_counted
+        )
 
     def _study(self, role: str) -> Study:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Writes MoE-Infinity's collection with `n_entries` entries from the last training requests. If `n_entries`
-        is 0, only removes the collection's file."""
+        """Writes MoE-Infinity's collection with `n_entries` entries from the last
+        training requests. If `n_entries` is 0, only removes the collection's file."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Creates the model, the recordings and the predictors if they are missing. Stores the digest of the reporting
-        recording. Raises CalledProcessError.
+        """Creates the model, the recordings and the predictors if they are missing.
+        Stores the digest of the reporting recording. Raises CalledProcessError.
         """
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
@@ -133,11 +140,22 @@ class Bench:
             run(f"recipes.{recipe}", "-o", str(self.model), *options)
             if self.name != EIGHT:
                 (RESULTS / self.name).mkdir(exist_ok=True)
-                shutil.copy(self.model.with_suffix(".json"), RESULTS / self.name / f"{CARD}.json")
+                shutil.copy(
+                    self.model.with_suffix(".json"),
+                    RESULTS / self.name / f"{CARD}.json",
+                )
         if not all(self.trace(role).exists() for role in ROLES):
-            run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
+            run(
+                "predictors.study.requests",
+                "record",
+                str(self.model),
+                "-o",
+                str(self.work),
+            )
         note_recording(self.name, routing_digest(self.reporting.trace))
-        few = self.trace("few")  # predictors are scored on a trace with a single request, because scoring is slow
+        # Predictors are scored on a trace with a single request, because scoring is
+        # slow.
+        few = self.trace("few")
         if not few.exists():
             trace = read(self.trace("choosing"))
             write(few, trace.select(trace.sequences()[:1]))
@@ -148,9 +166,20 @@ class Bench:
         """Trains a predictor if its file does not exist. Raises CalledProcessError."""
         if (self.predictors / f"{predictor}.safetensors").exists():
             return
-        options = [word for setting in self.subject.training[predictor] for word in ("--set", setting)]
+        options = [
+            word
+            for setting in self.subject.training[predictor]
+            for word in ("--set", setting)
+        ]
         traces = str(self.trace("learning")), "--heldout-trace", str(self.trace("few"))
-        of = "--model", str(self.model), "--predictor", predictor, "--out", str(self.predictors)
+        of = (
+            "--model",
+            str(self.model),
+            "--predictor",
+            predictor,
+            "--out",
+            str(self.predictors),
+        )
         run("predictors.train.predictor", *traces, *of, *options)
 
 
@@ -161,18 +190,20 @@ def run(module: str, *words: str) -> None:
 
 
 def recordings() -> dict[str, str]:
-    """Returns {subject: digest of the recorded routing from which its figures were computed}."""
+    """Returns {subject: digest of the recorded routing from which its figures were
+    computed}."""
     return dict(json.loads((RESULTS / "recordings.json").read_text("utf-8")))
 
 
 def note_recording(name: str, digest: str) -> None:
-    """Writes the digest of the recording from which a subject's figures are now computed."""
+    """Writes the digest of the recording from which a subject's figures are now
+    computed."""
     text = json.dumps(recordings() | {name: digest}, indent=1)
     (RESULTS / "recordings.json").write_text(text + "\n", encoding="utf-8")
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this subject; None if this step has
-    no result."""
+    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this
+    subject; None if this step has no result."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

@@ -1,15 +1,19 @@
-"""ExpertFlow's token scheduler (sections 3.3 and 4.2): chooses the sequences of the next step by predicted paths.
+"""ExpertFlow's token scheduler (sections 3.3 and 4.2): chooses the sequences of the
+next step by predicted paths.
 
-A path is the set of experts that a token uses in each layer. The paper's network predicts paths (section 3.1). Cheaper
-predictions come from the token-id table or from the sequence's most recent tokens.
+A path is the set of experts that a token uses in each layer. The paper's network
+predicts paths (section 3.1). Cheaper predictions come from the token-id table or from
+the sequence's most recent tokens.
 
-Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
-evaluates one group. When all groups have been evaluated, the sequences are split again. The paper merges and re-indexes
-the KV cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
+Balanced K-means (section 3.3.3) splits all running sequences into groups with similar
+predicted paths. Each step evaluates one group. When all groups have been evaluated, the
+sequences are split again. The paper merges and re-indexes the KV cache. This is not
+necessary here, because llama.cpp finds the cells of a sequence by its id.
 
-With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
-steps. This longest wait occurs if a sequence's group is the first in one round and the last in the next. A sequence
-that arrives during a round joins the next round.
+With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2
+steps between two of its own steps. This longest wait occurs if a sequence's group is
+the first in one round and the last in the next. A sequence that arrives during a round
+joins the next round.
 """
 
 from __future__ import annotations
@@ -35,23 +39,24 @@ PATHS = ("recent", "token-id", "routing-path")
 
 
 class RoutingPaths:
-    """Base class: follows sequences, and predicts the experts that each sequence uses next. Only one thread may call it
-    at a time."""
+    """Base class: follows sequences, and predicts the experts that each sequence uses
+    next. Only one thread may call it at a time."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
         self._paths: dict[int, Float32s | None] = {}
 
     def observe(self, event: RoutingEvent) -> None:
-        """Receives a layer's routing for one or several sequences. The base class ignores it."""
+        """Receives a layer's routing for one or several sequences. The base class
+        ignores it."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Receives the tokens that a sequence evaluates in its next step. The caller passes each token only once. The
-        base class ignores the tokens."""
+        """Receives the tokens that a sequence evaluates in its next step. The caller
+        passes each token only once. The base class ignores the tokens."""
 
     def path(self, sequence: int) -> Float32s | None:
-        """Returns (n_moe_layer, n_expert): for each expert, the probability that the sequence uses it next. Returns
-        None if the path is unknown."""
+        """Returns (n_moe_layer, n_expert): for each expert, the probability that the
+        sequence uses it next. Returns None if the path is unknown."""
         return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
@@ -62,18 +67,22 @@ class RoutingPaths:
 class RecentPaths(RoutingPaths):
     """Predicts that a sequence will reuse the experts of its most recent tokens.
 
-    The probability of an expert is a running mean of its uses. The weight of a token in this mean halves after
-    `half_life_tokens` further tokens. If a pass contains several tokens of a sequence, only the last one is used.
+    The probability of an expert is a running mean of its uses. The weight of a token in
+    this mean halves after `half_life_tokens` further tokens. If a pass contains several
+    tokens of a sequence, only the last one is used.
     """
 
     name: ClassVar[str] = "recent"
 
-    def __init__(self, shape: MoeShape, half_life_tokens: float = RECENT_HALF_LIFE_TOKENS) -> None:
+    def __init__(
+        self, shape: MoeShape, half_life_tokens: float = RECENT_HALF_LIFE_TOKENS
+    ) -> None:
         super().__init__(shape)
         self._kept = np.float32(np.exp2(-1 / half_life_tokens))
 
     def observe(self, event: RoutingEvent) -> None:
-        """Updates the path of each sequence in the event with the experts that the sequence's last token used."""
+        """Updates the path of each sequence in the event with the experts that the
+        sequence's last token used."""
         row = self.shape.row_of.get(event.il)
         if row is None or event.expert_ids.max(initial=0) >= self.shape.n_expert:
             return
@@ -81,14 +90,17 @@ class RecentPaths(RoutingPaths):
             ids = event.expert_ids[part.rows][-1]
             shares = self._paths.get(part.sequence)
             if shares is None:
-                shares = np.zeros((len(self.shape.layers), self.shape.n_expert), np.float32)
+                shares = np.zeros(
+                    (len(self.shape.layers), self.shape.n_expert), np.float32
+                )
                 self._paths[part.sequence] = shares
             shares[row] *= self._kept
             shares[row, ids[ids >= 0]] += 1 - self._kept
 
 
 class PredictedPaths(RoutingPaths):
-    """Predicts paths with a predictor that needs only tokens and predicts all layers at once."""
+    """Predicts paths with a predictor that needs only tokens and predicts all layers at
+    once."""
 
     def __init__(self, predictor: Predictor) -> None:
         super().__init__(predictor.shape)
@@ -96,13 +108,18 @@ class PredictedPaths(RoutingPaths):
         self._followers: dict[int, Predictor] = {}
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Predicts the path of a sequence. The path is unknown if the predictor returns None for some layer."""
+        """Predicts the path of a sequence. The path is unknown if the predictor returns
+        None for some layer."""
         follower = self._followers.get(sequence) or copy.deepcopy(self._predictor)
         self._followers[sequence] = follower
         follower.announce(Announcement(sequence, Phase.DECODE, tokens))
-        predicted = (follower.predict(il, row + 1) for row, il in enumerate(self.shape.layers))
+        predicted = (
+            follower.predict(il, row + 1) for row, il in enumerate(self.shape.layers)
+        )
         rows = [row for row in predicted if row is not None]
-        self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
+        self._paths[sequence] = (
+            np.stack(rows) if len(rows) == len(self.shape.layers) else None
+        )
 
     def forget(self, sequence: int) -> None:
         """Discards what is stored about a sequence that has ended."""
@@ -111,64 +128,88 @@ class PredictedPaths(RoutingPaths):
 
 
 def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths:
-    """Returns a new `RoutingPaths` of the kind `name`, one of PATHS. Raises OptionError if the name is unknown or the
-    predictor's file is missing."""
+    """Returns a new `RoutingPaths` of the kind `name`, one of PATHS. Raises OptionError
+    if the name is unknown or the predictor's file is missing."""
     if name == RecentPaths.name:
         return RecentPaths(shape)
     if name not in PATHS:
-        raise OptionError(f"there are no routing paths {name!r}; known paths: {', '.join(PATHS)}.")
+        raise OptionError(
+            f"there are no routing paths {name!r}; known paths: {', '.join(PATHS)}."
+        )
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # maximum number of K-means rounds of a split that starts from the medoids of the previous split
+# Maximum number of K-means rounds of a split that starts from the medoids of the
+# previous split.
+ROUNDS = 2
 MAX_ROUNDS = 10
 
-_ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
-    axis=1, dtype=np.uint8
-)
+_ONES = np.unpackbits(
+    np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1
+).sum(axis=1, dtype=np.uint8)
 
 Paths = npt.NDArray[np.bool_]  # (n_tokens, n_moe_layer, n_expert)
 Indices = npt.NDArray[np.int64]
 
 
 class TokenScheduler:
-    """Forms groups of at most `group_size` sequences. The groups depend only on the earlier calls and the predicted
-    paths."""
+    """Forms groups of at most `group_size` sequences. The groups depend only on the
+    earlier calls and the predicted paths."""
 
     def __init__(self, shape: MoeShape, paths: RoutingPaths, group_size: int) -> None:
         self.shape = shape
         self.paths = paths
         self.group_size = max(1, group_size)
-        self._round: list[list[int]] = []  # groups that have not yet been evaluated in this round
-        self._medoids: list[int] = []  # the most central sequence of each group of the last split
+        # Groups that have not yet been evaluated in this round.
+        self._round: list[list[int]] = []
+        # The most central sequence of each group of the last split.
+        self._medoids: list[int] = []
 
     def next_group(self, running: Sequence[int]) -> list[int]:
-        """Returns the sequences of `running` that the next step evaluates. `running` must not be empty."""
+        """Returns the sequences of `running` that the next step evaluates. `running`
+        must not be empty."""
         present = set(running)
-        self._round = [left for group in self._round if (left := [s for s in group if s in present])]
+        self._round = [
+            left
+            for group in self._round
+            if (left := [s for s in group if s in present])
+        ]
         if not self._round:
             self._round = self._split(list(running))
         return self._round.pop(0)
 
     @property
     def following(self) -> list[int]:
-        """The group to evaluate after the group last returned by `next_group`; empty if it depends on a new split."""
+        """The group to evaluate after the group last returned by `next_group`; empty if
+        it depends on a new split."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
-        """Returns (n_moe_layer, n_expert): for each expert, the probability that at least one of these sequences uses
-        it next.
+        """Returns (n_moe_layer, n_expert): for each expert, the probability that at
+        least one of these sequences uses it next.
 
         Sequences without a known path are left out. Returns None if no path is known.
         """
-        known = [path for sequence in sequences if (path := self.paths.path(sequence)) is not None]
-        return 1 - np.prod([1 - path for path in known], axis=0, dtype=np.float32) if known else None
+        known = [
+            path
+            for sequence in sequences
+            if (path := self.paths.path(sequence)) is not None
+        ]
+        return (
+            1 - np.prod([1 - path for path in known], axis=0, dtype=np.float32)
+            if known
+            else None
+        )
 
     def _split(self, running: list[int]) -> list[list[int]]:
-        """Splits sequences into groups with similar paths. If there is only one group or a path is unknown, splits them
-        in the order of `running`."""
+        """Splits sequences into groups with similar paths. If there is only one group
+        or a path is unknown, splits them in the order of `running`."""
         n_groups = -(-len(running) // self.group_size)
-        known = [path for sequence in running if (path := self.paths.path(sequence)) is not None]
+        known = [
+            path
+            for sequence in running
+            if (path := self.paths.path(sequence)) is not None
+        ]
         if n_groups == 1 or len(known) < len(running):
             return [part.tolist() for part in np.array_split(running, n_groups)]
         similarity = similarities(statuses(np.stack(known), self.shape.n_expert_used))
@@ -177,24 +218,33 @@ class TokenScheduler:
         self._medoids = [running[i] for i in _medoids(similarity, groups).tolist()]
         return [[running[i] for i in group.tolist()] for group in groups]
 
-    def _first_medoids(self, similarity: Float32s, n_groups: int, running: list[int]) -> Indices:
-        """Returns the sequences from which the clustering starts, as indices in `running`. These are the medoids of the
-        last split that are still running. If there are too few, adds the sequences that are least similar to the chosen
+    def _first_medoids(
+        self, similarity: Float32s, n_groups: int, running: list[int]
+    ) -> Indices:
+        """Returns the sequences from which the clustering starts, as indices in
+        `running`. These are the medoids of the last split that are still running. If
+        there are too few, adds the sequences that are least similar to the chosen
         ones."""
         place = {sequence: i for i, sequence in enumerate(running)}
-        chosen = [place[sequence] for sequence in self._medoids if sequence in place][:n_groups]
+        chosen = [place[sequence] for sequence in self._medoids if sequence in place][
+            :n_groups
+        ]
         while len(chosen) < n_groups:
-            nearest = similarity[:, chosen].max(axis=1) if chosen else similarity.sum(axis=1)
+            nearest = (
+                similarity[:, chosen].max(axis=1) if chosen else similarity.sum(axis=1)
+            )
             nearest[chosen] = np.inf
             chosen.append(int(np.argmin(nearest)))
         return np.array(chosen, np.int64)
 
 
 def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
-    """Returns True for active experts and False for idle experts, as ExpertFlow predicts them (section 3.1).
+    """Returns True for active experts and False for idle experts, as ExpertFlow
+    predicts them (section 3.1).
 
-    probabilities (..., n_expert). The n_expert_used most probable experts of a layer are active, plus any that tie with
-    the last of them. An expert with probability 0 is idle.
+    probabilities (..., n_expert). The n_expert_used most probable experts of a layer
+    are active, plus any that tie with the last of them. An expert with probability 0 is
+    idle.
     """
     k = min(n_expert_used, probabilities.shape[-1])
     kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
@@ -202,23 +252,31 @@ def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool
 
 
 def similarities(paths: Paths) -> Float32s:
-    """Returns 1 - Hamming distance / size of a path, for each pair of tokens: (n_tokens, n_tokens).
+    """Returns 1 - Hamming distance / size of a path, for each pair of tokens:
+    (n_tokens, n_tokens).
 
-    This is the usual form of formula 6, which is missing from the available text. The function compares bits in the
-    calling thread. A matrix product would start threads that compete with the threads that run the model.
+    This is the usual form of formula 6, which is missing from the available text. The
+    function compares bits in the calling thread. A matrix product would start threads
+    that compete with the threads that run the model.
     """
     flat = np.packbits(paths.reshape(len(paths), -1), axis=1)
     words = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2))).view(np.uint16)
-    distances = np.array([_ONES[words ^ row].sum(axis=1, dtype=np.int64) for row in words])
+    distances = np.array(
+        [_ONES[words ^ row].sum(axis=1, dtype=np.int64) for row in words]
+    )
     return (1 - distances / max(1, paths[0].size)).astype(np.float32)
 
 
-def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS) -> list[Indices]:
-    """Returns the ascending indices of each group's tokens. Group sizes differ by at most one.
+def clustered(
+    similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS
+) -> list[Indices]:
+    """Returns the ascending indices of each group's tokens. Group sizes differ by at
+    most one.
 
-    `centroids` are the tokens from which the groups start. In each round, a group's new centroid is its token that is
-    most similar to the group's other tokens. The rounds end when no centroid changes, or after `most_rounds` rounds.
-    similarity (n_tokens, n_tokens).
+    `centroids` are the tokens from which the groups start. In each round, a group's new
+    centroid is its token that is most similar to the group's other tokens. The rounds
+    end when no centroid changes, or after `most_rounds` rounds. similarity (n_tokens,
+    n_tokens).
     """
     for _ in range(most_rounds):
         groups = _balanced(similarity[:, centroids])
@@ -230,8 +288,8 @@ def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_R
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """Returns the ascending indices of each group's tokens. Tokens whose second-best group would be much worse choose
-    first.
+    """Returns the ascending indices of each group's tokens. Tokens whose second-best
+    group would be much worse choose first.
 
     similarity (n_tokens, n_groups): similarity of each token to each centroid.
     """
@@ -239,7 +297,8 @@ def _balanced(similarity: Float32s) -> list[Indices]:
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)
     regret = ordered[:, 0] - ordered[:, min(1, n_groups - 1)]
-    least, larger = divmod(n_tokens, n_groups)  # `larger` groups have one more token than `least`
+    # `larger` groups have one more token than `least`.
+    least, larger = divmod(n_tokens, n_groups)
     groups: list[list[int]] = [[] for _ in range(n_groups)]
     for token in np.argsort(-regret, kind="stable").tolist():
         for group in preferences[token].tolist():
@@ -252,5 +311,12 @@ def _balanced(similarity: Float32s) -> list[Indices]:
 
 
 def _medoids(similarity: Float32s, groups: list[Indices]) -> Indices:
-    """Returns the token of each group that is most similar to the group's other tokens."""
-    return np.array([group[np.argmax(similarity[np.ix_(group, group)].sum(axis=1))] for group in groups], np.int64)
+    """Returns the token of each group that is most similar to the group's other
+    tokens."""
+    return np.array(
+        [
+            group[np.argmax(similarity[np.ix_(group, group)].sum(axis=1))]
+            for group in groups
+        ],
+        np.int64,
+    )

@@ -1,2 +1,2 @@
-"""The recipe of the demo model: corpus, tokenizer, model, training and export. `recipes/train_demo.py` runs all of
-it."""
+"""The recipe of the demo model: corpus, tokenizer, model, training and export.
+`recipes/train_demo.py` runs all of it."""

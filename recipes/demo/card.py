@@ -1,4 +1,5 @@
-"""Builds the text of the model card: `card_template.md`, filled with the figures of the run."""
+"""Builds the text of the model card: `card_template.md`, filled with the figures of the
+run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,20 +39,24 @@ class Figures:
 
 
 def overall(losses: Mapping[str, KindLoss]) -> float:
-    """Returns the mean loss in nats per token over all kinds of text, weighted by number of tokens."""
+    """Returns the mean loss in nats per token over all kinds of text, weighted by
+    number of tokens."""
     total = sum(one.nats_per_token * one.tokens for one in losses.values())
     return total / sum(one.tokens for one in losses.values())
 
 
 def overall_bits(losses: Mapping[str, KindLoss], corpus: Corpus) -> float:
-    """Returns the mean loss in bits per byte over all kinds of text, weighted by size."""
+    """Returns the mean loss in bits per byte over all kinds of text, weighted by
+    size."""
     n_bytes = {kind: corpus.heldout_bytes[kind] for kind in losses}
-    return sum(losses[kind].bits_per_byte * n_bytes[kind] for kind in losses) / sum(n_bytes.values())
+    return sum(losses[kind].bits_per_byte * n_bytes[kind] for kind in losses) / sum(
+        n_bytes.values()
+    )
 
 
 def data_rows(corpus: Corpus) -> list[str]:
-    """Returns one table row for each kind of text: description, licence, and numbers of training and held-out
-    tokens."""
+    """Returns one table row for each kind of text: description, licence, and numbers of
+    training and held-out tokens."""
     return [
         f"| {kind} | {KINDS[kind].about} | {KINDS[kind].licence} | {corpus.train_tokens[kind]:,} | {len(tokens):,} |"
         for kind, tokens in corpus.heldout.items()
@@ -59,7 +64,8 @@ def data_rows(corpus: Corpus) -> list[str]:
 
 
 def loss_rows(figures: Figures) -> list[str]:
-    """Returns one table row with losses for each kind of text, and one row over all kinds."""
+    """Returns one table row with losses for each kind of text, and one row over all
+    kinds."""
     full, q4, long = figures.losses_f32, figures.losses_q4, figures.losses_long
     rows = [
         f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f}"
@@ -72,15 +78,16 @@ def loss_rows(figures: Figures) -> list[str]:
 
 
 def earlier_stages(path: Path) -> list[str]:
-    """Returns the table rows of training stages in the model card at `path`, or no rows if there is no card. The caller
-    passes the card of the file from which this run starts."""
+    """Returns the table rows of training stages in the model card at `path`, or no rows
+    if there is no card. The caller passes the card of the file from which this run
+    starts."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| \d+ \|$", text, re.MULTILINE)
 
 
 def stage_rows(figures: Figures) -> list[str]:
-    """Returns one table row for each stage of training that ran at least one step. The rows of earlier runs come
-    first."""
+    """Returns one table row for each stage of training that ran at least one step. The
+    rows of earlier runs come first."""
     own = [
         f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
         for name, one in figures.stages.items()
@@ -90,24 +97,33 @@ def stage_rows(figures: Figures) -> list[str]:
 
 
 def score_rows(figures: Figures) -> list[str]:
-    """Returns one table row for each situation of the quiz, with the number of right answers."""
-    return [f"| {where} | {right} of {n} | {right / n:.0%} |" for where, (right, n) in figures.scores.items()]
+    """Returns one table row for each situation of the quiz, with the number of right
+    answers."""
+    return [
+        f"| {where} | {right} of {n} | {right / n:.0%} |"
+        for where, (right, n) in figures.scores.items()
+    ]
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
-    """Returns one table row for each layer. A row contains the unevenness, entropy, maximum and minimum of the experts'
-    loads. load: (n_layer, n_expert), each expert's share of the choices; each row sums to 1."""
+    """Returns one table row for each layer. A row contains the unevenness, entropy,
+    maximum and minimum of the experts' loads. load: (n_layer, n_expert), each expert's
+    share of the choices; each row sums to 1."""
     rows = []
     for il, shares in enumerate(load):
         uneven = float(shares.std(correction=0) / shares.mean())
-        entropy = float(-(shares * shares.clamp_min(1e-12).log()).sum() / torch.tensor(len(shares)).log())
+        entropy = float(
+            -(shares * shares.clamp_min(1e-12).log()).sum()
+            / torch.tensor(len(shares)).log()
+        )
         extremes = f"{100 * shares.max():.2f} % | {100 * shares.min():.2f} %"
         rows.append(f"| {il} | {uneven:.2f} | {entropy:.3f} | {extremes} |")
     return rows
 
 
 def answer_rows(figures: Figures) -> list[str]:
-    """Returns a line for each question with its answer. A star marks questions on which the model was not trained."""
+    """Returns a line for each question with its answer. A star marks questions on which
+    the model was not trained."""
     return [
         f"- **{question}**{'' if question in figures.questions_seen else ' *'} {answer}"
         for question, answer in figures.answers.items()

@@ -10,7 +10,14 @@ from tokenizers import Tokenizer
 
 from moegguf.native import library
 from recipes.demo.model import DemoModel, Shape
-from recipes.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_END, PRE_TOKENIZER, SPECIALS, special_id
+from recipes.demo.tokenizer import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    IM_END,
+    PRE_TOKENIZER,
+    SPECIALS,
+    special_id,
+)
 
 DESCRIPTION = (
     "A very small Mixture-of-Experts model that ships with moegguf, so that its cache can be seen at work. "
@@ -36,11 +43,16 @@ LAYER_NAMES = {
     "moe.down_shexp": "ffn_down_shexp.weight",
     "moe.router_shexp": "ffn_gate_inp_shexp.weight",
 }
-TOP_NAMES = {"token_embd": "token_embd.weight", "output_norm.weight": "output_norm.weight", "output": "output.weight"}
+TOP_NAMES = {
+    "token_embd": "token_embd.weight",
+    "output_norm.weight": "output_norm.weight",
+    "output": "output.weight",
+}
 
 
 def gguf_name(name: str) -> str:
-    """Returns the GGUF name of a parameter: layers.3.moe.router becomes blk.3.ffn_gate_inp.weight."""
+    """Returns the GGUF name of a parameter: layers.3.moe.router becomes
+    blk.3.ffn_gate_inp.weight."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, il, rest = name.split(".", 2)
@@ -71,7 +83,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZER)
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if t in SPECIALS else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_types(
+        [
+            gguf.TokenType.CONTROL if t in SPECIALS else gguf.TokenType.NORMAL
+            for t in tokens
+        ]
+    )
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_eos_token_id(special_id(tokenizer, IM_END))
     writer.add_bos_token_id(special_id(tokenizer, END_OF_TEXT))
@@ -80,19 +97,25 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer, name: str = "moegguf demo") -> None:
-    """Writes the trained model as an F32 GGUF file, without rounding. `name` is the model's name in the file."""
+def write_f32(
+    path: Path, model: DemoModel, tokenizer: Tokenizer, name: str = "moegguf demo"
+) -> None:
+    """Writes the trained model as an F32 GGUF file, without rounding. `name` is the
+    model's name in the file."""
     writer = gguf.GGUFWriter(path, "qwen2moe")
     writer.add_name(name)
     writer.add_description(DESCRIPTION)
     writer.add_license(LICENCE)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    # Greedy by default, because a model this small makes more mistakes if tokens are sampled
+    # Greedy by default, because a model this small makes more mistakes if tokens are
+    # sampled
     writer.add_sampling_temp(0.0)
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():
-        writer.add_tensor(gguf_name(name), weight.to(torch.float32).numpy().astype(np.float32))
+        writer.add_tensor(
+            gguf_name(name), weight.to(torch.float32).numpy().astype(np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,11 +123,16 @@ def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer, name: str = "m
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Quantises a file with llama.cpp: the embedding and the output matrix in Q8_0, the other matrices in Q4_0.
-    Routers, norms and biases stay F32. Raises RuntimeError."""
+    """Quantises a file with llama.cpp: the embedding and the output matrix in Q8_0, the
+    other matrices in Q4_0. Routers, norms and biases stay F32. Raises RuntimeError."""
     llama_cpp = library.llama_cpp()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
     params.token_embedding_type = params.output_tensor_type = llama_cpp.GGML_TYPE_Q8_0
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) != 0:
+    if (
+        llama_cpp.llama_model_quantize(
+            str(source).encode(), str(target).encode(), params
+        )
+        != 0
+    ):
         raise RuntimeError(f"llama.cpp could not quantise {source}")

@@ -1,7 +1,8 @@
-"""The demo's network: qwen2moe with a shared expert. The network computes the same function as llama.cpp's
-`src/models/qwen2moe.cpp`.
+"""The demo's network: qwen2moe with a shared expert. The network computes the same
+function as llama.cpp's `src/models/qwen2moe.cpp`.
 
-Matrices have the shape [rows, row length], and experts [n_expert, rows, row length], as in GGUF files.
+Matrices have the shape [rows, row length], and experts [n_expert, rows, row length], as
+in GGUF files.
 """
 
 import math
@@ -15,8 +16,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network, with the names that GGUF uses. With the default sizes, every row length is a multiple of
-    64."""
+    """Sizes of the network, with the names that GGUF uses. With the default sizes,
+    every row length is a multiple of 64."""
 
     n_vocab: int = 4096
     n_layer: int = 6
@@ -38,8 +39,8 @@ class Shape:
 
 
 def matrix(*sizes: int, gain: float = 1.0) -> nn.Parameter:
-    """Returns a random normal matrix. If the elements of an input are independent with mean 0, the output's standard
-    deviation is about `gain` times the input's."""
+    """Returns a random normal matrix. If the elements of an input are independent with
+    mean 0, the output's standard deviation is about `gain` times the input's."""
     return nn.Parameter(torch.randn(*sizes) * (gain / math.sqrt(sizes[-1])))
 
 
@@ -51,13 +52,14 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x (..., size) divided by its root mean square, and multiplied by the gain."""
+        """Returns x (..., size) divided by its root mean square, and multiplied by the
+        gain."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary embedding of GPT-NeoX, in which dimension i forms a pair with dimension i + n_embd_head / 2.
-    x: (B, H, T, n_embd_head)."""
+    """Applies the rotary embedding of GPT-NeoX, in which dimension i forms a pair with
+    dimension i + n_embd_head / 2. x: (B, H, T, n_embd_head)."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -69,31 +71,47 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         kv = shape.n_head_kv * shape.n_embd_head
-        self.q, self.k, self.v = (matrix(n, shape.n_embd) for n in (shape.n_embd, kv, kv))
-        self.q_bias, self.k_bias, self.v_bias = (nn.Parameter(torch.zeros(n)) for n in (shape.n_embd, kv, kv))
-        self.out = matrix(shape.n_embd, shape.n_embd, gain=1 / math.sqrt(2 * shape.n_layer))
+        self.q, self.k, self.v = (
+            matrix(n, shape.n_embd) for n in (shape.n_embd, kv, kv)
+        )
+        self.q_bias, self.k_bias, self.v_bias = (
+            nn.Parameter(torch.zeros(n)) for n in (shape.n_embd, kv, kv)
+        )
+        self.out = matrix(
+            shape.n_embd, shape.n_embd, gain=1 / math.sqrt(2 * shape.n_layer)
+        )
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """Returns the attention's output (B, T, n_embd). x: (B, T, n_embd). mask: (B, 1, T, T), True where a token
-        attends to another token; None: causal attention."""
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
+        """Returns the attention's output (B, T, n_embd). x: (B, T, n_embd). mask: (B,
+        1, T, T), True where a token attends to another token; None: causal
+        attention."""
         n_batch, n_tokens, _ = x.shape
 
         def heads(weight: Tensor, bias: Tensor) -> Tensor:
             return (
-                functional.linear(x, weight, bias).view(n_batch, n_tokens, -1, self.shape.n_embd_head).transpose(1, 2)
+                functional.linear(x, weight, bias)
+                .view(n_batch, n_tokens, -1, self.shape.n_embd_head)
+                .transpose(1, 2)
             )
 
         group = self.shape.n_head // self.shape.n_head_kv
         q = rotate(heads(self.q, self.q_bias), *rope)
         k = rotate(heads(self.k, self.k_bias), *rope).repeat_interleave(group, dim=1)
         v = heads(self.v, self.v_bias).repeat_interleave(group, dim=1)
-        mixed: Tensor = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return functional.linear(mixed.transpose(1, 2).reshape(n_batch, n_tokens, -1), self.out)
+        mixed: Tensor = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        )
+        return functional.linear(
+            mixed.transpose(1, 2).reshape(n_batch, n_tokens, -1), self.out
+        )
 
 
 class MoE(nn.Module):
-    """A mixture of experts. The router's softmax covers all experts. The most probable experts are weighted by their
-    probabilities, which are not renormalised. A gated shared expert is added."""
+    """A mixture of experts. The router's softmax covers all experts. The most probable
+    experts are weighted by their probabilities, which are not renormalised. A gated
+    shared expert is added."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -102,7 +120,9 @@ class MoE(nn.Module):
         self.router = matrix(shape.n_expert, shape.n_embd)
         self.gate_exps = matrix(shape.n_expert, shape.n_ff_exp, shape.n_embd)
         self.up_exps = matrix(shape.n_expert, shape.n_ff_exp, shape.n_embd)
-        self.down_exps = matrix(shape.n_expert, shape.n_embd, shape.n_ff_exp, gain=4 * down_gain)
+        self.down_exps = matrix(
+            shape.n_expert, shape.n_embd, shape.n_ff_exp, gain=4 * down_gain
+        )
         self.gate_shexp = matrix(shape.n_ff_shexp, shape.n_embd)
         self.up_shexp = matrix(shape.n_ff_shexp, shape.n_embd)
         self.down_shexp = matrix(shape.n_embd, shape.n_ff_shexp, gain=down_gain)
@@ -111,26 +131,36 @@ class MoE(nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the mixture's output. Sets `load` (each expert's share of the choices) and `balance_loss` (1: even
-        loads). x: (n_tokens, n_embd)."""
+        """Returns the mixture's output. Sets `load` (each expert's share of the
+        choices) and `balance_loss` (1: even loads). x: (n_tokens, n_embd)."""
         probs = functional.linear(x, self.router).softmax(dim=-1)
         weights, ids = probs.topk(self.shape.n_expert_used, dim=-1)
         counts = torch.bincount(ids.flatten(), minlength=self.shape.n_expert)
         self.load = counts / ids.numel()
         self.balance_loss = self.shape.n_expert * (self.load * probs.mean(dim=0)).sum()
         shared = functional.linear(
-            functional.silu(functional.linear(x, self.gate_shexp)) * functional.linear(x, self.up_shexp),
+            functional.silu(functional.linear(x, self.gate_shexp))
+            * functional.linear(x, self.up_shexp),
             self.down_shexp,
         )
-        return self.experts(x, weights, ids, counts) + shared * (x @ self.router_shexp).sigmoid()[:, None]
+        return (
+            self.experts(x, weights, ids, counts)
+            + shared * (x @ self.router_shexp).sigmoid()[:, None]
+        )
 
-    def experts(self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-        """Sorts the tokens' choices by expert, runs each expert once on its tokens, and adds up the weighted results of
-        each token."""
+    def experts(
+        self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor
+    ) -> Tensor:
+        """Sorts the tokens' choices by expert, runs each expert once on its tokens, and
+        adds up the weighted results of each token."""
         order = ids.flatten().argsort()
         tokens = order // self.shape.n_expert_used
         parts = [
-            functional.linear(functional.silu(functional.linear(rows, gate)) * functional.linear(rows, up), down)
+            functional.linear(
+                functional.silu(functional.linear(rows, gate))
+                * functional.linear(rows, up),
+                down,
+            )
             for rows, gate, up, down in zip(
                 torch.split(x[tokens], counts.tolist()),
                 self.gate_exps.unbind(),
@@ -144,8 +174,8 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer: attention, then the mixture of experts. A norm precedes each of the two, and each output is added to the
-    residual stream."""
+    """A layer: attention, then the mixture of experts. A norm precedes each of the two,
+    and each output is added to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -154,7 +184,9 @@ class Layer(nn.Module):
         self.ffn_norm = RMSNorm(shape.n_embd, shape.norm_eps)
         self.moe = MoE(shape)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
         """Returns the layer's output (B, T, n_embd) for x (B, T, n_embd)."""
         x = x + self.attn(self.attn_norm(x), rope, mask)
         mixed: Tensor = self.moe(self.ffn_norm(x).flatten(0, 1)).view_as(x)
@@ -180,34 +212,47 @@ class DemoModel(nn.Module):
         return angles.cos(), angles.sin()
 
     def forward(
-        self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, wanted: Tensor | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Returns logits (B, T, n_vocab) for ids (B, T).
 
-        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for the n tokens whose logits (n, n_vocab) are
-        returned; None: the logits of all tokens are returned.
+        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for the n
+        tokens whose logits (n, n_vocab) are returned; None: the logits of all tokens
+        are returned.
         """
         x = functional.embedding(ids, self.token_embd)
-        rope = self.rope(torch.arange(ids.shape[1])[None] if positions is None else positions)
+        rope = self.rope(
+            torch.arange(ids.shape[1])[None] if positions is None else positions
+        )
         for layer in self.layers:
             x = layer(x, rope, mask)
-        return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
+        return functional.linear(
+            self.output_norm(x if wanted is None else x[wanted]), self.output
+        )
 
     def mixtures(self) -> list[MoE]:
-        """Returns the MoE modules of all layers, in order. Each has the `load` and the `balance_loss` of its last
-        forward pass."""
+        """Returns the MoE modules of all layers, in order. Each has the `load` and the
+        `balance_loss` of its last forward pass."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
 
 def quantised_on_export(name: str, weight: Tensor) -> bool:
-    """Returns True if the GGUF file stores this weight in Q4_0. All matrices are stored in Q4_0 except routers,
-    embedding and output."""
-    return weight.dim() >= 2 and not name.endswith("router") and name not in ("token_embd", "output")
+    """Returns True if the GGUF file stores this weight in Q4_0. All matrices are stored
+    in Q4_0 except routers, embedding and output."""
+    return (
+        weight.dim() >= 2
+        and not name.endswith("router")
+        and name not in ("token_embd", "output")
+    )
 
 
 def round_q4_0(weight: Tensor) -> Tensor:
-    """Rounds each block of 32 values to values that llama.cpp's Q4_0 can represent. Gradients pass through
-    unchanged."""
+    """Rounds each block of 32 values to values that llama.cpp's Q4_0 can represent.
+    Gradients pass through unchanged."""
     with torch.no_grad():
         blocks = weight.view(-1, 32)
         peak = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))
@@ -219,10 +264,15 @@ def round_q4_0(weight: Tensor) -> Tensor:
 
 
 def with_rounded_weights(model: DemoModel) -> Callable[..., Tensor]:
-    """Returns a function like the model's forward function, but with weights rounded as in the Q4_0 file."""
+    """Returns a function like the model's forward function, but with weights rounded as
+    in the Q4_0 file."""
 
     def forward(*inputs: Tensor | None) -> Tensor:
-        rounded = {n: round_q4_0(p) for n, p in model.named_parameters() if quantised_on_export(n, p)}
+        rounded = {
+            n: round_q4_0(p)
+            for n, p in model.named_parameters()
+            if quantised_on_export(n, p)
+        }
         logits: Tensor = torch.func.functional_call(model, rounded, inputs)
         return logits
 

@@ -1,5 +1,5 @@
-"""The demo's vocabulary: byte-level BPE. Text is first split by the same regular expression as in llama.cpp's
-pre-tokenizer `qwen2`."""
+"""The demo's vocabulary: byte-level BPE. Text is first split by the same regular
+expression as in llama.cpp's pre-tokenizer `qwen2`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +14,17 @@ QWEN2_SPLIT = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8").rstrip("\n")
+CHAT_TEMPLATE = (
+    Path(__file__)
+    .with_name("chat_template.jinja")
+    .read_text(encoding="utf-8")
+    .rstrip("\n")
+)
 
 
 def with_splits(vocabulary: models.BPE) -> Tokenizer:
-    """Returns a byte-level tokenizer with this vocabulary that splits text as llama.cpp's pre-tokenizer `qwen2`
-    does."""
+    """Returns a byte-level tokenizer with this vocabulary that splits text as
+    llama.cpp's pre-tokenizer `qwen2` does."""
     tokenizer = Tokenizer(vocabulary)
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -29,7 +34,8 @@ def with_splits(vocabulary: models.BPE) -> Tokenizer:
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """Returns a tokenizer whose merges are learned from the texts. The special tokens have the ids 0, 1, 2."""
+    """Returns a tokenizer whose merges are learned from the texts. The special tokens
+    have the ids 0, 1, 2."""
     tokenizer = with_splits(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -42,7 +48,8 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """Returns the id of a special token. Raises ValueError if the token is not in the vocabulary."""
+    """Returns the id of a special token. Raises ValueError if the token is not in the
+    vocabulary."""
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the vocabulary has no {token}")
@@ -50,7 +57,8 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def load_or_train(path: Path, texts: Iterable[str]) -> Tokenizer:
-    """Returns the tokenizer saved at `path`. If there is no such file, trains a tokenizer on the texts and saves it."""
+    """Returns the tokenizer saved at `path`. If there is no such file, trains a
+    tokenizer on the texts and saves it."""
     if not path.exists():
         train(texts).save(str(path))
     return Tokenizer.from_file(str(path))

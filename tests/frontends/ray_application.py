@@ -1,5 +1,5 @@
-"""Runs `moegguf.serving.ray:app` on a local Ray. As a program, prints the port once the application is ready, and stops
-Ray when stdin closes."""
+"""Runs `moegguf.serving.ray:app` on a local Ray. As a program, prints the port once the
+application is ready, and stops Ray when stdin closes."""
 
 import json
 import os
@@ -29,7 +29,11 @@ class RayApplication:
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """Returns the processes of a deployment's replicas."""
         title = f"ray::ServeReplica:moegguf:{deployment}"
-        return [each for each in self.process.children(recursive=True) if title in " ".join(command_line(each))]
+        return [
+            each
+            for each in self.process.children(recursive=True)
+            if title in " ".join(command_line(each))
+        ]
 
 
 def command_line(process: psutil.Process) -> list[str]:
@@ -40,14 +44,24 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 @contextmanager
-def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApplication]:
-    """Runs the application with `arguments` in another process, on loopback, and yields it.
+def ray_application(
+    arguments: Mapping[str, Any], home: Path
+) -> Iterator[RayApplication]:
+    """Runs the application with `arguments` in another process, on loopback, and yields
+    it.
 
-    At the end, stops Ray and removes its folder. Fails if a Ray process is still running.
+    At the end, stops Ray and removes its folder. Fails if a Ray process is still
+    running.
     """
-    # Ray's sockets are in this folder. Their paths may be at most 107 bytes long, so the folder is directly below /tmp.
+    # Ray's sockets are in this folder. Their paths may be at most 107 bytes long, so
+    # the folder is directly below /tmp.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    own = {"HOME": str(home), "MOEGGUF_HOME": str(home), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {
+        "HOME": str(home),
+        "MOEGGUF_HOME": str(home),
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(arguments)],
         stdin=subprocess.PIPE,
@@ -64,7 +78,11 @@ def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApp
         assert port, f"Ray has ended with exit code {process.wait(END_S)}"
         yield RayApplication(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
     finally:
-        started.update(psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ())
+        started.update(
+            psutil.Process(process.pid).children(recursive=True)
+            if process.poll() is None
+            else ()
+        )
         process.stdin.close()
         process.stdout.close()
         process.wait(END_S)
@@ -74,16 +92,22 @@ def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApp
 
 
 def main() -> None:
-    """Runs the application until stdin closes. The program's only argument is a JSON object with the application's
-    arguments."""
+    """Runs the application until stdin closes. The program's only argument is a JSON
+    object with the application's arguments."""
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions
 
     from moegguf.serving.ray import app
 
-    said, sys.stdout = sys.stdout, sys.stderr  # stdout is for the port; Ray prints to stderr
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    # stdout is for the port; Ray prints to stderr.
+    said, sys.stdout = sys.stdout, sys.stderr
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+    )
     port = free_port()
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
     serve.run(app(json.loads(sys.argv[1])), name="moegguf", route_prefix="/")

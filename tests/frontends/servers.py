@@ -1,4 +1,5 @@
-"""Starts `moegguf` as a separate process without a terminal, and `moegguf serve` on a free port and offline."""
+"""Starts `moegguf` as a separate process without a terminal, and `moegguf serve` on a
+free port and offline."""
 
 import json
 import os
@@ -23,22 +24,40 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Returns the environment of a command: a few of the caller's variables, `extra`, and a MOEGGUF_HOST at which no
-    server listens.
+    """Returns the environment of a command: a few of the caller's variables, `extra`,
+    and a MOEGGUF_HOST at which no server listens.
 
     The checkout is importable in this environment.
     """
-    names = ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG", "XDG_DATA_HOME", "XDG_CACHE_HOME", "MOEGGUF_CONTEXT_STORE")
+    names = (
+        "PATH",
+        "HOME",
+        "MOEGGUF_LIBRARY",
+        "LANG",
+        "XDG_DATA_HOME",
+        "XDG_CACHE_HOME",
+        "MOEGGUF_CONTEXT_STORE",
+    )
     inherited = {name: value for name, value in os.environ.items() if name in names}
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "MOEGGUF_HOST": "127.0.0.1:9"}
+    own = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "MOEGGUF_HOST": "127.0.0.1:9",
+    }
     return {**inherited, **own, **extra}
 
 
-def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command and returns its exit code, stdout and stderr, read as UTF-8. `extra` is added to its
-    environment."""
+def completed(
+    command: Sequence[str], stdin: str = "", **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command and returns its exit code, stdout and stderr, read as UTF-8.
+    `extra` is added to its environment."""
     return subprocess.run(
-        command, input=stdin, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
+        command,
+        input=stdin,
+        capture_output=True,
+        encoding="utf-8",
+        env=environment(**extra),
+        timeout=120,
     )
 
 
@@ -100,27 +119,46 @@ class Server:
     stderr_lines: list[str]
 
     def loaded(self) -> dict[str, Any]:
-        """Returns {name: entry of /api/ps} for each model in memory. Models that other tests loaded are included."""
+        """Returns {name: entry of /api/ps} for each model in memory. Models that other
+        tests loaded are included."""
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """Returns the lines that the server wrote to stderr after its address. They are complete once the server has
-        exited.
+        """Returns the lines that the server wrote to stderr after its address. They are
+        complete once the server has exited.
         """
         return "".join(self.stderr_lines)
 
     def call(
-        self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str | None = None,
+        timeout: float = 60,
+        **headers: str,
     ) -> Reply:
         """Sends a request, and returns the reply.
 
-        `body` is sent as JSON with the content type of a form, as `curl -d` does. Bytes are sent unchanged.
+        `body` is sent as JSON with the content type of a form, as `curl -d` does. Bytes
+        are sent unchanged.
         """
-        return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
+        return call(
+            f"{self.url}{path}", body, method=method, timeout=timeout, **headers
+        )
 
 
-def call(url: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str) -> Reply:
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+def call(
+    url: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    timeout: float = 60,
+    **headers: str,
+) -> Reply:
+    data = (
+        body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    )
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(url, data, named, method=method)
     try:
@@ -133,22 +171,42 @@ def call(url: str, body: Any = None, *, method: str | None = None, timeout: floa
 
 @contextmanager
 def serving(
-    folder: Path, *arguments: str, models: Mapping[str, Path] | None = None, n_files: int = 1024, **extra: str
+    folder: Path,
+    *arguments: str,
+    models: Mapping[str, Path] | None = None,
+    n_files: int = 1024,
+    **extra: str,
 ) -> Iterator[Server]:
     """Yields a running server, and stops it afterwards.
 
-    The server's files are in `folder`. models: {name: GGUF file}. Each of these files is linked into the server's
-    folder of models. `n_files` limits the server's open files.
+    The server's files are in `folder`. models: {name: GGUF file}. Each of these files
+    is linked into the server's folder of models. `n_files` limits the server's open
+    files.
     """
     home, store = folder / "home", folder / "models"
     for path in (home, store):
         path.mkdir(parents=True, exist_ok=True)
     for name, path in (models or {}).items():
         (store / f"{name}.gguf").symlink_to(path)
-    own = {"MOEGGUF_HOME": str(home), "MOEGGUF_MODELS": str(store), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    own |= {"MOEGGUF_LOG_LEVEL": "warning", "HF_HOME": str(folder / "hub"), "OLLAMA_MODELS": str(folder / "ollama")}
+    own = {
+        "MOEGGUF_HOME": str(home),
+        "MOEGGUF_MODELS": str(store),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    own |= {
+        "MOEGGUF_LOG_LEVEL": "warning",
+        "HF_HOME": str(folder / "hub"),
+        "OLLAMA_MODELS": str(folder / "ollama"),
+    }
     process = subprocess.Popen(
-        ["sh", "-c", f'ulimit -n {n_files}; exec "$@"', "sh", *moegguf_command("serve", "--port", "0", *arguments)],
+        [
+            "sh",
+            "-c",
+            f'ulimit -n {n_files}; exec "$@"',
+            "sh",
+            *moegguf_command("serve", "--port", "0", *arguments),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         encoding="utf-8",
@@ -158,7 +216,9 @@ def serving(
     stderr_lines: list[str] = []
     # Reads continuously, so that a full pipe never blocks the server.
     reader = threading.Thread(
-        target=lambda: stderr_lines.extend(process.stderr or ()), name="server-stderr", daemon=True
+        target=lambda: stderr_lines.extend(process.stderr or ()),
+        name="server-stderr",
+        daemon=True,
     )
     try:
         url = _address(process)

@@ -1,5 +1,5 @@
-"""Tests access control, mostly over a real socket: hosts, origins, API keys and headers. Also tests a port that is in
-use."""
+"""Tests access control, mostly over a real socket: hosts, origins, API keys and
+headers. Also tests a port that is in use."""
 
 import asyncio
 import base64
@@ -23,7 +23,8 @@ EVIL = "https://evil.example"
 
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
-    """A server with an API key. Its settings name the public host 0.0.0.0, but its socket listens on loopback."""
+    """A server with an API key. Its settings name the public host 0.0.0.0, but its
+    socket listens on loopback."""
     host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
     with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
@@ -44,14 +45,23 @@ HOSTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("host", "own"), [(host, own) for own, hosts in HOSTS.items() for host in hosts])
-def test_is_own_host_accepts_only_names_and_addresses_of_this_network(host: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("host", "own"), [(host, own) for own, hosts in HOSTS.items() for host in hosts]
+)
+def test_is_own_host_accepts_only_names_and_addresses_of_this_network(
+    host: str, own: bool
+) -> None:
     assert is_own_host(host) is own
 
 
 def test_origin_pattern_matches_the_whole_origin() -> None:
     pattern = origin_pattern(["http://localhost:*", "app://*", "https://a.example"])
-    for good in ("http://localhost:3000", "app://obsidian.md", "https://a.example", "HTTPS://A.example"):
+    for good in (
+        "http://localhost:3000",
+        "app://obsidian.md",
+        "https://a.example",
+        "HTTPS://A.example",
+    ):
         assert pattern.fullmatch(good)
     for bad in (
         "http://localhost:3000.evil", "http://localhost:", "https://axexample", "https://a.example.evil", "null",
@@ -90,7 +100,9 @@ def test_the_authority_of_a_request_target_overrides_the_host_header(
     url: str, target: str, host: str, status: int
 ) -> None:
     with connected(url) as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(
+            f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+        )
         assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
 
 
@@ -98,10 +110,13 @@ def test_a_post_with_an_absolute_url_requires_the_api_key(guarded: str) -> None:
     body = b'{"model": "demo", "prompt": "a", "stream": false}'
     for key, status in (("wrong", 401), (KEY, 200)):
         head = (
-            f"POST {guarded}/api/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+            f"POST {guarded}/api/generate HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {key}\r\nConnection: close\r\n"
         )
         with connected(guarded) as connection:
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(
+                f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+            )
             assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
 
 
@@ -111,7 +126,9 @@ def test_aliases_of_open_paths_need_no_key(guarded: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example"])
-def test_requests_from_a_foreign_origin_get_a_403_without_cors_headers(url: str, origin: str) -> None:
+def test_requests_from_a_foreign_origin_get_a_403_without_cors_headers(
+    url: str, origin: str
+) -> None:
     for method, path, body in (
         ("GET", "/api/tags", None),
         ("POST", "/api/chat", {"model": "demo"}),
@@ -122,30 +139,48 @@ def test_requests_from_a_foreign_origin_get_a_403_without_cors_headers(url: str,
         assert "access-control-allow-origin" not in reply.headers
 
 
-@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "app://obsidian.md", "tauri://x"])
+@pytest.mark.parametrize(
+    "origin",
+    ["http://localhost:3000", "http://127.0.0.1", "app://obsidian.md", "tauri://x"],
+)
 def test_local_origins_get_cors_headers(url: str, origin: str) -> None:
     reply = call(f"{url}/api/tags", Origin=origin)
-    assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
+    assert (
+        reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
+    )
     asked = {
         "Access_Control_Request_Method": "DELETE",
         "Access_Control_Request_Headers": "authorization, x-stainless-lang",
     }
     reply = call(f"{url}/v1/chat/completions", method="OPTIONS", Origin=origin, **asked)
-    assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
-    assert reply.headers["access-control-allow-headers"] == "authorization, x-stainless-lang"
+    assert (
+        reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
+    )
+    assert (
+        reply.headers["access-control-allow-headers"]
+        == "authorization, x-stainless-lang"
+    )
     assert "DELETE" in reply.headers["access-control-allow-methods"]
 
 
 def test_own_and_configured_origins_are_accepted_on_a_public_host(guarded: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert call(f"{guarded}/api/tags", Origin=guarded, **headers).status == 200
-    assert call(f"{guarded}/api/tags", Origin="https://friend.example", **headers).status == 200
+    assert (
+        call(f"{guarded}/api/tags", Origin="https://friend.example", **headers).status
+        == 200
+    )
     assert call(f"{guarded}/api/tags", Origin=EVIL, **headers).status == 403
 
 
 def test_an_api_key_is_required_except_on_open_paths(guarded: str) -> None:
     for path in ("/api/tags", "/v1/models", "/metrics", "/live", "/props"):
-        for sent in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+        for sent in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": KEY},
+            {"Authorization": f"Basic {KEY}"},
+        ):
             reply = call(f"{guarded}{path}", **sent)
             assert reply.status == 401 and "API key" in str(reply.json["error"])
             assert KEY not in reply.text
@@ -153,7 +188,12 @@ def test_an_api_key_is_required_except_on_open_paths(guarded: str) -> None:
     assert call(f"{guarded}/health").status == 200
     assert call(f"{guarded}/api/tags", Authorization=f"Bearer {KEY}").status == 200
     # A request with the right key may have any Host header.
-    assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
+    assert (
+        call(
+            f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}"
+        ).status
+        == 200
+    )
 
 
 TRUSTING = {"trusted": parse_networks("192.168.1.0/24, fd00::/8"), "loopback": False}
@@ -166,7 +206,8 @@ def status_of(
     added: tuple[bytes, bytes] | None = None,
     **options: Any,
 ) -> int:
-    """Returns the status of the reply to a request from the IP address `client`. `added` is an additional header."""
+    """Returns the status of the reply to a request from the IP address `client`.
+    `added` is an additional header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,9 +216,18 @@ def status_of(
     async def send(message: Message) -> None:
         statuses.append(message.get("status", 0))
 
-    headers = [(b"host", host.encode()), *([(b"authorization", f"Bearer {key}".encode())] if key else [])]
+    headers = [
+        (b"host", host.encode()),
+        *([(b"authorization", f"Bearer {key}".encode())] if key else []),
+    ]
     headers += [added] if added else []
-    scope = {"type": "http", "method": "GET", "path": "/api/tags", "headers": headers, "client": (client, 5)}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/api/tags",
+        "headers": headers,
+        "client": (client, 5),
+    }
     control = AccessControl(application, **{**TRUSTING, **options})
     asyncio.run(control(scope, receive=None, send=send))  # type: ignore[arg-type]
     return statuses[0]
@@ -201,26 +251,46 @@ def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
     manager: FakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     with server_of(manager, api_keys=KEYS) as url, caplog.at_level("INFO", "moegguf"):
-        for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
-            assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
+        for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [
+            {"x_api_key": key} for key in KEYS
+        ]:
+            assert (
+                call(
+                    f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header
+                ).status
+                == 200
+            )
         assert call(f"{url}/api/tags", x_api_key=",".join(KEYS)).status == 401
     ann, bob, *same = (request.owner for request in manager.requests)
     assert same == [ann, bob] and ann != bob and "" not in (ann, bob)
     labels = [line for line in caplog.messages if "/api/generate" in line]
-    assert [line.split(" POST")[0] for line in labels] == [f"127.0.0.1 key {n}" for n in (1, 2, 1, 2)]
+    assert [line.split(" POST")[0] for line in labels] == [
+        f"127.0.0.1 key {n}" for n in (1, 2, 1, 2)
+    ]
     assert not any(key in text for key in KEYS for text in (ann, bob, caplog.text))
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1, 1]), (("--share-contexts",), [0, 1, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), [0, 1, 0, 1, 1]), (("--share-contexts",), [0, 1, 1, 1, 1])],
+)
 def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """Requests in OpenAI's and Anthropic's APIs reuse contexts of their own key from memory and disk. They reuse
-    contexts of other keys only with --share-contexts.
+    """Requests in OpenAI's and Anthropic's APIs reuse contexts of their own key from
+    memory and disk. They reuse contexts of other keys only with --share-contexts.
     """
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
-    body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
-    settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "How are you? " * 100}],
+        "max_tokens": 1,
+    }
+    settings = {
+        "MOEGGUF_API_KEY": "\n".join(KEYS),
+        "MOEGGUF_CONTEXT_STORE": "100MiB",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
     with serving(tmp_path, "--parallel", "2", *arguments, **settings) as server:
 
         def n_reused(key: dict[str, str]) -> int:
@@ -230,18 +300,31 @@ def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
         reused = [n_reused(ann), n_reused(ann)]
         server.call("/api/generate", {"model": "demo", "keep_alive": 0}, **ann)
         reused += [n_reused(bob), n_reused(ann)]
-        reused.append(server.call("/v1/messages", body, **bob).json["usage"]["cache_read_input_tokens"])
+        reused.append(
+            server.call("/v1/messages", body, **bob).json["usage"][
+                "cache_read_input_tokens"
+            ]
+        )
     assert [n > 200 for n in reused] == expected and min(reused) in (0, reused[0])
 
 
-@pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
-def test_live_and_ps_show_a_key_only_its_own_requests(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """Another key's requests change neither a client's map of experts in /live nor its times in /api/ps."""
+@pytest.mark.parametrize(
+    "arguments", [(), ("--share-contexts",)], ids=["apart", "shared"]
+)
+def test_live_and_ps_show_a_key_only_its_own_requests(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Another key's requests change neither a client's map of experts in /live nor its
+    times in /api/ps."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
 
     def ask(server: Server, key: dict[str, str], text: str) -> None:
-        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 24,
+        }
         assert server.call("/v1/chat/completions", body, **key).status == 200
 
     def state(server: Server, key: dict[str, str]) -> bytes:
@@ -253,17 +336,29 @@ def test_live_and_ps_show_a_key_only_its_own_requests(tmp_path: Path, arguments:
         before = state(server, ann)
         assert any(before) and not any(state(server, bob))
         ask(server, bob, "What is an expert?")
-        assert any(state(server, bob)) and state(server, ann) == before, "a key's map stays as its last request left it"
-        last = [server.call("/api/ps", **key).json["models"][0]["moe"]["last_answer"] for key in (ann, bob)]
+        assert any(state(server, bob)) and state(server, ann) == before, (
+            "a key's map stays as its last request left it"
+        )
+        last = [
+            server.call("/api/ps", **key).json["models"][0]["moe"]["last_answer"]
+            for key in (ann, bob)
+        ]
         assert last[0]["eval_duration"] != last[1]["eval_duration"]
 
 
 def test_a_trusted_network_without_keys_refuses_foreign_host_headers() -> None:
-    for host in ("evil.com", "evil.com:11434", "192.168.1.5.evil.com", "evil.com#.local"):
+    for host in (
+        "evil.com",
+        "evil.com:11434",
+        "192.168.1.5.evil.com",
+        "evil.com#.local",
+    ):
         assert status_of("192.168.1.7", host) == 403
     for host in ("192.168.1.5", "box.local:11434", "box", "box:11434", "localhost"):
         assert status_of("192.168.1.7", host) == 200
-    assert status_of("192.168.1.7", "box.lan:11434", origins=("http://box.lan:*",)) == 200
+    assert (
+        status_of("192.168.1.7", "box.lan:11434", origins=("http://box.lan:*",)) == 200
+    )
 
 
 FORWARDED = (
@@ -287,7 +382,10 @@ def test_forwarding_headers_of_a_proxy_remove_trust(name: str) -> None:
     for client in ("127.0.0.1", "192.168.1.7"):
         assert status_of(client, "127.0.0.1:11434", added=added) == 403
         assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,)) == 401
-        assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,), key=KEY) == 200
+        assert (
+            status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,), key=KEY)
+            == 200
+        )
 
 
 def test_usual_client_headers_keep_trust() -> None:
@@ -296,7 +394,9 @@ def test_usual_client_headers_keep_trust() -> None:
         "X-Stainless-Arch", "X-Request-Id", "OpenAI-Organization", "OpenAI-Project", "Anthropic-Version", "Traceparent",
         "Anthropic-Dangerous-Direct-Browser-Access", "X-OpenWebUI-User-Id", "Idempotency-Key", "Priority", "Upgrade",
     ):  # fmt: skip
-        assert status_of("192.168.1.7", added=(name.lower().encode(), b"x")) == 200, name
+        assert status_of("192.168.1.7", added=(name.lower().encode(), b"x")) == 200, (
+            name
+        )
 
 
 BOTH = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -321,14 +421,18 @@ def test_an_ambiguous_body_length_gets_a_400_and_closes_the_connection(
     url: str, caplog: pytest.LogCaptureFixture, name: str, method: bytes
 ) -> None:
     with connected(url) as connection, connection.makefile("rb") as file:
-        connection.sendall(method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN)
+        connection.sendall(
+            method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN
+        )
         answer = file.read()  # reads until the server closes the connection
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
     assert b"\r\nconnection: close\r\n" in answer and b'{"error":' in answer
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_an_invalid_chunk_after_a_reply_closes_the_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_chunk_after_a_reply_closes_the_connection(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(b"POST /api/show HTTP/1.1\r\nHost: localhost\r\n" + BOTH % 5)
         assert b" 400 " in file.readline()

@@ -48,7 +48,9 @@ def test_run_and_estimate_print_the_card_note_unless_quiet_or_on_the_cpu(
 
 
 @pytest.mark.usefixtures("card")
-@pytest.mark.parametrize(("given", "is_said"), [({}, True), ({"placement": "cpu"}, False)])
+@pytest.mark.parametrize(
+    ("given", "is_said"), [({}, True), ({"placement": "cpu"}, False)]
+)
 def test_serve_prints_the_card_note_unless_placed_on_the_cpu(
     capsys: pytest.CaptureFixture[str], given: dict[str, str], is_said: bool
 ) -> None:
@@ -72,11 +74,18 @@ def test_serve_prints_its_address_without_the_native_library(
     assert "listening on" in capsys.readouterr().err
 
 
-def test_doctor_reports_the_card_and_its_note_as_json_fields(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_card_and_its_note_as_json_fields(
+    here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from moegguf.engine import doctor
 
     monkeypatch.setattr(cards, "find_cards", lambda: [Card("NVIDIA", "580.65")])
     monkeypatch.setattr(doctor, "find_cards", cards.find_cards)
     facts = json.loads(here("doctor", "--json").stdout)["cards"]
-    assert facts == {"found": ["NVIDIA 580.65"], "plugins": [], "problems": [], "note": LINE.rstrip("\n")}
+    assert facts == {
+        "found": ["NVIDIA 580.65"],
+        "plugins": [],
+        "problems": [],
+        "note": LINE.rstrip("\n"),
+    }
     assert LINE in here("doctor").stdout

@@ -1,4 +1,5 @@
-"""Tests the chat with a real model, loaded by the chat itself or by a running server."""
+"""Tests the chat with a real model, loaded by the chat itself or by a running
+server."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from moegguf.chat.served import messages_to_server
 from moegguf.models.entry import NamedModel
 
 
-def test_stats_and_experts_commands_print_figures_and_the_residency_map(tmp_path: Path) -> None:
+def test_stats_and_experts_commands_print_figures_and_the_residency_map(
+    tmp_path: Path,
+) -> None:
     with demo_chat(tmp_path, size=(100, 40)) as chat:
         chat.prompt()
         assert re.search(r"^demo:latest: takes [\d.]+MiB, context of 512 tokens, slots for 96 of 192 experts$",
@@ -31,7 +34,9 @@ def test_stats_and_experts_commands_print_figures_and_the_residency_map(tmp_path
             "total duration:", "eval rate:", "time to first token:", "hit rate:", "moved:", "stall:", "since load:",
         ):  # fmt: skip
             assert label in said
-        labels = [line.partition(":")[0] for line in said.splitlines()[1:] if ":" in line]
+        labels = [
+            line.partition(":")[0] for line in said.splitlines()[1:] if ":" in line
+        ]
         assert len(labels) == len(set(labels))
         shown = chat.ask("/experts")
         rows = re.findall(r"^(\d) ([·~░▒▓█+○]{32})$", shown, re.MULTILINE)
@@ -52,8 +57,13 @@ def test_enter_while_the_model_loads_sends_the_message(tmp_path: Path) -> None:
 def test_read_and_set_with_wrong_arguments_name_the_next_step(tmp_path: Path) -> None:
     with demo_chat(tmp_path) as chat:
         chat.prompt()
-        assert "/read cannot read 'no such file' (No such file or directory)" in chat.ask("/read no such file")
-        assert "Unknown setting 'foo'. Type /set for the settings" in chat.ask("/set foo")
+        assert (
+            "/read cannot read 'no such file' (No such file or directory)"
+            in chat.ask("/read no such file")
+        )
+        assert "Unknown setting 'foo'. Type /set for the settings" in chat.ask(
+            "/set foo"
+        )
         assert "/set system <string>" in chat.ask("/set")
         assert max(map(len, chat.ask("/set parameter").splitlines())) < 80
 
@@ -74,10 +84,14 @@ def test_changed_load_parameters_reload_the_local_model(tmp_path: Path) -> None:
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_a_rewritten_model_file_reloads_the_model(tiny: TinyModel, tmp_path: Path) -> None:
+def test_a_rewritten_model_file_reloads_the_model(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
     path = Path(shutil.copy(tiny(), tmp_path / "a.gguf"))
     command = moegguf_command("run", path, "-t", 1, "-c", 256, "-n", 4, "-v")
-    with Terminal(command, environment(MOEGGUF_HOME=str(tmp_path)), columns=110) as chat:
+    with Terminal(
+        command, environment(MOEGGUF_HOME=str(tmp_path)), columns=110
+    ) as chat:
         chat.prompt()
         assert "load duration:" in chat.ask("hello")
         assert "load duration:" not in chat.ask("hello")
@@ -94,11 +108,15 @@ def test_a_killed_worker_is_replaced_for_the_next_message(tmp_path: Path) -> Non
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_load_changes_the_model_and_a_failed_load_keeps_the_old_one(tmp_path: Path, tiny: TinyModel) -> None:
+def test_load_changes_the_model_and_a_failed_load_keeps_the_old_one(
+    tmp_path: Path, tiny: TinyModel
+) -> None:
     with demo_chat(tmp_path, size=(160, 24)) as chat:
         chat.prompt()
         chat.ask(QUESTION)
-        assert "Couldn't find model 'nothing-of-that-name'" in chat.ask("/load nothing-of-that-name")
+        assert "Couldn't find model 'nothing-of-that-name'" in chat.ask(
+            "/load nothing-of-that-name"
+        )
         bad = tmp_path / "bad.gguf"
         bad.write_bytes(b"GGUF no more")
         assert "error: " in chat.ask(f"/load {bad}")
@@ -116,9 +134,14 @@ ENDLESS = '/set format {"type": "string", "minLength": 100000}'
 
 
 def served_chat(
-    server: Server, home: Path, model: str, *arguments: object, size: tuple[int, int] = (110, 40)
+    server: Server,
+    home: Path,
+    model: str,
+    *arguments: object,
+    size: tuple[int, int] = (110, 40),
 ) -> Terminal:
-    """Returns a terminal that runs a chat with a model of `server`. `home` is the chat's MOEGGUF_HOME."""
+    """Returns a terminal that runs a chat with a model of `server`. `home` is the
+    chat's MOEGGUF_HOME."""
     command = moegguf_command("run", model, "--temperature", 0, *arguments)
     names = environment(MOEGGUF_HOME=str(home), MOEGGUF_HOST=server.url)
     return Terminal(command, names, columns=size[0], rows=size[1])
@@ -131,18 +154,24 @@ def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
         terminal.prompt()
         yield terminal
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
-    server.call("/api/delete", {"model": "mine"}, method="DELETE")  # a test may have saved this model
+    # A test may have saved this model.
+    server.call("/api/delete", {"model": "mine"}, method="DELETE")
 
 
 def begin_answer(chat: Terminal) -> None:
-    """Sends a question and waits for the beginning of the answer. The test has set ENDLESS, so the answer is an endless
-    JSON string."""
+    """Sends a question and waits for the beginning of the answer. The test has set
+    ENDLESS, so the answer is an endless JSON string."""
     chat.enter(QUESTION)
     chat.wait(lambda: re.search(r'^"\w', chat.text, re.MULTILINE), "the answer")
 
 
-def test_a_chat_with_a_server_keeps_the_conversation(chat: Terminal, server: Server) -> None:
-    assert re.search(rf"demo:latest: context of [\d,]+ tokens, in the server at {server.url}", chat.text)
+def test_a_chat_with_a_server_keeps_the_conversation(
+    chat: Terminal, server: Server
+) -> None:
+    assert re.search(
+        rf"demo:latest: context of [\d,]+ tokens, in the server at {server.url}",
+        chat.text,
+    )
     assert "demo:latest" in server.loaded()
     chat.ask("/set verbose")
     first = chat.ask(QUESTION)
@@ -170,40 +199,67 @@ def test_ctrl_c_stops_the_answer_in_the_server(chat: Terminal, server: Server) -
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_load_parameters_reload_in_the_server_or_are_refused(chat: Terminal, server: Server) -> None:
+def test_load_parameters_reload_in_the_server_or_are_refused(
+    chat: Terminal, server: Server
+) -> None:
     n_ctx = 2 * server.loaded()["demo:latest"]["context_length"]
     chat.ask(f"/set parameter num_ctx {n_ctx}")
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
     assert server.loaded()["demo:latest"]["context_length"] > n_ctx // 2
     for name in ("num_gpu", "num_batch"):
-        assert f"'{name}' has no effect on a model in a server" in chat.ask(f"/set parameter {name} 1")
+        assert f"'{name}' has no effect on a model in a server" in chat.ask(
+            f"/set parameter {name} 1"
+        )
     assert "did you mean" in chat.ask("/set parameter expert_cache 1")
     chat.ask("/set parameter expert_cache 1KiB")
     assert "error: " in chat.ask(QUESTION)
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_chat_commands_print_facts_of_the_server(chat: Terminal, server: Server) -> None:
+def test_chat_commands_print_facts_of_the_server(
+    chat: Terminal, server: Server
+) -> None:
     assert "qwen" in chat.ask("/show info")
     assert "FROM demo:latest" in chat.ask("/show modelfile")
     assert "<|im_start|>" in chat.ask("/show template")
     shown = chat.ask("/experts")
-    assert "layers down, experts across" in shown and "`moegguf top` shows its experts" in shown.replace("\n", " ")
-    assert "warning: model 'demo:latest' does not support thinking" in chat.ask("/set think")
-    assert "Couldn't find model 'nothing-of-that-name'" in chat.ask("/load nothing-of-that-name")
+    assert (
+        "layers down, experts across" in shown
+        and "`moegguf top` shows its experts" in shown.replace("\n", " ")
+    )
+    assert "warning: model 'demo:latest' does not support thinking" in chat.ask(
+        "/set think"
+    )
+    assert "Couldn't find model 'nothing-of-that-name'" in chat.ask(
+        "/load nothing-of-that-name"
+    )
 
 
 @pytest.mark.parametrize("place", ["here", "in a server"])
-def test_save_stores_a_session_that_load_restores(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    with demo_chat(tmp_path, size=(100, 50)) if place == "here" else nullcontext(request.getfixturevalue("chat")) as it:
+def test_save_stores_a_session_that_load_restores(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with (
+        demo_chat(tmp_path, size=(100, 50))
+        if place == "here"
+        else nullcontext(request.getfixturevalue("chat")) as it
+    ):
         it.prompt()
-        for setting in ("/set system You are brief.", "/set parameter top_k 7", QUESTION):
+        for setting in (
+            "/set system You are brief.",
+            "/set parameter top_k 7",
+            QUESTION,
+        ):
             it.ask(setting)
         assert "Created new model 'mine'" in it.ask("/save mine")
         assert "error: " in it.ask("/save ../evil")
         it.ask("/clear")
-        assert ("Loading model 'mine'" if place == "here" else "in the server at") in it.ask("/load mine")
-        assert re.search(r"Model defined parameters:\n(.*\n)*? +top_k +7", it.ask("/show parameters"))
+        assert (
+            "Loading model 'mine'" if place == "here" else "in the server at"
+        ) in it.ask("/load mine")
+        assert re.search(
+            r"Model defined parameters:\n(.*\n)*? +top_k +7", it.ask("/show parameters")
+        )
         assert "You are brief." in it.ask("/show system")
         assert "mine:latest" in it.ask("/list")
         assert "FROM" in it.ask("/show modelfile")
@@ -211,23 +267,38 @@ def test_save_stores_a_session_that_load_restores(place: str, tmp_path: Path, re
 
 
 def test_a_killed_server_ends_the_answer_but_not_the_chat(tmp_path: Path) -> None:
-    with serving(tmp_path / "server") as server, served_chat(server, tmp_path, "demo") as chat:
+    with (
+        serving(tmp_path / "server") as server,
+        served_chat(server, tmp_path, "demo") as chat,
+    ):
         chat.prompt()
         chat.ask(ENDLESS)
         begin_answer(chat)
         server.process.kill()
-        chat.expect(f"error: lost the connection to the server at {server.url}; check that it is running")
+        chat.expect(
+            f"error: lost the connection to the server at {server.url}; check that it is running"
+        )
         chat.prompt()
-        assert f"error: no server is running at {server.url}" in chat.ask("hello").replace("\n", " ")
+        assert f"error: no server is running at {server.url}" in chat.ask(
+            "hello"
+        ).replace("\n", " ")
         chat.send(control("d"))
         assert chat.exit_code() == 0
 
 
 def test_clear_keeps_the_messages_of_the_model() -> None:
-    own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
-    conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
+    own = (
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Hello."},
+    )
+    conversation = Conversation(
+        NamedModel("a:latest", system="Be brief.", messages=own), system=""
+    )
     conversation.add_user_message("What?")
     asked = messages_to_server(conversation)
-    assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
+    assert asked == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "What?"},
+    ]
     conversation.clear()
     assert conversation.messages == list(own)

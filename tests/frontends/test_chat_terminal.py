@@ -1,4 +1,5 @@
-"""Tests the chat in a terminal with a scripted model: commands, keyboard, screen, Ctrl-C, editor and history."""
+"""Tests the chat in a terminal with a scripted model: commands, keyboard, screen,
+Ctrl-C, editor and history."""
 
 import os
 import re
@@ -40,7 +41,9 @@ def test_triple_quotes_enclose_a_message_of_several_lines(chat: Terminal) -> Non
     assert "[user: messages one\ntwo\nthree]" in chat.text
 
 
-def test_ctrl_j_and_pasted_newlines_begin_lines_and_only_enter_sends(chat: Terminal) -> None:
+def test_ctrl_j_and_pasted_newlines_begin_lines_and_only_enter_sends(
+    chat: Terminal,
+) -> None:
     chat.type("messages a")
     chat.send(control("j"))
     chat.wait(lambda: chat.line == "...", "the second line")
@@ -79,7 +82,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(chat: Terminal) -> None:
     assert chat.exit_code() == 0
 
 
-def test_a_second_ctrl_c_ends_a_chat_with_an_unresponsive_model(chat: Terminal, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_chat_with_an_unresponsive_model(
+    chat: Terminal, tmp_path: Path
+) -> None:
     chat.enter("stubborn mule")
     chat.expect("mule mule")
     chat.send(control("c"))
@@ -103,10 +108,14 @@ def test_ctrl_c_during_a_load_ends_the_worker_but_not_the_chat(tmp_path: Path) -
         assert psutil.Process(chat.child.pid).children() == []
         go.touch()
         assert "\nworld" in chat.ask("world")
-        assert "[user: world] [assistant: world]" in chat.ask("messages").replace("\n", " ")
+        assert "[user: world] [assistant: world]" in chat.ask("messages").replace(
+            "\n", " "
+        )
 
 
-def test_ctrl_c_during_the_load_of_run_ends_the_command_and_its_worker(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_load_of_run_ends_the_command_and_its_worker(
+    tmp_path: Path,
+) -> None:
     with echo_chat(tmp_path, "hello", FAKE_WORKER_WAIT=str(tmp_path / "go")) as command:
         command.expect("starting a worker")
         (worker,) = psutil.Process(command.child.pid).children()
@@ -116,7 +125,9 @@ def test_ctrl_c_during_the_load_of_run_ends_the_command_and_its_worker(tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     words = f"trap : TERM HUP; stty -a; {SMALL_ECHO}; echo code $?; stty -a"
     names = environment(MOEGGUF_HOME=str(tmp_path))
     with Terminal(["/bin/sh", "-c", words], names) as chat:
@@ -126,7 +137,10 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
         chat.expect(f"code {128 + number}")
         chat.exit_code()
         before, after = chat.text.split("code")
-        modes = [set(re.findall(r"-?(?:icanon|echo|icrnl|isig)\b", part)) for part in (before, after)]
+        modes = [
+            set(re.findall(r"-?(?:icanon|echo|icrnl|isig)\b", part))
+            for part in (before, after)
+        ]
         assert modes[0] == modes[1] and "icanon" in modes[1]
 
 
@@ -156,7 +170,8 @@ def test_ctrl_g_opens_the_editor_on_the_message(tmp_path: Path) -> None:
 
 def test_ctrl_z_suspends_and_fg_resumes(tmp_path: Path) -> None:
     with Terminal(
-        ["/bin/bash", "--norc", "--noediting", "-i"], environment(MOEGGUF_HOME=str(tmp_path), PS1="$ ")
+        ["/bin/bash", "--norc", "--noediting", "-i"],
+        environment(MOEGGUF_HOME=str(tmp_path), PS1="$ "),
     ) as shell:
         shell.wait(lambda: shell.line.startswith("$"), "the shell")
         shell.send(SMALL_ECHO + ENTER)
@@ -196,7 +211,13 @@ def test_history_is_appended_privately_except_after_nohistory(tmp_path: Path) ->
         chat.enter("/bye")
         assert chat.exit_code() == 0
     entries = history(tmp_path)
-    assert entries == [*(f"message {n}" for n in range(150)), "new", "/set nohistory", "known", "/bye"]
+    assert entries == [
+        *(f"message {n}" for n in range(150)),
+        "new",
+        "/set nohistory",
+        "known",
+        "/bye",
+    ]
     assert stat.S_IMODE((tmp_path / "history").stat().st_mode) == 0o600
 
 
@@ -216,13 +237,18 @@ def test_nowordwrap_leaves_wrapping_to_the_terminal(tmp_path: Path) -> None:
     with echo_chat(tmp_path, "--nowordwrap", size=(40, 24)) as chat:
         chat.prompt()
         chat.send(LONG + ENTER)
-        chat.wait(lambda: f"\n{LONG[:40].rstrip()}\n{LONG[40:]}" in chat.text, "an unbroken answer")
+        chat.wait(
+            lambda: f"\n{LONG[:40].rstrip()}\n{LONG[40:]}" in chat.text,
+            "an unbroken answer",
+        )
         chat.prompt()
 
 
 def test_thinking_is_coloured_and_separated_from_the_answer(chat: Terminal) -> None:
     said = chat.ask("think: deep thought|the answer")
-    assert re.search(r"Thinking\.\.\.\ndeep thought\n\.\.\.done thinking\.\n\nthe answer", said)
+    assert re.search(
+        r"Thinking\.\.\.\ndeep thought\n\.\.\.done thinking\.\n\nthe answer", said
+    )
     assert chat.colour_of("...done") != "default"
     chat.ask("/set nowordwrap")
     assert "42" in chat.ask("think: hmm|42")
@@ -236,7 +262,9 @@ def test_no_color_disables_colours(tmp_path: Path) -> None:
         assert not re.search(rb"\x1b\[[0-9;]*\b(3[0-7]|9[0-7]|38;5;\d+)m", chat.raw)
 
 
-def test_control_characters_of_a_model_do_not_reach_the_terminal(chat: Terminal) -> None:
+def test_control_characters_of_a_model_do_not_reach_the_terminal(
+    chat: Terminal,
+) -> None:
     chat.paste("a\x1b[31mb\x07c")
     chat.send(ENTER)
     chat.expect("a␛[31mb␇c")
@@ -269,7 +297,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(home: Path) -> Iterator[Terminal]:
-    """One chat, 160 columns wide, for all tests with this fixture; each test undoes its changes to the settings."""
+    """One chat, 160 columns wide, for all tests with this fixture; each test undoes its
+    changes to the settings."""
     with echo_chat(home, size=(160, 60)) as terminal:
         terminal.prompt()
         yield terminal
@@ -303,15 +332,23 @@ def shared(home: Path) -> Iterator[Terminal]:
     ),
     ("/set parameter top_p 7", "Couldn't set parameter: top_p must be from 0 to 1, but is 7"),
 ])  # fmt: skip
-def test_each_chat_command_prints_its_text(shared: Terminal, command: str, words: str) -> None:
+def test_each_chat_command_prints_its_text(
+    shared: Terminal, command: str, words: str
+) -> None:
     assert words in shared.ask(command)
     assert "Traceback" not in shared.text
 
 
 def test_set_parameter_applies_to_the_next_answer(shared: Terminal) -> None:
-    assert "Set parameter 'temperature' to '0.25'" in shared.ask("/set parameter temperature 0.25")
-    assert "Set parameter 'temperature' to '.25'" in shared.ask("/set parameter temperature .25")
-    assert "Set parameter 'stop' to 'one, two three'" in shared.ask('/set parameter stop one "two three"')
+    assert "Set parameter 'temperature' to '0.25'" in shared.ask(
+        "/set parameter temperature 0.25"
+    )
+    assert "Set parameter 'temperature' to '.25'" in shared.ask(
+        "/set parameter temperature .25"
+    )
+    assert "Set parameter 'stop' to 'one, two three'" in shared.ask(
+        '/set parameter stop one "two three"'
+    )
     said = shared.ask("settings").replace("\n", " ")
     assert "temperature=0.25" in said
     assert "stop=['one', 'two three']" in said
@@ -323,7 +360,9 @@ def test_set_parameter_applies_to_the_next_answer(shared: Terminal) -> None:
 def test_set_turns_modes_on_and_off(shared: Terminal) -> None:
     assert "Set format to 'json' mode." in shared.ask("/set format json")
     assert "format=json" in shared.ask("settings").replace("\n", " ")
-    assert "Set format to a JSON schema." in shared.ask('/set format {"type": "object"}')
+    assert "Set format to a JSON schema." in shared.ask(
+        '/set format {"type": "object"}'
+    )
     assert "format={'type': 'object'}" in shared.ask("settings").replace("\n", " ")
     assert "Disabled format." in shared.ask("/set noformat")
     assert "Set 'nothink' mode." in shared.ask("/set nothink")
@@ -348,18 +387,25 @@ def test_clear_drops_messages_and_keeps_the_system_message(shared: Terminal) -> 
     shared.prompt()
     assert "Be\nbriefer." in shared.ask("/show system")
     shared.ask('/set system """"""')
-    assert "No system message was specified for this model." in shared.ask("/show system")
+    assert "No system message was specified for this model." in shared.ask(
+        "/show system"
+    )
     shared.ask("/clear")
 
 
-def test_read_puts_a_file_before_the_next_message(shared: Terminal, tmp_path: Path) -> None:
+def test_read_puts_a_file_before_the_next_message(
+    shared: Terminal, tmp_path: Path
+) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("first line\nsecond line\n")
-    assert f"Read '{file}' (22 characters); it goes before your next message." in shared.ask(f"/read {file}").replace(
-        "\n", ""
+    assert (
+        f"Read '{file}' (22 characters); it goes before your next message."
+        in shared.ask(f"/read {file}").replace("\n", "")
     )
     shared.ask("and now?")
-    assert "[user: first line second line  and now?]" in shared.ask("messages").replace("\n", " ")
+    assert "[user: first line second line  and now?]" in shared.ask("messages").replace(
+        "\n", " "
+    )
     file.write_text("café", "utf-16")
     shared.ask(f"/read {file}")
     shared.ask("and this?")
@@ -374,17 +420,24 @@ def test_regen_answers_the_last_message_again(shared: Terminal) -> None:
     assert "There is no message to answer again." in shared.ask("/regen")
     shared.ask("the same")
     assert shared.ask("/regen").startswith(">>> /regen\nthe same")
-    assert "[user: the same] [assistant: the same] [user: messages]" in shared.ask("messages").replace("\n", " ")
+    assert "[user: the same] [assistant: the same] [user: messages]" in shared.ask(
+        "messages"
+    ).replace("\n", " ")
     shared.ask("/clear")
 
 
 def test_errors_do_not_end_the_chat(shared: Terminal) -> None:
     shared.ask("/clear")
     assert "error: as scripted" in shared.ask("fail ContextError")
-    assert "error: ZeroDivisionError: as scripted" in shared.ask("fail ZeroDivisionError")
+    assert "error: ZeroDivisionError: as scripted" in shared.ask(
+        "fail ZeroDivisionError"
+    )
     said = shared.ask("fail ExpertIOError half")
     assert "half" in said and "error: as scripted" in said
-    assert "[user: fail ExpertIOError half] [assistant: half] [user: messages]" in shared.ask("messages")
+    assert (
+        "[user: fail ExpertIOError half] [assistant: half] [user: messages]"
+        in shared.ask("messages")
+    )
     assert "prompt cut: 3 messages left out" in shared.ask("cut")
     shared.ask("/clear")
 

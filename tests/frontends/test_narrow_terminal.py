@@ -1,4 +1,5 @@
-"""Tests tables and an error on a narrow terminal: no model's name is cut off, and lines break between words."""
+"""Tests tables and an error on a narrow terminal: no model's name is cut off, and lines
+break between words."""
 
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from moegguf.terminal.tables import print_columns
 
 
 def shown(home: Path, *arguments: object, columns: int = 80) -> list[str]:
-    """Runs a command on a terminal. Returns the lines that the terminal shows when the command has finished."""
+    """Runs a command on a terminal. Returns the lines that the terminal shows when the
+    command has finished."""
     command = moegguf_command(*arguments)
-    with Terminal(command, environment(MOEGGUF_HOME=str(home)), columns=columns, rows=60) as terminal:
+    with Terminal(
+        command, environment(MOEGGUF_HOME=str(home)), columns=columns, rows=60
+    ) as terminal:
         assert terminal.exit_code() == 0
         return terminal.text.splitlines()
 
@@ -34,13 +38,19 @@ def test_list_at_20_columns_keeps_the_name(tmp_path: Path) -> None:
     assert demo.split()[0] == "demo:latest"
 
 
-def test_print_columns_into_a_pipe_drops_no_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_columns_into_a_pipe_drops_no_column(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_columns(("NAME", "WIDE"), [("a", "b" * 120)], drop=("WIDE",))
     assert capsys.readouterr().out == f"NAME    WIDE\na       {'b' * 120}\n"
 
 
 def model(name: str, size_bytes: int, tokens_per_s: float | None) -> dict[str, object]:
-    return {"name": name, "size_bytes": size_bytes, "tokens_per_s": tokens_per_s and [tokens_per_s / 2, tokens_per_s]}
+    return {
+        "name": name,
+        "size_bytes": size_bytes,
+        "tokens_per_s": tokens_per_s and [tokens_per_s / 2, tokens_per_s],
+    }
 
 
 def test_best_fit_is_the_largest_model_at_reading_speed_or_the_fastest() -> None:
@@ -57,7 +67,9 @@ def test_best_fit_is_the_largest_model_at_reading_speed_or_the_fastest() -> None
 
 def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path) -> None:
     command = moegguf_command("run", "nothing-like-this", "hi")
-    with Terminal(command, environment(MOEGGUF_HOME=str(tmp_path)), columns=60, rows=20) as terminal:
+    with Terminal(
+        command, environment(MOEGGUF_HOME=str(tmp_path)), columns=60, rows=20
+    ) as terminal:
         assert terminal.exit_code() == 1
         lines = terminal.text.splitlines()
     assert lines[0] == "error: there is no model named 'nothing-like-this'; models"

@@ -1,8 +1,8 @@
 """Tests the page in a browser.
 
-The first tests use a real server with the demo model: streaming, the map of experts, the panel, and a phone-sized
-screen. The later tests use a fake manager: rendering Markdown and formulas, hostile text, and text that is still
-growing.
+The first tests use a real server with the demo model: streaming, the map of experts,
+the panel, and a phone-sized screen. The later tests use a fake manager: rendering
+Markdown and formulas, hostile text, and text that is still growing.
 """
 
 import json
@@ -17,12 +17,16 @@ from servers import Server, serving
 
 from moegguf.models.catalog import demo_path
 
-# A JavaScript expression that is true if the panel shows a quarter of the experts (48 of 192) as resident.
-RESIDENT = "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
+# A JavaScript expression that is true if the panel shows a quarter of the experts (48
+# of 192) as resident.
+RESIDENT = (
+    "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
+)
 PHONE, SMALLEST = {"width": 390, "height": 844}, {"width": 360, "height": 640}
 
-# A JavaScript function that counts the map's grey pixels (`grey`: resident experts) and strongly coloured pixels
-# (`hot`: experts just used or read). `sum` is a checksum of all pixels. All are 0 while the map is hidden.
+# A JavaScript function that counts the map's grey pixels (`grey`: resident experts) and
+# strongly coloured pixels (`hot`: experts just used or read). `sum` is a checksum of
+# all pixels. All are 0 while the map is hidden.
 COUNT_PIXELS = """() => {
   const canvas = document.getElementById("map"), counts = { grey: 0, hot: 0, sum: 0 };
   if (canvas.hidden) return counts;
@@ -41,16 +45,26 @@ COUNT_PIXELS = """() => {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yields a real server with slots for a quarter of the demo model's experts.
 
-    The model uses one compute thread: several threads would wait for each other while the browser uses the CPU.
+    The model uses one compute thread: several threads would wait for each other while
+    the browser uses the CPU.
     """
     with serving(tmp_path_factory.mktemp("page"), "--expert-cache", "25%") as server:
-        load = {"model": "demo", "messages": [], "options": {"num_thread": 1}, "keep_alive": -1}
+        load = {
+            "model": "demo",
+            "messages": [],
+            "options": {"num_thread": 1},
+            "keep_alive": -1,
+        }
         assert server.call("/api/chat", load).json["done_reason"] == "load"
         yield server
 
 
 def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> None:
-    page = look(server.url, reduced_motion="no-preference", expected="Canvas2D: Multiple readback")
+    page = look(
+        server.url,
+        reduced_motion="no-preference",
+        expected="Canvas2D: Multiple readback",
+    )
     ready(page)
     page.evaluate("""() => {
       window.seen = [];
@@ -63,26 +77,38 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().hot > 50")
     ended(page)
     seen = page.evaluate("window.seen")
-    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # the text grew in several steps
-    assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", page.inner_text(".statistics").replace("\xa0", " "))
+    # The text grew in several steps.
+    assert len(seen) > 2 and seen[-1].startswith(seen[0])
+    assert re.search(
+        r"\d+ tokens · [\d.,]+ tokens/s",
+        page.inner_text(".statistics").replace("\xa0", " "),
+    )
     until(page, f"({COUNT_PIXELS})().hot === 0")
     idle = page.evaluate(COUNT_PIXELS)
     assert idle["grey"] > 1000
     until(page, RESIDENT)
     for name in ("hit", "bytes"):
         assert re.match(r"[\d.,]+", page.inner_text(f"#{name}-value"))
-        assert re.match(r"\d+,[\d.]+", page.get_attribute(f"#{name}-chart polyline >> nth=0", "points"))
+        assert re.match(
+            r"\d+,[\d.]+",
+            page.get_attribute(f"#{name}-chart polyline >> nth=0", "points"),
+        )
     answered(page, "What is a mixture of experts?")
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
-def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Look) -> None:
+def test_the_panel_shows_the_figures_of_the_last_answer(
+    server: Server, look: Look
+) -> None:
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
     for question in ("What does moegguf do?", "What is a mixture of experts?"):
         answered(page, question)
         told = page.inner_text(".statistics >> nth=-1").replace("\xa0", " ")
-        for name, pattern in (("hit", r"hit rate (\S+ %)"), ("bytes", r"([\d.,]+ \S+) read per token")):
+        for name, pattern in (
+            ("hit", r"hit rate (\S+ %)"),
+            ("bytes", r"([\d.,]+ \S+) read per token"),
+        ):
             found = re.search(pattern, told)
             assert found, told
             shown = f"document.getElementById('{name}-value').textContent"
@@ -93,14 +119,19 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         rate = last["eval_count"] / last["eval_duration"] * 1e9
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
-        until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    # The heading is visible only once, in the panel. The table of tiers, which is hidden, has the same heading.
+        until(
+            page, f"document.getElementById('speed-value').textContent === '{speed}t/s'"
+        )
+    # The heading is visible only once, in the panel. The table of tiers, which is
+    # hidden, has the same heading.
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
 
 
-def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, look: Look) -> None:
+def test_the_budget_slider_changes_expert_memory_and_the_map(
+    server: Server, look: Look
+) -> None:
     page = look(server.url, expected="status of 400")
     page.wait_for_selector("#ram-budget")
     assert page.inner_text("#ram-budget-value") == "48 of 192 experts, 2.65 MB"
@@ -116,35 +147,58 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     assert page.input_value("#ram-budget") == "24"
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#resident >> text='23 of 192 in memory, 1.27 MB'")
-    assert page.inner_text("#budget-note") == ""  # the note about the refused budget is gone
-    server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # another client changes the budget
+    # The note about the refused budget is gone.
+    assert page.inner_text("#budget-note") == ""
+    # Another client changes the budget.
+    server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")
     until(page, "document.getElementById('ram-budget').value === '48'")
     labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
     assert re.fullmatch(r"[125]0{0,2} [kM]B", labels[0]) and labels[1] == "0"
 
 
-def test_a_copied_name_of_a_loaded_model_shows_its_figures(server: Server, look: Look) -> None:
+def test_a_copied_name_of_a_loaded_model_shows_its_figures(
+    server: Server, look: Look
+) -> None:
     server.call("/api/copy", {"source": "demo", "destination": "mine"})
-    server.call("/api/chat", {"model": "mine", "messages": [], "options": {"num_thread": 1}})
+    server.call(
+        "/api/chat", {"model": "mine", "messages": [], "options": {"num_thread": 1}}
+    )
     page = look(server.url)
     ready(page)
     for name in ("demo:latest", "mine:latest"):
         page.select_option("#model", name)
-        until(page, "document.getElementById('ram-budget-value').textContent === '48 of 192 experts, 2.65 MB'")
+        until(
+            page,
+            "document.getElementById('ram-budget-value').textContent === '48 of 192 experts, 2.65 MB'",
+        )
     server.call("/api/delete", {"model": "mine"}, method="DELETE")
 
 
-def test_the_panel_shows_tiers_and_staging_only_with_vram_layers(server: Server, look: Look) -> None:
+def test_the_panel_shows_tiers_and_staging_only_with_vram_layers(
+    server: Server, look: Look
+) -> None:
     snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
     tier = {"device": "GPU0", "lookups": 10, "hits_ready": 9, "hits_late": 0, "misses": 1, "evictions": 7,
             "bytes_missed": 3_000_000, "bytes_prefetched": 0, "stall_s": 0.5, "slots_used": 47,
             "n_slots": 48}  # fmt: skip
-    stats = {**snapshot["stats"], "tiers": [{"name": "VRAM", **tier}, {"name": "RAM", **tier, "hits_ready": 0}]}
-    stats |= {"staging_bytes": 6_000_000, "bytes_staged": 9_000_000, "staging_overlap": 0.93}
+    stats = {
+        **snapshot["stats"],
+        "tiers": [{"name": "VRAM", **tier}, {"name": "RAM", **tier, "hits_ready": 0}],
+    }
+    stats |= {
+        "staging_bytes": 6_000_000,
+        "bytes_staged": 9_000_000,
+        "staging_overlap": 0.93,
+    }
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
     assert page.is_hidden("#tiers") and page.is_hidden("#staging")
-    page.route("**/live?*", lambda route: route.fulfill(body=json.dumps({**snapshot, "stats": stats}) + "\n"))
+    page.route(
+        "**/live?*",
+        lambda route: route.fulfill(
+            body=json.dumps({**snapshot, "stats": stats}) + "\n"
+        ),
+    )
     page.reload()
     page.wait_for_selector("#staging:visible")
     rows = page.locator("#tiers tbody tr").all_inner_texts()
@@ -152,15 +206,23 @@ def test_the_panel_shows_tiers_and_staging_only_with_vram_layers(server: Server,
         ["VRAM", "47 of 48", "90.0 %", "3.00 MB", "7", "500 ms"],
         ["RAM", "47 of 48", "0.0 %", "3.00 MB", "7", "500 ms"],
     ]
-    assert page.inner_text("#staging") == "Prompts staged: 9.00 MB through 6.00 MB, 93.0 % of the time while computing"
+    assert (
+        page.inner_text("#staging")
+        == "Prompts staged: 9.00 MB through 6.00 MB, 93.0 % of the time while computing"
+    )
 
 
-def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look: Look) -> None:
+def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(
+    server: Server, look: Look
+) -> None:
     page = look(server.url)
     answered(page, "What is the hit rate?")
     box = page.locator("#map").bounding_box()
     page.mouse.move(box["x"] + 40, box["y"] + 10)
-    assert re.fullmatch(r"Layer 0, expert 0: .*, used \d+×, fetched \d+× while you watch", page.inner_text("#cell"))
+    assert re.fullmatch(
+        r"Layer 0, expert 0: .*, used \d+×, fetched \d+× while you watch",
+        page.inner_text("#cell"),
+    )
     page.focus("#map")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
@@ -168,7 +230,9 @@ def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look
 
 
 @pytest.mark.parametrize("viewport", [PHONE, SMALLEST], ids=["phone", "smallest"])
-def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: dict[str, int]) -> None:
+def test_no_element_overflows_on_a_phone(
+    server: Server, look: Look, viewport: dict[str, int]
+) -> None:
     page = look(server.url, viewport=viewport, has_touch=True, device_scale_factor=3)
     answered(page, "What does moegguf do? " + "AnUnusuallyLongWordWithoutAnySpaces" * 5)
     wide = """() => [...document.querySelectorAll("body *:not(.unseen):not(option)")].filter((element) => {
@@ -176,23 +240,33 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
       return width && element.checkVisibility() && (left < -0.5 || right > innerWidth + 0.5);
     }).map((element) => element.outerHTML.slice(0, 80))"""
     assert page.evaluate(wide) == []
-    assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
+    assert (
+        not page.is_visible("#map")
+        and page.get_attribute("#fold", "aria-expanded") == "false"
+    )
     until(page, RESIDENT)
     title = page.locator(".panel h2").bounding_box()
-    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # a tap on the panel's title opens the map
+    # A tap on the panel's title opens the map.
+    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)
     page.wait_for_selector("#map")
     assert page.evaluate(wide) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    map_box, message_box = (page.locator(name).bounding_box() for name in ("#map", "#message"))
+    map_box, message_box = (
+        page.locator(name).bounding_box() for name in ("#map", "#message")
+    )
     assert map_box["y"] + map_box["height"] < message_box["y"]
     assert message_box["y"] + message_box["height"] <= viewport["height"]
     page.reload()
     page.wait_for_selector("#map")  # the map is open again after a reload
     page.tap("#fold")
-    assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
+    assert (
+        not page.is_visible("#map")
+        and page.get_attribute("#fold", "aria-expanded") == "false"
+    )
 
 
-# A JavaScript function that renders `text` as Markdown while it grows by n characters at a time, or all at once if n is
+# A JavaScript function that renders `text` as Markdown while it grows by n characters
+# at a time, or all at once if n is
 # 0. Returns the final HTML, and the HTML of elements that were removed from the page while the text grew.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
@@ -220,8 +294,12 @@ SHOW = """async ([text, n]) => {
 
 @pytest.fixture(scope="module")
 def page(chromium: Any) -> Iterator[Any]:
-    """Yields a page that all Markdown tests of this file share. The tests replace only the contents of `#log`."""
-    with server_of(FakeManager(FakeCatalog(entry_of(demo_path())))) as url, looking(chromium) as look:
+    """Yields a page that all Markdown tests of this file share. The tests replace only
+    the contents of `#log`."""
+    with (
+        server_of(FakeManager(FakeCatalog(entry_of(demo_path())))) as url,
+        looking(chromium) as look,
+    ):
         yield look(url)
 
 
@@ -254,7 +332,10 @@ CASES = {
         '<table><thead><tr><th>a</th><th style="text-align: right;">b</th></tr></thead>'
         '<tbody><tr><td><code>1</code> |</td><td style="text-align: right;"><em>2</em></td></tr></tbody></table>',
     ),
-    "a picture is its description": ("![a **cat**](https://a.example/cat.png)", "<p>a <strong>cat</strong></p>"),
+    "a picture is its description": (
+        "![a **cat**](https://a.example/cat.png)",
+        "<p>a <strong>cat</strong></p>",
+    ),
     "a task list": (
         "- [x] **a**\n- [ ] b\n- [y] c",
         '<ul><li class="task"><input type="checkbox" disabled="" aria-label="Done"><strong>a</strong></li>'
@@ -291,14 +372,29 @@ ALLOWED = "p br a strong em s h3 h4 ul ol li hr blockquote table thead tbody tr 
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("piece", [0, 1])
-def test_hostile_text_runs_no_script_and_makes_allowed_elements_only(page: Any, case: str, piece: int) -> None:
+def test_hostile_text_runs_no_script_and_makes_allowed_elements_only(
+    page: Any, case: str, piece: int
+) -> None:
     html = shown(page, HOSTILE[case], piece)
     assert page.evaluate("window.hacked") is None
     assert set(re.findall(r"<(\w+)", html)) <= set(ALLOWED)
     names = re.findall(r'\s([\w-]+)="', " ".join(re.findall(r"<\w[^>]*>", html)))
-    assert set(names) <= {"href", "title", "target", "rel", "start", "style", "class", "type", "tabindex"}
+    assert set(names) <= {
+        "href",
+        "title",
+        "target",
+        "rel",
+        "start",
+        "style",
+        "class",
+        "type",
+        "tabindex",
+    }
     for tag in re.findall(r"<a[^>]*>", html):
-        assert re.match(r'<a href="(https?://|mailto:)', tag) and 'target="_blank" rel="noopener noreferrer"' in tag
+        assert (
+            re.match(r'<a href="(https?://|mailto:)', tag)
+            and 'target="_blank" rel="noopener noreferrer"' in tag
+        )
 
 
 SOURCES = """([text, n]) => {
@@ -309,9 +405,16 @@ FORMULAS = {
     "$a$, \\(b_1\\), and $$c$$": [["a", False], ["b_1", False], ["c", True]],
     "$$\na\n= b\n- c\n$$\n\n\\[\nx\n\\]": [["\na\n= b\n- c\n", True], ["\nx\n", True]],
     "text\n\\[ x \\]\ntext": [[" x ", True]],
-    "- one\n  $$\n  + x\n  $$\n> $y_1$ **$z$**": [["\n+ x\n", True], ["y_1", False], ["z", False]],
+    "- one\n  $$\n  + x\n  $$\n> $y_1$ **$z$**": [
+        ["\n+ x\n", True],
+        ["y_1", False],
+        ["z", False],
+    ],
     "It costs $5 and $6, $n$ times.": [["n", False]],
-    "$\\frac{a$ and $\\text{for all } x$": [["$\\frac{a$", False], ["\\text{for all } x", False]],
+    "$\\frac{a$ and $\\text{for all } x$": [
+        ["$\\frac{a$", False],
+        ["\\text{for all } x", False],
+    ],
     "the $n$th and the $k$-means": [["n", False], ["k", False]],
     "$a * b * c$ and $d_1 e_2 f_3$": [["a * b * c", False], ["d_1 e_2 f_3", False]],
 }
@@ -347,7 +450,9 @@ HOSTILE_FORMULAS = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_FORMULAS)
-def test_hostile_formulas_run_no_script_and_load_no_address(page: Any, text: str) -> None:
+def test_hostile_formulas_run_no_script_and_load_no_address(
+    page: Any, text: str
+) -> None:
     html = shown(page, text)
     assert page.evaluate("window.hacked") is None
     assert not re.findall(r"<(a|img|script|iframe|style|link|object|form)\b", html)

@@ -1,7 +1,8 @@
 """Tests conversations on the page, with scripted answers.
 
-The browser stores the conversations. Tests cover versions of a message, settings, pictures, tools, the choice of a
-model, stopping, errors, and the API key. They also cover the keyboard, colours, and the accessibility checker axe.
+The browser stores the conversations. Tests cover versions of a message, settings,
+pictures, tools, the choice of a model, stopping, errors, and the API key. They also
+cover the keyboard, colours, and the accessibility checker axe.
 """
 
 import asyncio
@@ -27,10 +28,14 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 def manager(projector: Callable[..., Path]) -> FakeManager:
     """Returns a fake manager that answers "Yes." until a test sets another script.
 
-    Its models are `demo`, `able` (its template has tools and thinking) and `see` (reads pictures).
+    Its models are `demo`, `able` (its template has tools and thinking) and `see` (reads
+    pictures).
     """
     path = demo_path()
-    able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
+    able, see = (
+        entry_of(path, "able:latest", template=TEMPLATE),
+        entry_of(path, "see:latest", mmproj=projector("mlp")),
+    )
     return FakeManager(FakeCatalog(entry_of(path), able, see), texts("Yes."))
 
 
@@ -43,7 +48,9 @@ def said(manager: FakeManager) -> list[str]:
     return [str(message["content"]) for message in manager.requests[-1].messages or ()]
 
 
-def test_conversations_are_stored_in_the_browser_and_listed(manager: FakeManager, url: str, look: Look) -> None:
+def test_conversations_are_stored_in_the_browser_and_listed(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     answered(page, "First question")
     page.click("#new")
@@ -51,7 +58,10 @@ def test_conversations_are_stored_in_the_browser_and_listed(manager: FakeManager
     assert page.title() == "Second question – moegguf"
     page.click("#open-list")
     page.wait_for_selector("#list a >> nth=1")
-    assert page.locator("#list a").all_inner_texts() == ["Second question", "First question"]
+    assert page.locator("#list a").all_inner_texts() == [
+        "Second question",
+        "First question",
+    ]
     page.click("#list a >> nth=1")
     page.wait_for_selector("#log >> text=First question")
     answered(page, "And then?")
@@ -83,7 +93,9 @@ def test_a_conversation_is_renamed_and_deleted(url: str, look: Look) -> None:
     page.wait_for_selector("text=No conversations yet.")
 
 
-def test_a_conversation_deleted_during_its_answer_stays_deleted(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_conversation_deleted_during_its_answer_stays_deleted(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     manager.script = [*texts("It begins"), asyncio.Event()]
     page = look(url)
     ask(page, "Go on for ever")
@@ -99,7 +111,9 @@ def test_a_conversation_deleted_during_its_answer_stays_deleted(manager: FakeMan
     assert manager.n_running == 0
 
 
-def test_an_answer_continues_while_another_conversation_is_shown(manager: FakeManager, url: str, look: Look) -> None:
+def test_an_answer_continues_while_another_conversation_is_shown(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     manager.script = [*texts("It begins"), asyncio.Event(), *texts(", and ends.")]
     page = look(url)
     ask(page, "Slowly")
@@ -119,7 +133,9 @@ def test_an_answer_continues_while_another_conversation_is_shown(manager: FakeMa
     ended(page)
 
 
-def test_edited_questions_and_repeated_answers_are_kept_as_versions(manager: FakeManager, url: str, look: Look) -> None:
+def test_edited_questions_and_repeated_answers_are_kept_as_versions(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     answered(page, "One?")
     manager.script = texts("No.")
@@ -142,7 +158,8 @@ def test_edited_questions_and_repeated_answers_are_kept_as_versions(manager: Fak
     page.wait_for_selector("#log >> text=Two?")
     page.hover(".user")
     page.click(".user [title='Previous version']")
-    page.wait_for_selector("#log >> text=No.")  # the newest answer to this question is shown
+    # The newest answer to this question is shown.
+    page.wait_for_selector("#log >> text=No.")
     assert page.inner_text(".user .content") == "One?"
 
 
@@ -157,28 +174,42 @@ def test_escape_discards_the_edit_of_a_question(url: str, look: Look) -> None:
     assert page.evaluate("document.activeElement.title") == "Edit"
 
 
-def test_copy_buttons_copy_messages_and_code(manager: FakeManager, url: str, look: Look) -> None:
+def test_copy_buttons_copy_messages_and_code(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     manager.script = texts("**Code**:\n\n```py\nif x:\n    y()\n```\n")
     page = look(url, permissions=["clipboard-read", "clipboard-write"])
     answered(page, "Write")
-    for button, wanted in ((".answer [title=Copy]", str(manager.script[0].text)), (".code button", "if x:\n    y()")):
+    for button, wanted in (
+        (".answer [title=Copy]", str(manager.script[0].text)),
+        (".code button", "if x:\n    y()"),
+    ):
         page.evaluate("document.getElementById('status').textContent = ''")
         page.click(button)
         until(page, "document.getElementById('status').textContent === 'Copied'")
         assert page.evaluate("navigator.clipboard.readText()") == wanted
 
 
-def test_settings_apply_to_their_own_conversation_only(manager: FakeManager, url: str, look: Look) -> None:
+def test_settings_apply_to_their_own_conversation_only(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     answered(page, "First")
     first = page.url
     page.click("#new")
     page.click("#open-settings")
     until(page, "document.getElementById('top_k').placeholder === '40'")
-    given = {"system": "Be brief.", "top_k": "5", "min_p": "0.25", "num_predict": "9", "num_ctx": "64"}
+    given = {
+        "system": "Be brief.",
+        "top_k": "5",
+        "min_p": "0.25",
+        "num_predict": "9",
+        "num_ctx": "64",
+    }
     for name, value in {**given, "temperature": "0.5", "seed": "7"}.items():
         page.fill(f"#{name}", value)
-    assert page.is_visible("#tools") and not page.is_visible("#think")  # the template has only tools
+    # The template has only tools.
+    assert page.is_visible("#tools") and not page.is_visible("#think")
     page.click("#settings .primary")
     answered(page, "Second")
     sampling = manager.requests[-1].sampling
@@ -192,7 +223,9 @@ def test_settings_apply_to_their_own_conversation_only(manager: FakeManager, url
     assert said(manager)[0] == "First" and manager.requests[-1].sampling.top_k == 40
 
 
-def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: str, look: Look) -> None:
+def test_tool_calls_are_shown_and_their_results_sent(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     call = ToolCall(id="call_1", name="weather", arguments={"city": "Paris"})
     manager.script = [Delta(text="I ask."), Delta(tool_calls=(call,))]
     page = look(url)
@@ -201,12 +234,16 @@ def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: 
     page.click("#open-settings")
     page.fill("#tools", "{}")
     page.click("#settings .primary")
-    assert page.is_visible("#settings")  # `{}` is not a list of tools, so the form stays open
+    # `{}` is not a list of tools, so the form stays open.
+    assert page.is_visible("#settings")
     page.fill("#tools", TOOLS)
     page.select_option("#think", "on")
     page.click("#settings .primary")
     answered(page, "How is the weather?")
-    assert manager.requests[-1].tools == tuple(json.loads(TOOLS)) and manager.requests[-1].think is True
+    assert (
+        manager.requests[-1].tools == tuple(json.loads(TOOLS))
+        and manager.requests[-1].think is True
+    )
     assert page.inner_text(".call summary") == "Calls weather"
     assert json.loads(page.inner_text(".call pre")) == {"city": "Paris"}
     manager.script = texts("It rains.")
@@ -215,7 +252,12 @@ def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: 
     page.wait_for_selector("text=It rains.")
     ended(page)
     [result] = (manager.requests[-1].messages or ())[-1:]
-    assert result == {"role": "tool", "content": "rain", "tool_name": "weather", "tool_call_id": "call_1"}
+    assert result == {
+        "role": "tool",
+        "content": "rain",
+        "tool_name": "weather",
+        "tool_call_id": "call_1",
+    }
     page.reload()
     page.click(".result summary")
     assert page.inner_text(".result pre") == "rain"
@@ -234,7 +276,11 @@ PASTE = """(data) => {
 def test_pictures_are_attached_by_choice_paste_and_drop(
     manager: FakeManager, url: str, look: Look, tmp_path: Path
 ) -> None:
-    picture, text, data = tmp_path / "picture.png", tmp_path / "text.png", base64.b64encode(png(4, 4)).decode()
+    picture, text, data = (
+        tmp_path / "picture.png",
+        tmp_path / "text.png",
+        base64.b64encode(png(4, 4)).decode(),
+    )
     picture.write_bytes(png(4, 4))
     text.write_text("no picture")
     page = look(url)
@@ -255,10 +301,14 @@ def test_pictures_are_attached_by_choice_paste_and_drop(
     page.reload()
     page.wait_for_selector(".user img >> nth=1")
     parts = (manager.requests[-1].messages or ())[-1]["content"]
-    assert parts == [{"type": "image", "data": data}] * 2 + [{"type": "text", "text": ""}]
+    assert parts == [{"type": "image", "data": data}] * 2 + [
+        {"type": "text", "text": ""}
+    ]
 
 
-def test_a_large_picture_is_scaled_to_2048_pixels(url: str, look: Look, tmp_path: Path) -> None:
+def test_a_large_picture_is_scaled_to_2048_pixels(
+    url: str, look: Look, tmp_path: Path
+) -> None:
     path = tmp_path / "large.png"
     path.write_bytes(png(4096, 64))
     page = look(url)
@@ -277,25 +327,34 @@ def test_the_loaded_model_is_selected_and_only_the_demo_has_starters(
     manager.there["able:latest"] = manager.catalog.known["able:latest"]
     page.reload()
     ready(page)
-    assert page.input_value("#model") == "able:latest" and not page.is_visible("#starters")
-    groups = page.locator("optgroup").evaluate_all("(groups) => groups.map((group) => group.label)")
+    assert page.input_value("#model") == "able:latest" and not page.is_visible(
+        "#starters"
+    )
+    groups = page.locator("optgroup").evaluate_all(
+        "(groups) => groups.map((group) => group.label)"
+    )
     assert groups == ["In memory", "On disk"]
     answered(page, "Hello")
     page.click("#new")
     page.select_option("#model", "demo:latest")
     page.go_back()
     page.wait_for_selector("#log >> text=Hello")
-    assert page.input_value("#model") == "able:latest"  # the model of the shown conversation
+    # The model of the shown conversation.
+    assert page.input_value("#model") == "able:latest"
 
 
-def test_a_click_on_a_starter_sends_one_message(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_click_on_a_starter_sends_one_message(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     page.click(".starters button >> nth=1")
     ended(page)
     assert len(said(manager)) == 1
 
 
-def test_a_stopped_server_is_reported_and_try_again_is_offered(manager: FakeManager, look: Look) -> None:
+def test_a_stopped_server_is_reported_and_try_again_is_offered(
+    manager: FakeManager, look: Look
+) -> None:
     manager.script = [*texts("It begins"), asyncio.Event()]
     with server_of(manager) as url:
         page = look(url, expected="net::ERR_|Failed to load")
@@ -310,12 +369,16 @@ def test_a_stopped_server_is_reported_and_try_again_is_offered(manager: FakeMana
 
 @pytest.fixture
 def violations() -> Callable[..., list[str]]:
-    """Returns `violations(page, *rules)`, which lists axe's serious and critical findings on a page.
+    """Returns `violations(page, *rules)`, which lists axe's serious and critical
+    findings on a page.
 
-    Without `rules`, axe applies all of its rules. Skips the test if axe-playwright-python is not installed.
+    Without `rules`, axe applies all of its rules. Skips the test if
+    axe-playwright-python is not installed.
     """
     reason = "axe-playwright-python is not installed"
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason=reason
+    ).Axe()
 
     def find(page: Any, *rules: str) -> list[str]:
         options = {"resultTypes": ["violations"], "elementRef": False}
@@ -323,7 +386,9 @@ def violations() -> Callable[..., list[str]]:
             options["runOnly"] = {"type": "rule", "values": rules}
         found = axe.run(page, options=options).response["violations"]
         grave = [each for each in found if each["impact"] in ("serious", "critical")]
-        return [f"{each['id']}: {node['html']}" for each in grave for node in each["nodes"]]
+        return [
+            f"{each['id']}: {node['html']}" for each in grave for node in each["nodes"]
+        ]
 
     return find
 
@@ -346,14 +411,18 @@ $$\\frac{a}{b}$$
 
 
 # The dark theme differs only in its colours, so only its contrast is checked.
-@pytest.mark.parametrize(("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
+@pytest.mark.parametrize(
+    ("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))]
+)
 def test_axe_reports_no_serious_finding(
     manager: FakeManager, url: str, look: Look, violations: Callable[..., list[str]], tmp_path: Path, scheme: str,
     rules: Sequence[str],
 ) -> None:  # fmt: skip
     notes = tmp_path / "notes.txt"
     notes.write_text("Some notes.")
-    page = look(url, color_scheme=scheme, expected="status of [45]", reduced_motion="reduce")
+    page = look(
+        url, color_scheme=scheme, expected="status of [45]", reduced_motion="reduce"
+    )
     ready(page)
     page.select_option("#model", "able:latest")
     page.click("#open-settings")
@@ -392,14 +461,20 @@ def test_axe_reports_no_serious_finding(
     assert violations(page, *rules) == []
 
 
-@pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
+@pytest.mark.parametrize(
+    "stop",
+    [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")],
+)
 def test_stop_and_escape_cancel_the_request_and_keep_the_text(
     manager: FakeManager, url: str, look: Look, stop: Callable[[Any], None]
 ) -> None:
     manager.script = [*texts("It begins", " well"), asyncio.Event()]
     page = look(url)
     ask(page, "Go on for ever")
-    until(page, "document.querySelector('.answer .content')?.textContent === 'It begins well'")
+    until(
+        page,
+        "document.querySelector('.answer .content')?.textContent === 'It begins well'",
+    )
     assert manager.n_running == 1
     stop(page)
     page.wait_for_selector("text=Stopped.")
@@ -412,7 +487,9 @@ def test_stop_and_escape_cancel_the_request_and_keep_the_text(
     assert said(manager) == ["Go on for ever", "It begins well", "Are you free?"]
 
 
-def test_a_reload_keeps_complete_and_partial_answers(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_reload_keeps_complete_and_partial_answers(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     manager.script = [Delta(thinking="hm"), *texts("**Hello** there")]
     page = look(url)
     answered(page, "Hi")
@@ -423,19 +500,29 @@ def test_a_reload_keeps_complete_and_partial_answers(manager: FakeManager, url: 
     until(page, "document.querySelectorAll('.turn').length === 4")
     assert page.inner_text(".answer .content >> nth=0") == "Hello there"
     assert page.inner_text(".answer .content >> nth=1") == "It begins"
-    assert page.inner_text(".answer summary").startswith("Thought") and not page.is_visible(".starters")
+    assert page.inner_text(".answer summary").startswith(
+        "Thought"
+    ) and not page.is_visible(".starters")
     manager.script = texts("Yes.")
     ask(page, "Are you free?")
     page.wait_for_selector("text=Yes.")
     ended(page)
-    assert said(manager) == ["Hi", "**Hello** there", "Go on for ever", "It begins", "Are you free?"]
+    assert said(manager) == [
+        "Hi",
+        "**Hello** there",
+        "Go on for ever",
+        "It begins",
+        "Are you free?",
+    ]
     page.click("#new")
     page.reload()
     page.wait_for_selector(".starters")
     assert page.inner_text("#log") == ""
 
 
-def test_a_long_prompt_shows_its_progress(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_long_prompt_shows_its_progress(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     shown = {
         300: "Reading the prompt: 300 of 6,300 tokens",
         1200: "Reading the prompt: 1,200 of 6,300 tokens · 45.0 tokens/s · 1 min 53 s left",
@@ -443,7 +530,10 @@ def test_a_long_prompt_shows_its_progress(manager: FakeManager, url: str, look: 
     }
     page = look(url)
     for n_done, text in shown.items():
-        manager.script = [PromptProgress(6300, 300, n_done, (n_done - 300) / 45), asyncio.Event()]
+        manager.script = [
+            PromptProgress(6300, 300, n_done, (n_done - 300) / 45),
+            asyncio.Event(),
+        ]
         ask(page, "Read")
         page.wait_for_selector(f"text='{text}'")
         page.click("#stop")
@@ -451,8 +541,14 @@ def test_a_long_prompt_shows_its_progress(manager: FakeManager, url: str, look: 
         assert page.locator(".waiting").count() == 0
 
 
-def test_thinking_is_collapsed_until_a_click(manager: FakeManager, url: str, look: Look) -> None:
-    manager.script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
+def test_thinking_is_collapsed_until_a_click(
+    manager: FakeManager, url: str, look: Look
+) -> None:
+    manager.script = [
+        Delta(thinking="Let me "),
+        Delta(thinking="see."),
+        Delta(text="Here."),
+    ]
     page = look(url)
     answered(page, "Think")
     assert page.inner_text(".thinking summary").startswith("Thought for")
@@ -462,7 +558,9 @@ def test_thinking_is_collapsed_until_a_click(manager: FakeManager, url: str, loo
     assert page.inner_text(".answer .content") == "Here."
 
 
-def test_an_error_during_an_answer_is_shown_and_the_chat_continues(manager: FakeManager, url: str, look: Look) -> None:
+def test_an_error_during_an_answer_is_shown_and_the_chat_continues(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     manager.script = [*texts("Half"), WorkerError("the worker process has ended.")]
     page = look(url)
     ask(page, "First")
@@ -473,7 +571,9 @@ def test_an_error_during_an_answer_is_shown_and_the_chat_continues(manager: Fake
     page.wait_for_selector("text=Whole")
 
 
-def test_try_again_sends_an_unanswered_message_after_a_reload(manager: FakeManager, url: str, look: Look) -> None:
+def test_try_again_sends_an_unanswered_message_after_a_reload(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     manager.enter_error = WorkerError("it does not load.")
     page = look(url, expected="status of 5")
     ask(page, "Again")
@@ -488,7 +588,9 @@ def test_try_again_sends_an_unanswered_message_after_a_reload(manager: FakeManag
     assert said(manager) == ["Again"]
 
 
-def test_the_api_key_is_sent_and_kept_in_the_tab(manager: FakeManager, look: Look) -> None:
+def test_the_api_key_is_sent_and_kept_in_the_tab(
+    manager: FakeManager, look: Look
+) -> None:
     manager.script = texts("Open.")
     with server_of(manager, api_keys=("sesame",)) as url:
         page = look(url, expected="status of 401")
@@ -503,13 +605,17 @@ def test_the_api_key_is_sent_and_kept_in_the_tab(manager: FakeManager, look: Loo
         assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_entering_the_key_again_restarts_the_map(manager: FakeManager, look: Look) -> None:
+def test_entering_the_key_again_restarts_the_map(
+    manager: FakeManager, look: Look
+) -> None:
     with server_of(manager, api_keys=("sesame",)) as url:
         page = look(url, expected="status of 401")
         page.fill("#api-key", "sesame")
         page.keyboard.press("Enter")
         page.wait_for_selector("#model:not([disabled])")
-        page.evaluate("sessionStorage.clear(); document.dispatchEvent(new Event('visibilitychange'))")
+        page.evaluate(
+            "sessionStorage.clear(); document.dispatchEvent(new Event('visibilitychange'))"
+        )
         page.wait_for_selector("#key[open]")
         page.wait_for_selector("#map-note:has-text('API key')")
         page.fill("#api-key", "sesame")
@@ -517,7 +623,9 @@ def test_entering_the_key_again_restarts_the_map(manager: FakeManager, look: Loo
         page.wait_for_selector("#map-note:not(:has-text('API key'))", state="attached")
 
 
-def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(manager: FakeManager, url: str, look: Look) -> None:
+def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     ask(page, "   ")
     page.fill("#message", "")
@@ -529,8 +637,12 @@ def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(manager: Fak
     assert len(manager.requests) == 1 and said(manager) == ["one\ntwo"]
 
 
-def test_colours_follow_the_system_until_a_theme_is_chosen(url: str, look: Look) -> None:
-    brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
+def test_colours_follow_the_system_until_a_theme_is_chosen(
+    url: str, look: Look
+) -> None:
+    brightness = (
+        "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
+    )
     page = look(url, color_scheme="dark")
     assert page.evaluate(brightness) < 60
     page.click("#theme")

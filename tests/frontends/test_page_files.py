@@ -1,4 +1,5 @@
-"""Tests attached files, pulled and deleted models, and searched and exported conversations on the page.
+"""Tests attached files, pulled and deleted models, and searched and exported
+conversations on the page.
 
 The last tests check that error messages disappear with their cause.
 """
@@ -28,10 +29,14 @@ MODEL = "hf.co/user/repo-GGUF:Q4_K_M"
 def manager(projector: Callable[..., Path]) -> FakeManager:
     """Returns a fake manager that answers "Yes." until a test sets another script.
 
-    Its models are `demo`, `able` (its template has tools and thinking) and `see` (reads pictures).
+    Its models are `demo`, `able` (its template has tools and thinking) and `see` (reads
+    pictures).
     """
     path = demo_path()
-    able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
+    able, see = (
+        entry_of(path, "able:latest", template=TEMPLATE),
+        entry_of(path, "see:latest", mmproj=projector("mlp")),
+    )
     return FakeManager(FakeCatalog(entry_of(path), able, see), [Delta(text="Yes.")])
 
 
@@ -57,28 +62,48 @@ def test_attached_text_and_pdf_files_are_sent_before_the_question(
     )
     page.reload()
     page.click(".file summary >> nth=1")
-    assert page.inner_text(".file pre >> nth=1") == f"First page {TAGS}\n\nSecond (page)\n\n"
+    assert (
+        page.inner_text(".file pre >> nth=1")
+        == f"First page {TAGS}\n\nSecond (page)\n\n"
+    )
     assert page.inner_text(".file b >> nth=0") == notes.name
-    assert page.locator(".turn img").count() == 0 and page.evaluate("window.hacked") is None
+    assert (
+        page.locator(".turn img").count() == 0
+        and page.evaluate("window.hacked") is None
+    )
     page.hover(".user")
     page.click("[title=Edit]")
     page.keyboard.type(" Again")
     page.keyboard.press("Enter")
     page.wait_for_selector(".user >> text=Again")
     ended(page)
-    assert str((manager.requests[-1].messages or ())[-1]["content"]).startswith(f"[File: {notes.name}]")
+    assert str((manager.requests[-1].messages or ())[-1]["content"]).startswith(
+        f"[File: {notes.name}]"
+    )
 
 
 def test_refused_files_show_reasons_until_the_next_input(
     manager: FakeManager, url: str, look: Look, tmp_path: Path
 ) -> None:
     wrong = {
-        "scan.pdf": (pdf_of(["", ""]), "scan.pdf: its 2 pages have no text, as in a scan."),
+        "scan.pdf": (
+            pdf_of(["", ""]),
+            "scan.pdf: its 2 pages have no text, as in a scan.",
+        ),
         "broken.pdf": (b"%PDF-1.4\nno more", "broken.pdf: it is"),
-        "binary.bin": (bytes(range(256)), "binary.bin: it is not text in UTF-8, a PDF file or a picture."),
+        "binary.bin": (
+            bytes(range(256)),
+            "binary.bin: it is not text in UTF-8, a PDF file or a picture.",
+        ),
         "empty.txt": (b" \n", "empty.txt: it is empty."),
-        "large.txt": (b"x" * 1_000_001, "large.txt: it has 1.00 MB, but at most 1.00 MB can be read."),
-        "large.pdf": (b"x" * (17 << 20), "large.pdf: it has 17.8 MB, but at most 16.8 MB can be read."),
+        "large.txt": (
+            b"x" * 1_000_001,
+            "large.txt: it has 1.00 MB, but at most 1.00 MB can be read.",
+        ),
+        "large.pdf": (
+            b"x" * (17 << 20),
+            "large.pdf: it has 17.8 MB, but at most 16.8 MB can be read.",
+        ),
         "picture.png": (b"x", "picture.png: demo:latest does not see pictures."),
     }
     for name, (data, _) in wrong.items():
@@ -96,13 +121,24 @@ def test_refused_files_show_reasons_until_the_next_input(
     assert page.inner_text("#problem") == ""
 
 
-def test_pdf_text_refuses_damaged_slow_and_large_files(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http.post("/pdf-text", content=pdf_of(["One"])).json() == {"n_pages": 1, "text": "One\n\n"}
+def test_pdf_text_refuses_damaged_slow_and_large_files(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.post("/pdf-text", content=pdf_of(["One"])).json() == {
+        "n_pages": 1,
+        "text": "One\n\n",
+    }
     reply = http.post("/pdf-text", content=b"no PDF")
-    assert reply.status_code == 400 and "not a PDF file that can be read" in reply.json()["error"]
+    assert (
+        reply.status_code == 400
+        and "not a PDF file that can be read" in reply.json()["error"]
+    )
     monkeypatch.setattr(pdf, "MAX_S", 0.001)
     reply = http.post("/pdf-text", content=pdf_of(["One"]))
-    assert (reply.status_code, reply.json()) == (400, {"error": "reading it takes more than 0.001 s"})
+    assert (reply.status_code, reply.json()) == (
+        400,
+        {"error": "reading it takes more than 0.001 s"},
+    )
     monkeypatch.setattr(pdf, "MAX_BYTES", 10)
     assert http.post("/pdf-text", content=bytes(11)).status_code == 413
 
@@ -125,7 +161,9 @@ def test_a_model_is_pulled_with_progress_and_deleted(hub: FakeHub, look: Look) -
     questions = []
     with server_of(manager) as url:
         page = look(url, expected="status of 40")
-        page.on("dialog", lambda dialog: (questions.append(dialog.message), dialog.accept()))
+        page.on(
+            "dialog", lambda dialog: (questions.append(dialog.message), dialog.accept())
+        )
         ready(page)
         page.click("#open-models")
         page.fill("#pull-name", f"{TAGS}")
@@ -134,7 +172,10 @@ def test_a_model_is_pulled_with_progress_and_deleted(hub: FakeHub, look: Look) -
         page.click("#pulls >> text=Close")
         page.fill("#pull-name", MODEL)
         page.keyboard.press("Enter")
-        until(page, "/^7.*MB of 14.5 MB/.test(document.querySelector('#pulls p')?.textContent)")
+        until(
+            page,
+            "/^7.*MB of 14.5 MB/.test(document.querySelector('#pulls p')?.textContent)",
+        )
         assert 0.4 < page.evaluate("document.querySelector('progress').value") < 0.6
         page.click("#close-models")
         assert page.get_attribute("#open-models", "class").endswith("busy")
@@ -143,7 +184,10 @@ def test_a_model_is_pulled_with_progress_and_deleted(hub: FakeHub, look: Look) -
         assert not page.get_attribute("#open-models", "class").endswith("busy")
         page.click("#open-models")
         assert page.locator("#pulls li").count() == 0
-        assert page.inner_text("#models-list small >> nth=0") == "14.5 MB · 23.4M · Q4_0 · new"
+        assert (
+            page.inner_text("#models-list small >> nth=0")
+            == "14.5 MB · 23.4M · Q4_0 · new"
+        )
         page.click("[title='Delete demo:latest']")
         page.wait_for_selector("#models-list >> text=it ships with moegguf")
         page.click(f"[title='Delete {MODEL}']")
@@ -194,7 +238,11 @@ def test_search_finds_messages_in_hidden_versions_and_marks_the_match(
     manager: FakeManager, url: str, look: Look
 ) -> None:
     page = look(url)
-    manager.script = [Delta(text=f"Long ago. {'And so on. ' * 9}The **capital** of Italy is Rome {TAGS}.")]
+    manager.script = [
+        Delta(
+            text=f"Long ago. {'And so on. ' * 9}The **capital** of Italy is Rome {TAGS}."
+        )
+    ]
     answered(page, "A question")
     manager.script = [Delta(text="No.")]
     page.click("[title='Answer again']")
@@ -207,8 +255,11 @@ def test_search_finds_messages_in_hidden_versions_and_marks_the_match(
     page.wait_for_selector("#list mark >> text='Italy is Rome'")
     assert page.locator("#list a").count() == 1
     page.click("#list a")
-    page.wait_for_selector("#log >> text=of Italy is Rome")  # this version of the answer has not been shown before
-    until(page, "[...CSS.highlights.get('found')].map(String).join() === 'Italy is Rome'")
+    # This version of the answer has not been shown before.
+    page.wait_for_selector("#log >> text=of Italy is Rome")
+    until(
+        page, "[...CSS.highlights.get('found')].map(String).join() === 'Italy is Rome'"
+    )
     page.fill("#filter", "nowhere")
     page.wait_for_selector("#list-note >> text=Nothing found.")
     page.fill("#filter", "")
@@ -242,13 +293,17 @@ def test_a_conversation_is_exported_as_markdown_and_json(
     kept = json.loads(Path(download.value.path()).read_text())
     assert (kept["kind"], kept["model"]) == ("moegguf conversation", "demo:latest")
     assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
-    assert kept["messages"][0]["files"] == [{"name": "notes.txt", "text": notes.read_text()}]
+    assert kept["messages"][0]["files"] == [
+        {"name": "notes.txt", "text": notes.read_text()}
+    ]
 
 
 # Errors
 
 
-def test_a_change_of_the_model_clears_the_problem(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+def test_a_change_of_the_model_clears_the_problem(
+    manager: FakeManager, url: str, look: Look, tmp_path: Path
+) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"x")
     page = look(url)
@@ -259,12 +314,18 @@ def test_a_change_of_the_model_clears_the_problem(manager: FakeManager, url: str
     assert page.inner_text("#problem") == ""
 
 
-def test_models_of_a_returned_server_are_listed_without_a_reload(manager: FakeManager, url: str, look: Look) -> None:
+def test_models_of_a_returned_server_are_listed_without_a_reload(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look("about:blank", expected=f"Failed to load|net::ERR|{url}")
     failing: list[Any] = [True]
-    page.route("**/api/tags", lambda route: route.abort() if failing else route.continue_())
+    page.route(
+        "**/api/tags", lambda route: route.abort() if failing else route.continue_()
+    )
     page.goto(url)
-    page.wait_for_selector("#model option >> text=The server is not reachable.", state="attached")
+    page.wait_for_selector(
+        "#model option >> text=The server is not reachable.", state="attached"
+    )
     failing.clear()
     ready(page)
     assert page.input_value("#model") == "demo:latest"

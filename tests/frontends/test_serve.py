@@ -41,7 +41,8 @@ from tools.models import write_projector
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Replaces the function that runs a server. Returns a list to which each call to `serve` appends its settings."""
+    """Replaces the function that runs a server. Returns a list to which each call to
+    `serve` appends its settings."""
     found: list[Settings] = []
 
     def run(settings: Settings, *_: Any) -> int:
@@ -57,12 +58,20 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
     started: list[Settings], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(os.environ)
-    assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
+    assert (
+        serve()
+        == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%")
+        == 0
+    )
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
     # Options without a flag are not sent: the worker reads them from its environment.
     assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))
-    assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
+    assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == [
+        "promoe",
+        False,
+        "lru",
+    ]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
     for wrong in ({"strategy": "promo"}, {"policy": "promo"}):
         with pytest.raises(OptionError, match="promo"):
@@ -74,9 +83,14 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
 
 
 def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
-    """Returns the load configuration that a server with these settings and 4 GiB of memory sends to a worker."""
-    entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
-    size = measure(entry, {"n_ctx": 256}, settings, Memory(1 << 32, 1 << 32, "a test", 0))
+    """Returns the load configuration that a server with these settings and 4 GiB of
+    memory sends to a worker."""
+    entry = (
+        model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
+    )
+    size = measure(
+        entry, {"n_ctx": 256}, settings, Memory(1 << 32, 1 << 32, "a test", 0)
+    )
     return size.load_config(size.plan_within({"RAM": 1 << 32}))
 
 
@@ -87,31 +101,63 @@ def test_an_environment_placement_without_a_gpu_adds_a_reason_to_the_plan(
         monkeypatch.setattr(module, "has_gpu", lambda: False)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     layout = read_layout(tiny())
-    assert "sees no GPU: the CPU computes every layer" in load.plan_here(layout, LoadSpec.of({})).reasons[-1]
+    assert (
+        "sees no GPU: the CPU computes every layer"
+        in load.plan_here(layout, LoadSpec.of({})).reasons[-1]
+    )
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
-    assert not any("sees no GPU" in reason for reason in load.plan_here(layout, LoadSpec.of({})).reasons)
+    assert not any(
+        "sees no GPU" in reason
+        for reason in load.plan_here(layout, LoadSpec.of({})).reasons
+    )
 
 
 def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TRUST_NETWORK": "10.0.0.0/8", "API_KEY": "k", "NUM_PARALLEL": "3", "MEMORY": "1GiB"}.items():
+    for name, value in {
+        "TRUST_NETWORK": "10.0.0.0/8",
+        "API_KEY": "k",
+        "NUM_PARALLEL": "3",
+        "MEMORY": "1GiB",
+    }.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
     found = serve_settings(1, {"trusted": (), "api_keys": (), "memory_bytes": 5})
     assert (found.trusted, found.api_keys, found.memory_bytes) == ((), ("k",), 5)
-    assert loading_options({"n_parallel": 0}, ["n_parallel"]) == {} and n_parallel() == 3
+    assert (
+        loading_options({"n_parallel": 0}, ["n_parallel"]) == {} and n_parallel() == 3
+    )
     assert found.host.port == 1
 
 
-def test_load_options_of_serve_reach_the_workers(started: list[Settings], tiny: TinyModel) -> None:
-    serve(n_ctx=512, n_threads=3, type_k="q8_0", predictor="skip", prefetch=True, log_level="debug")
+def test_load_options_of_serve_reach_the_workers(
+    started: list[Settings], tiny: TinyModel
+) -> None:
+    serve(
+        n_ctx=512,
+        n_threads=3,
+        type_k="q8_0",
+        predictor="skip",
+        prefetch=True,
+        log_level="debug",
+    )
     (settings,) = started
     found = size_of(tiny(), settings).options
-    assert (settings.loading["n_ctx"], settings.debug, found["verbose"]) == (512, True, True)
-    assert [found.get(name) for name in ("n_threads", "type_k", "type_v", "flash_attn")] == [3, 8, None, None]
+    assert (settings.loading["n_ctx"], settings.debug, found["verbose"]) == (
+        512,
+        True,
+        True,
+    )
+    assert [
+        found.get(name) for name in ("n_threads", "type_k", "type_v", "flash_attn")
+    ] == [3, 8, None, None]
     assert (found["predictor"], found["prefetch"]) == ("skip", True)
 
 
 def test_serve_has_every_load_option_of_run() -> None:
-    load = [name for name, option in OPTIONS.items() if option.flags and option.scope == "load"]
+    load = [
+        name
+        for name, option in OPTIONS.items()
+        if option.flags and option.scope == "load"
+    ]
     assert set(load) <= inspect.signature(serve).parameters.keys()
 
 
@@ -120,26 +166,48 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
 ) -> None:
     given: list[ModelEntry] = []
     monkeypatch.setattr(server, "listen", lambda host: socket.socket())
-    monkeypatch.setattr(server, "run_server", lambda _settings, _listener, _start, models: given.extend(models) or 0)
+    monkeypatch.setattr(
+        server,
+        "run_server",
+        lambda _settings, _listener, _start, models: given.extend(models) or 0,
+    )
     path = tiny("tiny-qwen2moe")
-    adapter = write_adapter(tmp_path / "a.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    adapter = write_adapter(
+        tmp_path / "a.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128)
+    )
     projector = write_projector(tmp_path / "p.gguf", "mlp", 64)
-    serve(models=[str(path)], mmproj=str(projector), lora_path=str(adapter), lora_scale=0.5)
+    serve(
+        models=[str(path)],
+        mmproj=str(projector),
+        lora_path=str(adapter),
+        lora_scale=0.5,
+    )
     (entry,) = given
     assert (entry.mmproj, entry.adapter) == (projector, adapter)
     assert entry.weights != Catalog().find(str(path)).weights
     found = size_of(entry, Settings(loading={"lora_scale": 0.5})).options
-    assert [found[name] for name in ("mmproj", "lora_path", "lora_scale")] == [str(projector), str(adapter), 0.5]
-    assert "lora_scale" not in size_of(path, Settings(loading={"lora_scale": 0.5})).options
+    assert [found[name] for name in ("mmproj", "lora_path", "lora_scale")] == [
+        str(projector),
+        str(adapter),
+        0.5,
+    ]
+    assert (
+        "lora_scale" not in size_of(path, Settings(loading={"lora_scale": 0.5})).options
+    )
     catalog = Catalog(paths=False, given=given)
     assert catalog.find(entry.name) is entry
-    write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
+    write_adapter(
+        tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)
+    ).rename(adapter)
     assert catalog.find(entry.name).weights != entry.weights
     adapter.rename(tmp_path / "gone.gguf")
-    assert catalog.find(entry.name) is entry  # The entry remains, although its adapter's file is gone.
+    # The entry remains, although its adapter's file is gone.
+    assert catalog.find(entry.name) is entry
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
-        with pytest.raises(OptionError, match="with --mmproj, exactly one model must be named"):
+        with pytest.raises(
+            OptionError, match="with --mmproj, exactly one model must be named"
+        ):
             serve(models=models, mmproj=str(projector))
     with pytest.raises(ModelFormatError, match="is not a LoRA adapter"):
         serve(models=[str(path)], lora_path=str(projector))
@@ -153,25 +221,46 @@ def test_catalog_finds_a_given_model_before_the_demo() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_serve_preloads_models_and_logs_each_request(tmp_path: Path, tiny: TinyModel, form: str) -> None:
+def test_serve_preloads_models_and_logs_each_request(
+    tmp_path: Path, tiny: TinyModel, form: str
+) -> None:
     file = tmp_path / "my model.gguf"
     file.symlink_to(tiny())
-    arguments = ("demo", str(file), "--log-level", "info", "--log-format", form, "--ctx", "256")
+    arguments = (
+        "demo",
+        str(file),
+        "--log-level",
+        "info",
+        "--log-format",
+        form,
+        "--ctx",
+        "256",
+    )
     with serving(tmp_path, *arguments) as served:
         loaded = until(lambda: len(found := served.loaded()) == 2 and found)
         assert loaded["my-model:latest"]["context_length"] == 256
         assert loaded["demo:latest"]["moe"]["expert_share"] == 1.0
         assert served.call("/budget?model=demo").json["n_slots"] > 0
         assert served.call("/nowhere").status == 404
-        assert served.call("/api/generate", {"model": "demo", "prompt": "a", "raw": True}).status == 200
+        assert (
+            served.call(
+                "/api/generate", {"model": "demo", "prompt": "a", "raw": True}
+            ).status
+            == 200
+        )
         kept = {model["expires_at"] for model in served.loaded().values()}
-        assert len(kept) == 1  # neither model expires, not even after a request without keep_alive
+        # Neither model expires, not even after a request without keep_alive.
+        assert len(kept) == 1
     lines = served.log().splitlines()
     assert any("loaded my-model:latest" in line for line in lines)
     (line,) = (line for line in lines if "GET /nowhere 404" in line)
     if form == "json":
         found = json.loads(line)
-        assert (found["level"], found["path"], found["status"]) == ("info", "/nowhere", 404) and found["seconds"] >= 0
+        assert (found["level"], found["path"], found["status"]) == (
+            "info",
+            "/nowhere",
+            404,
+        ) and found["seconds"] >= 0
 
 
 TEXT = "The history of the mill beside the river is long. " * 12
@@ -184,7 +273,9 @@ ASKED = {
 
 
 def generate(server: Server, text: str = TEXT, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = server.call("/api/generate", {**ASKED, "prompt": text, "logprobs": True, **more}).json
+    found: dict[str, Any] = server.call(
+        "/api/generate", {**ASKED, "prompt": text, "logprobs": True, **more}
+    ).json
     return found
 
 
@@ -212,19 +303,35 @@ def test_stored_contexts_survive_an_unload_and_a_kill(tmp_path: Path) -> None:
         again = generate(server)
         n_kept = n_prompt - 1
         assert counts(again) == (n_prompt - n_kept, n_kept)
-        assert (again["response"], again["logprobs"]) == (first["response"], first["logprobs"])
+        assert (again["response"], again["logprobs"]) == (
+            first["response"],
+            first["logprobs"],
+        )
         kill(server)
     with serving(tmp_path, **store) as server:
         again = generate(server)
         assert counts(again) == (n_prompt - n_kept, n_kept)
-        assert (again["response"], again["logprobs"]) == (first["response"], first["logprobs"])
+        assert (again["response"], again["logprobs"]) == (
+            first["response"],
+            first["logprobs"],
+        )
         generate(server)
         (loaded,) = server.call("/api/ps").json["models"]
         memory, computed = n_prompt - 1, n_prompt - n_kept + 1
-        assert loaded["moe"]["prompt_tokens"] == {"computed": computed, "memory": memory, "disk": n_kept}
+        assert loaded["moe"]["prompt_tokens"] == {
+            "computed": computed,
+            "memory": memory,
+            "disk": n_kept,
+        }
         metrics = server.call("/metrics").text
-        assert f'moegguf_prompt_tokens_disk_total{{model="demo:latest"}} {n_kept}.0' in metrics
-        assert f'moegguf_prompt_tokens_cached_total{{model="demo:latest"}} {n_kept + memory}.0' in metrics
+        assert (
+            f'moegguf_prompt_tokens_disk_total{{model="demo:latest"}} {n_kept}.0'
+            in metrics
+        )
+        assert (
+            f'moegguf_prompt_tokens_cached_total{{model="demo:latest"}} {n_kept + memory}.0'
+            in metrics
+        )
 
 
 @pytest.fixture
@@ -233,21 +340,48 @@ def mine(here: Command, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
     return lambda *arguments: here(*arguments, **own)
 
 
-def test_run_reuses_stored_contexts_that_contexts_lists_and_clears(mine: Callable[..., CompletedProcess[str]]) -> None:
-    assert mine("contexts").stdout.split() == ["MODEL", "TOKENS", "LONGEST", "SIZE", "USED"]
-    run = ("run", "demo", "--verbose", "--temperature", "0", "-n", "5", "--context-store", "100MiB", TEXT)
+def test_run_reuses_stored_contexts_that_contexts_lists_and_clears(
+    mine: Callable[..., CompletedProcess[str]],
+) -> None:
+    assert mine("contexts").stdout.split() == [
+        "MODEL",
+        "TOKENS",
+        "LONGEST",
+        "SIZE",
+        "USED",
+    ]
+    run = (
+        "run",
+        "demo",
+        "--verbose",
+        "--temperature",
+        "0",
+        "-n",
+        "5",
+        "--context-store",
+        "100MiB",
+        TEXT,
+    )
     first, second = mine(*run), mine(*run)
     assert first.stdout == second.stdout
     assert "prompt cached" not in first.stderr
-    found = re.search(r"prompt cached: +(\d+) token\(s\), \1 from disk\n", second.stderr)
+    found = re.search(
+        r"prompt cached: +(\d+) token\(s\), \1 from disk\n", second.stderr
+    )
     assert found and int(found[1]) >= 128
     (listed,) = json.loads(mine("contexts", "--json").stdout)
     assert listed["longest_tokens"] > int(found[1])
     row = rf"\n{listed['model']} +{listed['tokens']} +{listed['longest_tokens']} +\d.* [KM]B +.* ago\n"
     assert re.search(row, mine("contexts").stdout)
     missing = mine("contexts", "clear", "unknown")
-    assert missing.returncode == 1 and "`moegguf contexts` lists the models" in missing.stderr
-    assert re.fullmatch(r"deleted \d.* [KM]B of contexts\n", mine("contexts", "clear", listed["model"]).stdout)
+    assert (
+        missing.returncode == 1
+        and "`moegguf contexts` lists the models" in missing.stderr
+    )
+    assert re.fullmatch(
+        r"deleted \d.* [KM]B of contexts\n",
+        mine("contexts", "clear", listed["model"]).stdout,
+    )
     assert json.loads(mine("contexts", "--json").stdout) == []
     assert mine("contexts", "clear", "--all").stdout == "deleted 0 B of contexts\n"
 

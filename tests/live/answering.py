@@ -1,7 +1,8 @@
 """Generates answers in the test's own process.
 
-`Answer` and `reply` generate one answer in its own `BatchLoop`. `answers_of` and `answers_together` generate many
-answers in one loop. With a `Scripted` schedule, a test acts at numbered steps, so that results do not depend on time.
+`Answer` and `reply` generate one answer in its own `BatchLoop`. `answers_of` and
+`answers_together` generate many answers in one loop. With a `Scripted` schedule, a test
+acts at numbered steps, so that results do not depend on time.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ from waiting import until
 from moegguf.engine.llama import Llama
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.kv_sequences import Schedule, Step
-from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, Sampling, TokenLogprob
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    PromptProgress,
+    Request,
+    Sampling,
+    TokenLogprob,
+)
 from moegguf.generate.sequence import Sequence
 
-DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
+DEMO = (
+    Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
+)
 QUESTION = "What does moegguf do?"
 SAMPLING = {field.name for field in fields(Sampling)}
 Load = Callable[..., Llama]  # types of the fixtures `load` and `tiny`
@@ -31,13 +41,21 @@ TinyModel = Callable[..., Path]
 def ask(*messages: str, **options: Any) -> Request:
     """Returns a request. Its temperature is 0 unless `options` sets another one.
 
-    `messages` are texts that the user and the assistant write in turn, beginning with the user. `options` are fields of
-    Request and Sampling. Without messages, the summary includes the context by default.
+    `messages` are texts that the user and the assistant write in turn, beginning with
+    the user. `options` are fields of Request and Sampling. Without messages, the
+    summary includes the context by default.
     """
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
-    turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
+    turns = tuple(
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(messages)
+    )
     options.setdefault("return_context", not messages)
-    return Request(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
+    return Request(
+        messages=turns or None,
+        sampling=Sampling(**{"temperature": 0.0, **sampling}),
+        **options,
+    )
 
 
 def text_of(deltas: list[Delta]) -> str:
@@ -66,7 +84,8 @@ class Answer:
         return self._sequence.summary
 
     def deltas(self, then: Callable[[], object] = lambda: None) -> list[Delta]:
-        """Generates the answer and returns its deltas, or raises the error that ended it.
+        """Generates the answer and returns its deltas, or raises the error that ended
+        it.
 
         Calls `then` after each delta and after each report of progress.
         """
@@ -99,15 +118,19 @@ def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, AnswerSummar
 
 
 def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
-    """Returns a logit bias for the tokens that end an answer. The default bias suppresses them."""
-    return {token: bias for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)}
+    """Returns a logit bias for the tokens that end an answer. The default bias
+    suppresses them."""
+    return {
+        token: bias for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)
+    }
 
 
 TIMEOUT_S = 60.0
 
 
 class Received:
-    """Collects the events of one answer. A loop uses the object as its `AnswerEvents`."""
+    """Collects the events of one answer. A loop uses the object as its
+    `AnswerEvents`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -136,13 +159,18 @@ class Received:
 
 
 class Scripted:
-    """A schedule that selects the sequences that `inner` selects, or all running sequences if `inner` is None.
+    """A schedule that selects the sequences that `inner` selects, or all running
+    sequences if `inner` is None.
 
-    Before each selection it calls `before` with the selection's number, from 1. `steps` collects the steps that were
-    run.
+    Before each selection it calls `before` with the selection's number, from 1. `steps`
+    collects the steps that were run.
     """
 
-    def __init__(self, before: Callable[[int], object] = lambda step: None, inner: Schedule | None = None) -> None:
+    def __init__(
+        self,
+        before: Callable[[int], object] = lambda step: None,
+        inner: Schedule | None = None,
+    ) -> None:
         self._before = before
         self._inner = inner
         self.steps: list[Step] = []
@@ -160,15 +188,19 @@ class Scripted:
 
 
 @contextmanager
-def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> Iterator[BatchLoop]:
-    """Yields a new loop that runs on its own thread until the end of the `with` block."""
+def running(
+    llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None
+) -> Iterator[BatchLoop]:
+    """Yields a new loop that runs on its own thread until the end of the `with`
+    block."""
     with started(BatchLoop(llm, schedule, step_tokens)) as loop:
         yield loop
 
 
 @contextmanager
 def started(loop: BatchLoop) -> Iterator[BatchLoop]:
-    """Runs `loop` on its own thread and yields the loop. Closes the loop at the end of the `with` block."""
+    """Runs `loop` on its own thread and yields the loop. Closes the loop at the end of
+    the `with` block."""
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     try:
@@ -180,7 +212,8 @@ def started(loop: BatchLoop) -> Iterator[BatchLoop]:
 
 
 def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
-    """Submits all requests to a running loop and waits for the answers. Returns the events of each answer."""
+    """Submits all requests to a running loop and waits for the answers. Returns the
+    events of each answer."""
     received = [Received() for _ in requests]
     for request, events in zip(requests, received, strict=True):
         loop.submit(request, events)
@@ -188,13 +221,21 @@ def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
 
 
 def answers_together(
-    llm: Llama, requests: list[Request], schedule: Schedule | None = None, step_tokens: int | None = None
+    llm: Llama,
+    requests: list[Request],
+    schedule: Schedule | None = None,
+    step_tokens: int | None = None,
 ) -> list[Received]:
-    """Generates the answers to `requests` in a new loop. Returns the events of each answer.
+    """Generates the answers to `requests` in a new loop. Returns the events of each
+    answer.
 
-    All requests arrive before the first step, so thread timing does not affect the steps.
+    All requests arrive before the first step, so thread timing does not affect the
+    steps.
     """
-    loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
+    loop, received = (
+        BatchLoop(llm, schedule, step_tokens),
+        [Received() for _ in requests],
+    )
     for n, (request, events) in enumerate(zip(requests, received, strict=True)):
         loop.submit(request, events)
         until(lambda n=n: len(loop._arrived) > n)

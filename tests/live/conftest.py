@@ -1,4 +1,5 @@
-"""Fixtures for tests that load models: reference logits, tiny models, and the demo model."""
+"""Fixtures for tests that load models: reference logits, tiny models, and the demo
+model."""
 
 from __future__ import annotations
 
@@ -20,13 +21,22 @@ Own = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """Returns `reference(path, **options)`, which returns the logits of a random prompt and of greedy tokens.
+    """Returns `reference(path, **options)`, which returns the logits of a random prompt
+    and of greedy tokens.
 
-    By default, the tested build computes them as plain llama.cpp, without moegguf's hooks. If `resident` is True, the
-    expert store is used, with a slot for every expert. Results are computed only once per session for each set of
-    arguments.
+    By default, the tested build computes them as plain llama.cpp, without moegguf's
+    hooks. If `resident` is True, the expert store is used, with a slot for every
+    expert. Results are computed only once per session for each set of arguments.
     """
-    from running import N_NEW, N_PROMPT, Llama, WithoutRepacking, greedy_logits, hooks_off, random_prompt
+    from running import (
+        N_NEW,
+        N_PROMPT,
+        Llama,
+        WithoutRepacking,
+        greedy_logits,
+        hooks_off,
+        random_prompt,
+    )
 
     from moegguf.native.store import StoreOptions
 
@@ -44,14 +54,27 @@ def reference() -> Reference:
     ) -> npt.NDArray[Any]:
         key = path, n_ubatch, repack, resident, n_prompt, n_new, tuple(options.items())
         if key not in known:
-            options = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False, **options}
+            options = {
+                "n_ctx": 512,
+                "n_threads": 1,
+                "logits_all": True,
+                "verbose": False,
+                **options,
+            }
             if resident:
                 store = StoreOptions(repack=repack)
-                with Llama(path, expert_cache="100%", n_ubatch=n_ubatch, store=store, **options) as llm:
+                with Llama(
+                    path, expert_cache="100%", n_ubatch=n_ubatch, store=store, **options
+                ) as llm:
                     known[key] = greedy_logits(llm, random_prompt(llm, n_prompt), n_new)
                     assert llm.stats().lookups > 0, "the store was not in use"
             else:
-                with hooks_off(), (Llama if repack else WithoutRepacking)(path, n_ubatch=n_ubatch, **options) as llm:
+                with (
+                    hooks_off(),
+                    (Llama if repack else WithoutRepacking)(
+                        path, n_ubatch=n_ubatch, **options
+                    ) as llm,
+                ):
                     assert llm.session is None
                     known[key] = greedy_logits(llm, random_prompt(llm, n_prompt), n_new)
         return known[key]
@@ -61,14 +84,15 @@ def reference() -> Reference:
 
 @pytest.fixture
 def path(tiny: TinyModel, request: pytest.FixtureRequest) -> Path:
-    """Returns the path of a tiny model. It is tiny-qwen2moe in Q4_0 unless an indirect parameter names another preset
-    and quantisation."""
+    """Returns the path of a tiny model. It is tiny-qwen2moe in Q4_0 unless an indirect
+    parameter names another preset and quantisation."""
     return tiny(*getattr(request, "param", ("tiny-qwen2moe", "q4_0")))
 
 
 @pytest.fixture
 def own(tiny: TinyModel, tmp_path: Path) -> Own:
-    """Returns `own(preset)`, which links a tiny model into the test's own folder and returns the link's path.
+    """Returns `own(preset)`, which links a tiny model into the test's own folder and
+    returns the link's path.
 
     The folder contains no files that other tests have learned for the model.
     """

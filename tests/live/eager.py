@@ -1,4 +1,5 @@
-"""A gate for drafts that does not depend on measured times, so that tests repeat exactly."""
+"""A gate for drafts that does not depend on measured times, so that tests repeat
+exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ WIDTH = 6  # maximum number of tokens in a draft
 
 
 class Eager(DraftGate):
-    """A gate that always allows WIDTH drafted tokens from each source, for each answer."""
+    """A gate that always allows WIDTH drafted tokens from each source, for each
+    answer."""
 
     def is_due(self) -> bool:
         return True

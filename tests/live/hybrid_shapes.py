@@ -1,7 +1,8 @@
-"""Writes random F32 models of hybrid architectures for which tools/make_model.py has no preset.
+"""Writes random F32 models of hybrid architectures for which tools/make_model.py has no
+preset.
 
-Tensor names and dimensions match the tensors that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in
-numpy's order.
+Tensor names and dimensions match the tensors that the pinned llama.cpp loads
+(src/models/*.cpp). Dimensions are in numpy's order.
 """
 
 from collections.abc import Callable
@@ -30,9 +31,11 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors that all SHAPES have.
+    """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors
+    that all SHAPES have.
 
-    Names of tensors in layers omit the prefix `blk.N.`. `outer` contains the tensors outside layers.
+    Names of tensors in layers omit the prefix `blk.N.`. `outer` contains the tensors
+    outside layers.
     """
 
     keys: Keys
@@ -43,12 +46,16 @@ class Shape:
 
 
 def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dims:
-    """Returns the tensors of a layer's feed-forward part: norm, router, experts, and one shared expert.
+    """Returns the tensors of a layer's feed-forward part: norm, router, experts, and
+    one shared expert.
 
-    The shared expert is as wide as `n_shared` experts; if that is 0, it is left out. `has_bias`: True if the choice of
-    experts has a bias.
+    The shared expert is as wide as `n_shared` experts; if that is 0, it is left out.
+    `has_bias`: True if the choice of experts has a bias.
     """
-    dims: Dims = {"ffn_norm.weight": (N_EMBD,), "ffn_gate_inp.weight": (N_EXPERT, N_EMBD)}
+    dims: Dims = {
+        "ffn_norm.weight": (N_EMBD,),
+        "ffn_gate_inp.weight": (N_EXPERT, N_EMBD),
+    }
     if has_bias:
         dims["exp_probs_b.bias"] = (N_EXPERT,)
     for name in ("gate", "up"):
@@ -62,13 +69,18 @@ def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dim
 
 
 def simple_attention(n_head_kv: int = 2, n_q: int = 1) -> Dims:
-    """Returns the tensors of grouped-query attention. n_q: output width of the query matrix, as a multiple of WIDTH."""
+    """Returns the tensors of grouped-query attention. n_q: output width of the query
+    matrix, as a multiple of WIDTH."""
     dims = {f"attn_{name}.weight": (n_head_kv * HEAD_DIM, N_EMBD) for name in "kv"}
-    return {"attn_q.weight": (n_q * WIDTH, N_EMBD), "attn_output.weight": (N_EMBD, WIDTH)} | dims
+    return {
+        "attn_q.weight": (n_q * WIDTH, N_EMBD),
+        "attn_output.weight": (N_EMBD, WIDTH),
+    } | dims
 
 
 def latent_attention(n_rot: int) -> Dims:
-    """Returns the tensors of multi-head latent attention with low-rank queries. n_rot: rotated dimensions of a head."""
+    """Returns the tensors of multi-head latent attention with low-rank queries. n_rot:
+    rotated dimensions of a head."""
     return {
         "attn_q_a.weight": (Q_RANK, N_EMBD),
         "attn_q_a_norm.weight": (Q_RANK,),
@@ -82,16 +94,21 @@ def latent_attention(n_rot: int) -> Dims:
 
 
 def delta_attention(gates: Dims) -> Dims:
-    """Returns the tensors of Kimi's delta attention, including `gates`, the tensors that differ between
-    architectures."""
+    """Returns the tensors of Kimi's delta attention, including `gates`, the tensors
+    that differ between architectures."""
     dims = {f"attn_{name}.weight": (WIDTH, N_EMBD) for name in "qkv"}
     dims |= {f"ssm_conv1d_{name}.weight": (WIDTH, 1, D_CONV) for name in "qkv"}
-    dims |= {"ssm_beta.weight": (N_HEAD, N_EMBD), "ssm_dt.bias": (WIDTH,), "ssm_norm.weight": (HEAD_DIM,)}
+    dims |= {
+        "ssm_beta.weight": (N_HEAD, N_EMBD),
+        "ssm_dt.bias": (WIDTH,),
+        "ssm_norm.weight": (HEAD_DIM,),
+    }
     return dims | {"attn_output.weight": (N_EMBD, WIDTH)} | gates
 
 
 def delta_keys(n_rot: int, **keys: Any) -> Keys:
-    """Returns the keys that all SHAPES with delta attention and latent attention have, extended with `keys`."""
+    """Returns the keys that all SHAPES with delta attention and latent attention have,
+    extended with `keys`."""
     return {
         "attention.head_count_kv": [int(kind == "a") for kind in LAYERS],
         "attention.key_length": KV_RANK + n_rot,
@@ -167,9 +184,14 @@ def qwen3next() -> Shape:
         "ssm_norm.weight": (HEAD_DIM,),
         "ssm_out.weight": (N_EMBD, WIDTH),
     }
-    attention = simple_attention(n_q=2) | {f"attn_{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+    attention = simple_attention(n_q=2) | {
+        f"attn_{name}_norm.weight": (HEAD_DIM,) for name in "qk"
+    }
     rest = experts(n_shared=1, has_bias=False)
-    rest |= {"ffn_gate_inp_shexp.weight": (N_EMBD,), "post_attention_norm.weight": rest.pop("ffn_norm.weight")}
+    rest |= {
+        "ffn_gate_inp_shexp.weight": (N_EMBD,),
+        "post_attention_norm.weight": rest.pop("ffn_norm.weight"),
+    }
     keys: Keys = {
         "attention.head_count_kv": 2,
         "attention.key_length": HEAD_DIM,
@@ -187,7 +209,9 @@ def qwen3next() -> Shape:
 
 
 def bailingmoe3() -> Shape:
-    gates: Dims = {"ssm_a": (N_HEAD, 1)} | {f"ssm_{name}_a.weight": (WIDTH, N_EMBD) for name in "fg"}
+    gates: Dims = {"ssm_a": (N_HEAD, 1)} | {
+        f"ssm_{name}_a.weight": (WIDTH, N_EMBD) for name in "fg"
+    }
     attention = latent_attention(N_ROT) | {"attn_gate.weight": (N_HEAD, N_EMBD)}
     keys = delta_keys(N_ROT) | {"kda.safe_gate": True, "kda.gate_lower_bound": -5.0}
     return Shape(keys, delta_attention(gates), attention, experts(n_shared=1), {})
@@ -215,7 +239,13 @@ def kimi_k3() -> Shape:
         "activation.situ_linear_beta": 4.0,
     }
     attention = latent_attention(N_ROT) | {"attn_gate.weight": (WIDTH, N_EMBD)}
-    return Shape(keys, delta_attention(gates), attention, rest, {"output_res_score.weight": (N_EMBD,)})
+    return Shape(
+        keys,
+        delta_attention(gates),
+        attention,
+        rest,
+        {"output_res_score.weight": (N_EMBD,)},
+    )
 
 
 def glm5_next() -> Shape:
@@ -223,7 +253,10 @@ def glm5_next() -> Shape:
     n_mixed = (2 + n_streams) * n_streams
     gates: Dims = {"ssm_a": (N_HEAD,)}
     for name in "fg":
-        gates |= {f"ssm_{name}_a.weight": (HEAD_DIM, N_EMBD), f"ssm_{name}_b.weight": (WIDTH, HEAD_DIM)}
+        gates |= {
+            f"ssm_{name}_a.weight": (HEAD_DIM, N_EMBD),
+            f"ssm_{name}_b.weight": (WIDTH, HEAD_DIM),
+        }
     attention = latent_attention(0) | {
         "indexer.k_norm.weight": (indexer_size,),
         "indexer.k_norm.bias": (indexer_size,),
@@ -264,7 +297,8 @@ SHAPES: dict[str, Callable[[], Shape]] = {
 
 
 def write_hybrid(path: Path, arch: str) -> Path:
-    """Writes a random model of the architecture `arch`, a key of SHAPES. Returns its path."""
+    """Writes a random model of the architecture `arch`, a key of SHAPES. Returns its
+    path."""
     shape = SHAPES[arch]()
     writer = GGUFWriter(path, arch)
     writer.add_name("hybrid")
@@ -282,7 +316,10 @@ def write_hybrid(path: Path, arch: str) -> Path:
     for key, value in shape.keys.items():
         add_key(writer, f"{arch}.{key}", value)
     add_tokenizer(writer, N_VOCAB)
-    outer: Dims = {"token_embd.weight": (N_VOCAB, N_EMBD), "output.weight": (N_VOCAB, N_EMBD)}
+    outer: Dims = {
+        "token_embd.weight": (N_VOCAB, N_EMBD),
+        "output.weight": (N_VOCAB, N_EMBD),
+    }
     add_tensors(writer, outer | {"output_norm.weight": (N_EMBD,)} | shape.outer)
     for il, kind in enumerate(LAYERS):
         parts = shape.recurrent if kind == "r" else shape.attention
@@ -292,7 +329,8 @@ def write_hybrid(path: Path, arch: str) -> Path:
 
 
 def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Adds a key whose GGUF type depends on the value's Python type: an array, bool, uint32 or float32."""
+    """Adds a key whose GGUF type depends on the value's Python type: an array, bool,
+    uint32 or float32."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -304,6 +342,10 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def add_tensors(writer: GGUFWriter, dims: Dims) -> None:
-    """Adds F32 tensors with random values suited to their names, such as norms near one."""
+    """Adds F32 tensors with random values suited to their names, such as norms near
+    one."""
     for name, shape in dims.items():
-        writer.add_tensor(name, f32_weights(Tensor(name, shape, GGMLQuantizationType.F32, 0.0), seed=0))
+        writer.add_tensor(
+            name,
+            f32_weights(Tensor(name, shape, GGMLQuantizationType.F32, 0.0), seed=0),
+        )

@@ -1,7 +1,7 @@
 """Helpers for tests that run a tiny model in two ways and compare the logits.
 
-They create prompts, budgets and adapters, and compute the logits of greedy answers. A `Meddler` disturbs the store
-while the model runs.
+They create prompts, budgets and adapters, and compute the logits of greedy answers. A
+`Meddler` disturbs the store while the model runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
 
 Logits = npt.NDArray[np.float32]
-TinyModel = Callable[..., Path]  # types of the fixtures `tiny`, `load`, `reference` and `own`
+# Types of the fixtures `tiny`, `load`, `reference` and `own`.
+TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 Reference = Callable[..., Logits]
 Own = Callable[..., Path]
@@ -34,7 +35,8 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """A model whose weights are not repacked for the CPU, for comparison with slots that are not repacked."""
+    """A model whose weights are not repacked for the CPU, for comparison with slots
+    that are not repacked."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -52,7 +54,8 @@ def greedy_logits(
     n_new: int = N_NEW,
     before_each: Callable[[], object] = lambda: None,
 ) -> Logits:
-    """Evaluates a prompt (None: a random one) and then `n_new` greedy tokens, in an empty context.
+    """Evaluates a prompt (None: a random one) and then `n_new` greedy tokens, in an
+    empty context.
 
     Returns the logits, [n_tokens][n_vocab]. Calls `before_each` before each evaluation.
     """
@@ -66,8 +69,8 @@ def greedy_logits(
 
 
 def share_for(path: Path, n_slots: int, device: str | None = None) -> Any:
-    """Returns a budget that holds exactly `n_slots` slots: bytes for the CPU (None), or a share of all experts for a
-    device, where slots may have several sizes."""
+    """Returns a budget that holds exactly `n_slots` slots: bytes for the CPU (None), or
+    a share of all experts for a device, where slots may have several sizes."""
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
 
@@ -78,7 +81,8 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> Any:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes and closes the file of `writer`, to which all keys and tensors have been added. Returns `path`."""
+    """Writes and closes the file of `writer`, to which all keys and tensors have been
+    added. Returns `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,8 +91,8 @@ def written(writer: GGUFWriter, path: Path) -> Path:
 
 
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
-    """Writes a LoRA adapter of rank 8 with random values for one matrix. `shape` is the matrix's shape in numpy
-    order."""
+    """Writes a LoRA adapter of rank 8 with random values for one matrix. `shape` is the
+    matrix's shape in numpy order."""
     writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -101,22 +105,24 @@ def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) ->
 
 @contextmanager
 def hooks_off() -> Iterator[None]:
-    """Sets MOEGGUF_HOOKS=0 inside the `with` block, so that models loaded there run plain llama.cpp."""
+    """Sets MOEGGUF_HOOKS=0 inside the `with` block, so that models loaded there run
+    plain llama.cpp."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEGGUF_HOOKS", "0")
         yield
 
 
 def controller_of(llm: Llama) -> Controller:
-    """Returns the Python controller of a loaded model. Asserts that the model has one."""
+    """Returns the Python controller of a loaded model. Asserts that the model has
+    one."""
     controller = llm.context.controller
     assert isinstance(controller, LiveController) and controller.controller is not None
     return controller.controller
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Returns a list to which, from now on, each call to store.set_scores() appends True for a table of scores, or
-    False for None."""
+    """Returns a list to which, from now on, each call to store.set_scores() appends
+    True for a table of scores, or False for None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -129,8 +135,8 @@ def count_scores(llm: Llama) -> list[bool]:
 
 
 class Meddler:
-    """Disturbs a store with random scores and prefetches: at each call to `meddle`, and from a thread during the `with`
-    block."""
+    """Disturbs a store with random scores and prefetches: at each call to `meddle`, and
+    from a thread during the `with` block."""
 
     def __init__(self, store: Store, seed: int = 0) -> None:
         self._store = store
@@ -141,9 +147,14 @@ class Meddler:
     def meddle(self, random: np.random.Generator | None = None) -> None:
         random = random or self._random
         n_layer, n_expert = self._store.shape
-        self._store.set_scores(random.random((n_layer, n_expert)) if random.random() < 0.9 else None)
-        # Some of these experts may not exist: there is no layer n_layer, and a layer may have no experts.
-        self._store.prefetch(random.integers(0, n_layer + 1, 8), random.integers(0, n_expert, 8))
+        self._store.set_scores(
+            random.random((n_layer, n_expert)) if random.random() < 0.9 else None
+        )
+        # Some of these experts may not exist: there is no layer n_layer, and a layer
+        # may have no experts.
+        self._store.prefetch(
+            random.integers(0, n_layer + 1, 8), random.integers(0, n_expert, 8)
+        )
 
     def _run(self) -> None:
         random = np.random.default_rng(1)
@@ -160,8 +171,8 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each device's slots, keyed by ggml's name for the device, in the order of the store's
-    devices."""
+    """Returns the figures of each device's slots, keyed by ggml's name for the device,
+    in the order of the store's devices."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

@@ -1,5 +1,5 @@
-"""Tests the LoRA adapter scale that a request sets. The scale applies to this request only, and only requests with the
-same scale reuse the request's computed context.
+"""Tests the LoRA adapter scale that a request sets. The scale applies to this request
+only, and only requests with the same scale reuse the request's computed context.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,20 @@ PROMPT = " the".join(str(n) for n in range(90))
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("adapter") / "adapter.gguf"
-    return write_adapter(path, "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, WIDTH))
+    return write_adapter(
+        path, "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, WIDTH)
+    )
 
 
 def load(path: Path, adapter: Path | None, **options: Any) -> Llama:
-    options = {"n_ctx": 512, "n_seq_max": 4, "expert_cache": "50%", "flash_attn": None, "verbose": False, **options}
+    options = {
+        "n_ctx": 512,
+        "n_seq_max": 4,
+        "expert_cache": "50%",
+        "flash_attn": None,
+        "verbose": False,
+        **options,
+    }
     return Llama(path, lora_path=adapter, **options)
 
 
@@ -36,7 +45,9 @@ def llm(tiny: TinyModel, adapter: Path) -> Iterator[Llama]:
         yield llm
 
 
-def request(scale: float | None = None, prompt: str = PROMPT, **options: Any) -> Request:
+def request(
+    scale: float | None = None, prompt: str = PROMPT, **options: Any
+) -> Request:
     return ask(prompt=prompt, lora_scale=scale, n_logprobs=2, max_tokens=6, **options)
 
 
@@ -45,9 +56,14 @@ def facts(received: Received) -> tuple[Any, ...]:
     return received.text, received.logprobs
 
 
-def test_requests_in_one_batch_use_their_own_lora_scale(llm: Llama, tiny: TinyModel, adapter: Path) -> None:
+def test_requests_in_one_batch_use_their_own_lora_scale(
+    llm: Llama, tiny: TinyModel, adapter: Path
+) -> None:
     scales = (None, 0.0, 2.0, None, 2.0, 1.0)
-    together = [facts(each) for each in answers_together(llm, [request(scale) for scale in scales])]
+    together = [
+        facts(each)
+        for each in answers_together(llm, [request(scale) for scale in scales])
+    ]
     assert together[0] == together[3] == together[5] and together[2] == together[4]
     assert len({text for text, _ in (together[0], together[1], together[2])}) > 1
     for scale, found in ((2.0, together[2]), (1.0, together[0])):
@@ -68,16 +84,26 @@ def test_a_cached_prefix_is_reused_only_at_its_lora_scale(
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "n_logprobs": 2}
     for _ in range(2):  # the second engine finds the first one's contexts on disk
         with Engine(load(path, adapter, context_store="64MiB")) as engine:
-            found = [engine.generate(PROMPT, lora_scale=scale, **options)[0] for scale in (None, 2.0, None, 2.0)]
+            found = [
+                engine.generate(PROMPT, lora_scale=scale, **options)[0]
+                for scale in (None, 2.0, None, 2.0)
+            ]
             engine.llm.close()
         n_cached = [each.summary.cached_tokens for each in found]
-        assert found[0].logprobs == found[2].logprobs != found[1].logprobs == found[3].logprobs
+        assert (
+            found[0].logprobs
+            == found[2].logprobs
+            != found[1].logprobs
+            == found[3].logprobs
+        )
         assert n_cached[2] > 0 and n_cached[3] > 0
         n_disk = [each.summary.disk_tokens for each in found]
     assert n_disk[0] > 0 and n_disk[1] > 0
 
 
-def test_the_loop_restores_the_lora_scale_of_the_load(llm: Llama, adapter: Path) -> None:
+def test_the_loop_restores_the_lora_scale_of_the_load(
+    llm: Llama, adapter: Path
+) -> None:
     tokens = llm.vocabulary.tokens(PROMPT)
     llm.eval(tokens)
     expected = llm.context.logits().copy()

@@ -1,9 +1,12 @@
-"""Tests many answers on one context: no answer depends on another's tokens, and an error ends only affected answers.
+"""Tests many answers on one context: no answer depends on another's tokens, and an
+error ends only affected answers.
 
-With batch-invariant kernels, an answer has the same bits alone and in a batch. Without these kernels the last bits may
-differ, and the rounding of activations to eight bits enlarges the differences. Logprobs are then compared within BOUND.
-Another test needs no bound: with equal steps, the tokens of other answers do not change a single bit.
-MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings (default: 200), rounded up to full blocks.
+With batch-invariant kernels, an answer has the same bits alone and in a batch. Without
+these kernels the last bits may differ, and the rounding of activations to eight bits
+enlarges the differences. Logprobs are then compared within BOUND. Another test needs no
+bound: with equal steps, the tokens of other answers do not change a single bit.
+MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings (default: 200),
+rounded up to full blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +38,14 @@ from answering import (
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import SequenceTokens
-from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
+from moegguf.errors import (
+    ClosedError,
+    ContextError,
+    ExpertIOError,
+    OptionError,
+    SchemaError,
+    TemplateError,
+)
 from moegguf.generate.request import PromptProgress, Request, TokenLogprob
 from moegguf.generate.sequence import Sequence, Task
 from moegguf.native.events import Phase
@@ -43,8 +53,8 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 
-# Limit on the difference of a logprob without batch-invariant kernels. Differences in the last bits are amplified most
-# by the random routers of tiny models.
+# Limit on the difference of a logprob without batch-invariant kernels. Differences in
+# the last bits are amplified most by the random routers of tiny models.
 BOUND = 1.0
 PER_BLOCK = 25
 N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
@@ -56,23 +66,40 @@ Random = np.random.Generator
 
 @pytest.fixture
 def load(load: Load) -> Load:
-    """Returns `load` with flash_attn=None: models use flash attention, which is batch-invariant, if it is supported."""
+    """Returns `load` with flash_attn=None: models use flash attention, which is
+    batch-invariant, if it is supported."""
     return functools.partial(load, flash_attn=None)
 
 
 @pytest.fixture(scope="module")
 def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
-    """Loads one model twice and yields both. The first has six sequences and slots for 40 % of the experts. The second
-    has one sequence and, by default, slots for all experts.
+    """Loads one model twice and yields both. The first has six sequences and slots for
+    40 % of the experts. The second has one sequence and, by default, slots for all
+    experts.
     """
-    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "flash_attn": None, "verbose": False}
-    with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
+    options: dict[str, Any] = {
+        "n_ctx": 256,
+        "n_threads": 1,
+        "flash_attn": None,
+        "verbose": False,
+    }
+    with (
+        Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many,
+        Llama(tiny(), **options) as one,
+    ):
         yield many, one
 
 
 def of_tokens(llm: Llama, tokens: list[int], **options: Any) -> Request:
-    """Returns a request with these prompt tokens. By default the answer has 8 tokens, and end tokens are suppressed."""
-    options = {"max_tokens": 8, "n_logprobs": 2, "logit_bias": endless(llm), "return_context": False, **options}
+    """Returns a request with these prompt tokens. By default the answer has 8 tokens,
+    and end tokens are suppressed."""
+    options = {
+        "max_tokens": 8,
+        "n_logprobs": 2,
+        "logit_bias": endless(llm),
+        "return_context": False,
+        **options,
+    }
     return ask(prompt="", context=tuple(tokens), **options)
 
 
@@ -82,14 +109,18 @@ def random_tokens(llm: Llama, random: Random, n_tokens: int) -> list[int]:
 
 def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
     llm.reset()
-    return [logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
+    return [
+        logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs
+    ]
 
 
 def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:
-    """Asserts that `received` equals the beginning of `alone`, on a CPU with batch-invariant kernels.
+    """Asserts that `received` equals the beginning of `alone`, on a CPU with
+    batch-invariant kernels.
 
-    On other CPUs, logprobs may differ by less than BOUND. Different tokens are allowed where the two best logprobs
-    differ by less than BOUND. Later tokens are then not compared.
+    On other CPUs, logprobs may differ by less than BOUND. Different tokens are allowed
+    where the two best logprobs differ by less than BOUND. Later tokens are then not
+    compared.
     """
     if BATCH_INVARIANT:
         assert received == alone[: len(received)]
@@ -104,7 +135,8 @@ def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None
 
 
 class RandomSubset:
-    """A schedule that selects a random subset of the running sequences in each step. An empty subset means all."""
+    """A schedule that selects a random subset of the running sequences in each step. An
+    empty subset means all."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -117,20 +149,30 @@ class RandomSubset:
 
 
 @pytest.mark.parametrize("block", range(N_BLOCKS))
-def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair: tuple[Llama, Llama]) -> None:
+def test_random_interleavings_give_the_answers_of_solo_requests(
+    block: int, pair: tuple[Llama, Llama]
+) -> None:
     many, one = pair
     random = np.random.default_rng(block)
     shared = random_tokens(one, random, 40)
-    requests, received, cancelled, poisoned = list[Request](), list[Received](), set[int](), set[int]()
+    requests, received, cancelled, poisoned = (
+        list[Request](),
+        list[Received](),
+        set[int](),
+        set[int](),
+    )
     submitted: list[Sequence] = []
     for i in range(PER_BLOCK):
-        tokens = shared[: int(random.integers(0, 40))] + random_tokens(one, random, int(random.integers(1, 60)))
+        tokens = shared[: int(random.integers(0, 40))] + random_tokens(
+            one, random, int(random.integers(1, 60))
+        )
         options: dict[str, Any] = {"max_tokens": int(random.integers(1, 12))}
         if random.random() < 0.1:
             poisoned.add(i)
             options["logit_bias"] = {one.n_vocab(): 1.0}
         elif random.random() < 0.1:
-            options["seed"] = 1  # a seed prevents reuse of a prefix unless kernels are batch-invariant
+            # A seed prevents reuse of a prefix unless kernels are batch-invariant.
+            options["seed"] = 1
         requests.append(of_tokens(one, tokens, **options))
         received.append(Received())
 
@@ -139,7 +181,9 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
     def submit_one() -> None:
         with lock:
             if len(submitted) < PER_BLOCK:
-                submitted.append(loop.submit(requests[len(submitted)], received[len(submitted)]))
+                submitted.append(
+                    loop.submit(requests[len(submitted)], received[len(submitted)])
+                )
 
     def meddle(step: int) -> None:
         while len(submitted) < PER_BLOCK and random.random() < 0.5:
@@ -168,15 +212,20 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             assert events.summary.finish == "length"
 
 
-def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llama]) -> None:
+def test_equal_steps_beside_other_tokens_give_equal_bits(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, _ = pair
     lengths = [50, 3, 21, 34, 1, 13]
 
     def logprobs(target: int, seed: int) -> list[TokenLogprob]:
-        """Returns the logprobs of answer `target`. Its prompt is fixed; `seed` determines the other prompts."""
+        """Returns the logprobs of answer `target`. Its prompt is fixed; `seed`
+        determines the other prompts."""
         own, others = np.random.default_rng(target), np.random.default_rng(seed)
         requests = [
-            of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)
+            of_tokens(
+                many, random_tokens(many, own if i == target else others, n), seed=1
+            )
             for i, n in enumerate(lengths)
         ]
         many.context.clear()
@@ -190,10 +239,14 @@ def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llam
         assert logprobs(target, 100) == logprobs(target, 200)
 
 
-def test_a_lone_request_in_a_loop_has_the_bits_of_a_solo_answer(pair: tuple[Llama, Llama]) -> None:
+def test_a_lone_request_in_a_loop_has_the_bits_of_a_solo_answer(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     many.context.clear()
-    request = of_tokens(one, random_tokens(one, np.random.default_rng(7), 70), max_tokens=20)
+    request = of_tokens(
+        one, random_tokens(one, np.random.default_rng(7), 70), max_tokens=20
+    )
     with running(many) as loop:
         [received] = answers_of(loop, [request])
     assert received.logprobs == solo(one, request)
@@ -201,10 +254,15 @@ def test_a_lone_request_in_a_loop_has_the_bits_of_a_solo_answer(pair: tuple[Llam
     assert received.progress[-1].n_done == 70
 
 
-def test_exact_requests_beside_others_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama]) -> None:
+def test_exact_requests_beside_others_have_the_bits_of_solo_answers(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     random = np.random.default_rng(3)
-    requests = [of_tokens(one, random_tokens(one, random, 30), exact=i % 3 == 1) for i in range(9)]
+    requests = [
+        of_tokens(one, random_tokens(one, random, 30), exact=i % 3 == 1)
+        for i in range(9)
+    ]
     with running(many) as loop:
         for request, received in zip(requests, answers_of(loop, requests), strict=True):
             assert received.error is None
@@ -213,7 +271,9 @@ def test_exact_requests_beside_others_have_the_bits_of_solo_answers(pair: tuple[
             assert_same(received.logprobs, solo(one, request))
 
 
-@pytest.mark.parametrize("options", [{}, {"seed": 1, "exact": True}], ids=["free", "exact"])
+@pytest.mark.parametrize(
+    "options", [{}, {"seed": 1, "exact": True}], ids=["free", "exact"]
+)
 def test_a_shared_prefix_of_several_requests_is_computed_once(
     pair: tuple[Llama, Llama], options: dict[str, Any]
 ) -> None:
@@ -223,23 +283,32 @@ def test_a_shared_prefix_of_several_requests_is_computed_once(
         pytest.skip("exact requests reuse nothing on this processor")
     random = np.random.default_rng(4)
     system = random_tokens(one, random, 120)
-    requests = [of_tokens(one, system + random_tokens(one, random, 5), **options) for _ in range(6)]
+    requests = [
+        of_tokens(one, system + random_tokens(one, random, 5), **options)
+        for _ in range(6)
+    ]
     with running(many) as loop:
         received = answers_of(loop, requests)
         later = answers_of(loop, requests[:1])
-    assert sorted(events.summary.prompt_tokens for events in received) == [5] * 5 + [125]
+    assert sorted(events.summary.prompt_tokens for events in received) == [5] * 5 + [
+        125
+    ]
     assert later[0].summary.cached_tokens == 124, "what has ended is kept"
     for events, request in zip(received, requests, strict=True):
         assert_same(events.logprobs, solo(one, request))
 
 
-def test_only_requests_of_one_owner_wait_for_a_shared_prompt(pair: tuple[Llama, Llama]) -> None:
+def test_only_requests_of_one_owner_wait_for_a_shared_prompt(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     prompt = random_tokens(one, np.random.default_rng(5), 40)
     for owners, n_first in ((("ann", "bob"), 2), (("ann", "ann"), 1)):
         many.context.clear()
         stream = Scripted()
-        answers_together(many, [of_tokens(one, prompt, owner=owner) for owner in owners], stream)
+        answers_together(
+            many, [of_tokens(one, prompt, owner=owner) for owner in owners], stream
+        )
         assert len(stream.steps[0].sequences) == n_first
 
 
@@ -259,27 +328,51 @@ def test_more_sequences_than_tokens_of_a_pass_take_turns(load: Load) -> None:
 
 
 def test_steps_with_decoding_sequences_have_at_most_128_tokens(load: Load) -> None:
-    llm = load(DEMO, n_ctx=256, n_seq_max=12, n_threads=1, logits_all=False, expert_cache="100%")
+    llm = load(
+        DEMO,
+        n_ctx=256,
+        n_seq_max=12,
+        n_threads=1,
+        logits_all=False,
+        expert_cache="100%",
+    )
     random, script = np.random.default_rng(4), Scripted()
-    early = [of_tokens(llm, random_tokens(llm, random, 30), max_tokens=6 if i < 4 else 24) for i in range(12)]
+    early = [
+        of_tokens(llm, random_tokens(llm, random, 30), max_tokens=6 if i < 4 else 24)
+        for i in range(12)
+    ]
     late = [of_tokens(llm, random_tokens(llm, random, 100)) for _ in range(4)]
     received = answers_together(llm, [*early, *late], script)
     assert [events.error for events in received] == [None] * len(received)
-    n_tokens = [step.n_tokens for step in script.steps if len(step.sequences) < step.n_tokens < 200]
+    n_tokens = [
+        step.n_tokens
+        for step in script.steps
+        if len(step.sequences) < step.n_tokens < 200
+    ]
     assert max(n_tokens) == 128
 
 
-FORMED = {"format": {"type": "string", "minLength": 1000}, "repeat_penalty": 1.3, "temperature": 1.0, "seed": 1}
+FORMED = {
+    "format": {"type": "string", "minLength": 1000},
+    "repeat_penalty": 1.3,
+    "temperature": 1.0,
+    "seed": 1,
+}
 
 
-@pytest.mark.parametrize("options", [{}, FORMED], ids=["free", "with sampler and constraint"])
+@pytest.mark.parametrize(
+    "options", [{}, FORMED], ids=["free", "with sampler and constraint"]
+)
 def test_a_full_kv_cache_requeues_the_newest_and_answers_every_request(
     tiny: TinyModel, load: Load, options: dict[str, Any]
 ) -> None:
     many = load(tiny(), n_ctx=256, n_seq_max=4, kv_tokens=512, logits_all=False)
     one = load(tiny(), n_ctx=256, logits_all=False)
     random = np.random.default_rng(5)
-    requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60, **options) for _ in range(8)]
+    requests = [
+        of_tokens(one, random_tokens(one, random, 150), max_tokens=60, **options)
+        for _ in range(8)
+    ]
     stream = Scripted()
     received = answers_together(many, requests, stream)
     assert max(len(step.sequences) for step in stream.steps) >= 3
@@ -315,7 +408,9 @@ def test_invalid_requests_fail_without_the_others(load: Load) -> None:
         assert answers_of(loop, [good])[0].text == alone
 
 
-def test_slow_tokenization_does_not_delay_other_requests(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tokenization_does_not_delay_other_requests(
+    demo: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on, tokens = threading.Event(), demo.vocabulary.tokens
 
     def slow(text: str, **options: bool) -> list[int]:
@@ -333,15 +428,21 @@ def test_slow_tokenization_does_not_delay_other_requests(demo: Llama, monkeypatc
         assert not any(events.wait().error for events in waiting)
 
 
-def test_a_read_error_ends_only_the_sequences_with_the_expert(pair: tuple[Llama, Llama], monkeypatch: Any) -> None:
+def test_a_read_error_ends_only_the_sequences_with_the_expert(
+    pair: tuple[Llama, Llama], monkeypatch: Any
+) -> None:
     many, one = pair
     random = np.random.default_rng(9)
-    requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)]
+    requests = [
+        of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)
+    ]
     evaluate = many.context.eval_sequences
     victims: list[Sequence] = []
 
     def fail_for_the_victim(chunks: list[SequenceTokens]) -> list[int] | None:
-        if any(chunk.request == victim.number for chunk in chunks for victim in victims):
+        if any(
+            chunk.request == victim.number for chunk in chunks for victim in victims
+        ):
             raise ExpertIOError("expert 3 of layer 1 cannot be read")
         return evaluate(chunks)
 
@@ -358,10 +459,14 @@ def test_a_read_error_ends_only_the_sequences_with_the_expert(pair: tuple[Llama,
             assert_same(events.logprobs, solo(one, request))
 
 
-def test_a_failing_disk_ends_the_running_answers_and_keeps_the_loop(pair: tuple[Llama, Llama]) -> None:
+def test_a_failing_disk_ends_the_running_answers_and_keeps_the_loop(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     random = np.random.default_rng(10)
-    requests = [of_tokens(one, random_tokens(one, random, 30), max_tokens=40) for _ in range(4)]
+    requests = [
+        of_tokens(one, random_tokens(one, random, 30), max_tokens=40) for _ in range(4)
+    ]
 
     def fail(step: int) -> None:
         if step == 5:
@@ -375,10 +480,14 @@ def test_a_failing_disk_ends_the_running_answers_and_keeps_the_loop(pair: tuple[
     assert_same(again.logprobs, solo(one, requests[0]))
 
 
-def test_cancel_ends_one_answer_or_all_during_a_slow_read(pair: tuple[Llama, Llama]) -> None:
+def test_cancel_ends_one_answer_or_all_during_a_slow_read(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     random = np.random.default_rng(11)
-    requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=100) for _ in range(3)]
+    requests = [
+        of_tokens(one, random_tokens(one, random, 10), max_tokens=100) for _ in range(3)
+    ]
     received = [Received() for _ in requests]
 
     def cancel(step: int) -> None:
@@ -386,13 +495,21 @@ def test_cancel_ends_one_answer_or_all_during_a_slow_read(pair: tuple[Llama, Lla
             loop.cancel(submitted[1])
 
     with running(many, Scripted(cancel)) as loop:
-        submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
-        assert [events.wait().summary.finish for events in received] == ["length", "cancelled", "length"]
+        submitted = [
+            loop.submit(*each) for each in zip(requests, received, strict=True)
+        ]
+        assert [events.wait().summary.finish for events in received] == [
+            "length",
+            "cancelled",
+            "length",
+        ]
         assert all(events.error is None for events in received)
         assert 0 < received[1].summary.answer_tokens < 100
         arm_fault("slow_read", 1, sticky=True)
         received = [Received() for _ in requests]
-        submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
+        submitted = [
+            loop.submit(*each) for each in zip(requests, received, strict=True)
+        ]
         for answer in submitted:
             loop.cancel(answer)
         assert all(events.wait().summary.finish == "cancelled" for events in received)
@@ -404,21 +521,30 @@ def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
     many = load(DEMO, n_ctx=256, n_seq_max=3, logits_all=False)
     with running(many) as loop:
         received = answers_of(
-            loop, [ask(QUESTION, max_tokens=300 + 50 * i, logit_bias=endless(many)) for i in range(3)]
+            loop,
+            [
+                ask(QUESTION, max_tokens=300 + 50 * i, logit_bias=endless(many))
+                for i in range(3)
+            ],
         )
     for i, events in enumerate(received):
         assert (events.error, events.summary.answer_tokens) == (None, 300 + 50 * i)
         assert events.summary.n_shifts >= 1
 
 
-def test_batch_invariant_is_about_the_model_and_exact_requests_that_shift_are_alone(load: Load) -> None:
+def test_batch_invariant_is_about_the_model_and_exact_requests_that_shift_are_alone(
+    load: Load,
+) -> None:
     one, many = (load(DEMO, n_ctx=256, n_seq_max=n, logits_all=False) for n in (1, 2))
     options = {"max_tokens": 300, "logit_bias": endless(one)}
     alone, _ = reply(one, QUESTION, **options)
     before = many.batch_invariant
     with running(many) as loop:
-        answers_of(loop, [ask("Who are you?", max_tokens=3)])  # uses the first place in the KV cache
-        received = answers_of(loop, [ask(QUESTION, exact=True, **options), ask("Who are you?", **options)])
+        # Uses the first place in the KV cache.
+        answers_of(loop, [ask("Who are you?", max_tokens=3)])
+        received = answers_of(
+            loop, [ask(QUESTION, exact=True, **options), ask("Who are you?", **options)]
+        )
     assert received[0].error is None
     assert received[0].summary.n_shifts and received[0].text == alone
     del many.batch_invariant  # clears the cached value
@@ -426,8 +552,16 @@ def test_batch_invariant_is_about_the_model_and_exact_requests_that_shift_are_al
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
-def test_a_cancel_within_a_prompt_keeps_its_complete_passes(tiny: TinyModel, load: Load, n_seq_max: int) -> None:
-    llm = load(tiny("tiny-mix"), expert_cache="25%", n_batch=16, n_seq_max=n_seq_max, logits_all=False)
+def test_a_cancel_within_a_prompt_keeps_its_complete_passes(
+    tiny: TinyModel, load: Load, n_seq_max: int
+) -> None:
+    llm = load(
+        tiny("tiny-mix"),
+        expert_cache="25%",
+        n_batch=16,
+        n_seq_max=n_seq_max,
+        logits_all=False,
+    )
     request = of_tokens(llm, random_tokens(llm, np.random.default_rng(12), 60))
     timers = []
 
@@ -442,14 +576,19 @@ def test_a_cancel_within_a_prompt_keeps_its_complete_passes(tiny: TinyModel, loa
     with running(llm) as loop:
         received = Interrupted()
         submitted = loop.submit(request, received)
-        assert received.wait().summary.finish == "cancelled" and received.progress[-1].n_done == 32
+        assert (
+            received.wait().summary.finish == "cancelled"
+            and received.progress[-1].n_done == 32
+        )
         arm_fault("slow_read", 0)
         (again,) = answers_of(loop, [request])
     assert (again.summary.cached_tokens, again.summary.prompt_tokens) == (32, 28)
     assert_same(again.logprobs, solo(llm, request))
 
 
-def test_a_task_runs_after_the_answers_submitted_before(pair: tuple[Llama, Llama]) -> None:
+def test_a_task_runs_after_the_answers_submitted_before(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     request = of_tokens(one, [1, 2, 3], max_tokens=20)
     ended = threading.Event()
@@ -461,7 +600,11 @@ def test_a_task_runs_after_the_answers_submitted_before(pair: tuple[Llama, Llama
         while not loop.n_running:
             pass
         loop.submit_task(
-            Task(lambda: (first_done.append(first.ended.is_set()), ended.set()), lambda: None, failed.append)
+            Task(
+                lambda: (first_done.append(first.ended.is_set()), ended.set()),
+                lambda: None,
+                failed.append,
+            )
         )
         loop.submit(request, second)
         assert ended.wait(60) and first_done == [True]
@@ -471,7 +614,9 @@ def test_a_task_runs_after_the_answers_submitted_before(pair: tuple[Llama, Llama
     assert [type(error) for error in failed] == [ClosedError] and not late.cancelled
 
 
-def test_closing_the_loop_cancels_open_requests_and_refuses_new_ones(pair: tuple[Llama, Llama]) -> None:
+def test_closing_the_loop_cancels_open_requests_and_refuses_new_ones(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     received = [Received() for _ in range(20)]
     with running(many) as loop:
@@ -479,7 +624,10 @@ def test_closing_the_loop_cancels_open_requests_and_refuses_new_ones(pair: tuple
             loop.submit(of_tokens(one, [1, 2, 3], max_tokens=200), events)
         while not loop.n_answer_tokens:
             pass
-    assert all(events.wait().summary.finish == "cancelled" or events.error for events in received)
+    assert all(
+        events.wait().summary.finish == "cancelled" or events.error
+        for events in received
+    )
     late = Received()
     loop.submit(of_tokens(one, [1]), late)
     assert late.wait().error is not None
@@ -492,7 +640,13 @@ def test_memory_stays_flat_over_many_requests(pair: tuple[Llama, Llama]) -> None
     def run(n: int) -> int:
         with running(many) as loop:
             for _ in range(n):
-                answers_of(loop, [of_tokens(one, random_tokens(one, random, 20), max_tokens=3) for _ in range(6)])
+                answers_of(
+                    loop,
+                    [
+                        of_tokens(one, random_tokens(one, random, 20), max_tokens=3)
+                        for _ in range(6)
+                    ],
+                )
         return int(psutil.Process().memory_info().rss)
 
     run(10)

@@ -1,8 +1,8 @@
 """Tests the cost of layers with slots on a device.
 
-A pass does not copy any adapter to the device. Ids are copied only if an expert has no slot, or while the store is
-watched. Remedies, which shorten the device's waits for experts, do not change a single bit. Prediction in the graph
-adds no stop and no copy.
+A pass does not copy any adapter to the device. Ids are copied only if an expert has no
+slot, or while the store is watched. Remedies, which shorten the device's waits for
+experts, do not change a single bit. Prediction in the graph adds no stop and no copy.
 """
 
 import ctypes as c
@@ -17,7 +17,15 @@ import pytest
 from answering import answers_together, ask, endless
 from own_process import in_new_process
 from rpc_device import on_servers
-from running import Llama, Logits, TinyModel, greedy_logits, hooks_off, share_for, write_adapter
+from running import (
+    Llama,
+    Logits,
+    TinyModel,
+    greedy_logits,
+    hooks_off,
+    share_for,
+    write_adapter,
+)
 
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine import solver
@@ -27,19 +35,38 @@ from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import add_link_device, link_figures
 
-OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+OPTIONS: dict[str, Any] = {
+    "n_ctx": 512,
+    "n_threads": 1,
+    "logits_all": True,
+    "verbose": False,
+}
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
 # The bits of SWITCHES in tools/gpu/short_plan.py
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64, "i": 128, "k": 256}
+REMEDIES = {
+    "a": 1,
+    "b": 2,
+    "c": 4,
+    "d": 8,
+    "e": 16,
+    "f": 32,
+    "g": 64,
+    "i": 128,
+    "k": 256,
+}
 
 
 def strict_devices(n: int) -> list[str]:
-    return [add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1 + i) for i in range(n)]
+    return [
+        add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1 + i)
+        for i in range(n)
+    ]
 
 
 def scheduled(run: Callable[[], object]) -> str:
-    """Calls `run`. Returns ggml's log, in which the scheduler names new graphs and inputs that it copies to a device.
+    """Calls `run`. Returns ggml's log, in which the scheduler names new graphs and
+    inputs that it copies to a device.
 
     The caller sets GGML_SCHED_DEBUG before it loads the model.
     """
@@ -87,9 +114,11 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
     layout = read_layout(path)
 
     def evaluate(llm: Llama) -> tuple[str, Logits]:
-        """Evaluates one token. Returns the kind of ids in a newly built graph, and the logits.
+        """Evaluates one token. Returns the kind of ids in a newly built graph, and the
+        logits.
 
-        The kind is "slot" for slot ids, "own" for the router's expert ids, and "" if no new graph was built.
+        The kind is "slot" for slot ids, "own" for the router's expert ids, and "" if no
+        new graph was built.
         """
         before = llm.stats()
         llm.reset()
@@ -97,10 +126,20 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
         counted = llm.stats() - before
         assert (counted.tokens, counted.lookups) == (1, layout.token_cycle_slots)
         used = {kind for kind in ("slot", "own") if f"ffn_moe_{kind}_ids-" in logged}
-        assert all(f"ffn_moe_{kind}_ids-{il}" in logged for kind in used for il in range(layout.n_layer))
+        assert all(
+            f"ffn_moe_{kind}_ids-{il}" in logged
+            for kind in used
+            for il in range(layout.n_layer)
+        )
         return " and ".join(used), llm.scores[0].copy()
 
-    with Llama(path, vram_cache="100%", placement="slots", store=StoreOptions(device=device), **OPTIONS) as llm:
+    with Llama(
+        path,
+        vram_cache="100%",
+        placement="slots",
+        store=StoreOptions(device=device),
+        **OPTIONS,
+    ) as llm:
         store, results = llm.session.store, list[tuple[str, Logits]]()
         store.drain(10)
         results.append(evaluate(llm))
@@ -121,14 +160,24 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
 def logits_with_slots(path: Path, vram: int, ram: int) -> list[Logits]:
     """Returns the logits of three loads on a strict device, two runs of each.
 
-    The loads have few slots and passes of one token, few slots and staged prompts, and a slot for every expert.
+    The loads have few slots and passes of one token, few slots and staged prompts, and
+    a slot for every expert.
     """
     [device] = strict_devices(1)
-    few = {"vram_cache": share_for(path, vram, device), "expert_cache": share_for(path, ram, device)}
+    few = {
+        "vram_cache": share_for(path, vram, device),
+        "expert_cache": share_for(path, ram, device),
+    }
     found = []
     for staging, budgets in ((0, few), (2, few), (0, {"vram_cache": "100%"})):
         store = StoreOptions(device=device, staging=staging)
-        with Llama(path, placement="slots", store=store, **budgets, **OPTIONS | {"n_ubatch": 64}) as llm:
+        with Llama(
+            path,
+            placement="slots",
+            store=store,
+            **budgets,
+            **OPTIONS | {"n_ubatch": 64},
+        ) as llm:
             llm.n_batch = 1 if staging == 0 else 64
             found.append(greedy_logits(llm))
             found.append(greedy_logits(llm))
@@ -144,12 +193,21 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
 
 
 @pytest.mark.parametrize(
-    "letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdefgik"]
+    "letters",
+    [
+        *(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES),
+        "abcdefgik",
+    ],
 )
 def test_remedies_change_no_bit(
-    tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
+    tiny: TinyModel,
+    without_remedies: list[Logits],
+    monkeypatch: pytest.MonkeyPatch,
+    letters: str,
 ) -> None:
-    monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))
+    monkeypatch.setenv(
+        "MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters))
+    )
     found = in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
     for logits, without in zip(found, without_remedies, strict=True):
         assert np.isfinite(logits).all()
@@ -161,25 +219,44 @@ def test_every_remedy_has_a_switch() -> None:
 
 
 def copied(path: Path) -> tuple[int, int, Logits]:
-    """Decodes tokens with few slots, without prefetching. Returns the number of copies to the device, the number of
-    experts that were copied, and the logits."""
+    """Decodes tokens with few slots, without prefetching. Returns the number of copies
+    to the device, the number of experts that were copied, and the logits."""
     [device] = strict_devices(1)
-    options = {"vram_cache": share_for(path, 24, device), "expert_cache": "100%", "placement": "slots"}
+    options = {
+        "vram_cache": share_for(path, 24, device),
+        "expert_cache": "100%",
+        "placement": "slots",
+    }
     store = StoreOptions(device=device, staging=0, fill=False)
-    with Llama(path, store=store, policy="lru", prefetch=False, **options, **OPTIONS | {"n_ubatch": 1}) as llm:
+    with Llama(
+        path,
+        store=store,
+        policy="lru",
+        prefetch=False,
+        **options,
+        **OPTIONS | {"n_ubatch": 1},
+    ) as llm:
         llm.n_batch = 1
         greedy_logits(llm)  # reads experts into RAM
         before, misses = link_figures(device), llm.session.tiers()["VRAM"]["misses"]
         logits = greedy_logits(llm)
         after = link_figures(device)
-        n_copies = after.copies - before.copies - (after.copies_to_host - before.copies_to_host)
+        n_copies = (
+            after.copies
+            - before.copies
+            - (after.copies_to_host - before.copies_to_host)
+        )
         return n_copies, llm.session.tiers()["VRAM"]["misses"] - misses, logits
 
 
-def test_one_arena_copies_an_expert_at_once(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_arena_copies_an_expert_at_once(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, found = tiny("tiny-qwen2moe", "q4_k_m"), list[tuple[int, int, Logits]]()
     for letters in ("abdefi", "abdefik"):
-        monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))
+        monkeypatch.setenv(
+            "MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters))
+        )
         found.append(in_new_process(copied, path))
     (n_apart, n_experts, apart), (n_together, n_misses, together) = found
     assert n_misses == n_experts > 0 and np.array_equal(apart, together)
@@ -196,8 +273,8 @@ INPUTS = str(sum(REMEDIES[letter] for letter in "abdefi"))
 
 @dataclass(frozen=True)
 class Predicted:
-    """The logits of a run on strict devices, the devices' counts for the last N_MEASURED tokens, and the store's
-    counters for all tokens."""
+    """The logits of a run on strict devices, the devices' counts for the last
+    N_MEASURED tokens, and the store's counters for all tokens."""
 
     logits: Logits
     n_launches: int
@@ -205,16 +282,26 @@ class Predicted:
     counters: dict[str, int]
 
 
-def run_with_prediction(path: Path, options: dict[str, Any], n_devices: int = 1, n_slots: int = 24) -> Predicted:
-    """Evaluates greedy tokens with `n_slots` slots on strict devices, and all experts in RAM.
+def run_with_prediction(
+    path: Path, options: dict[str, Any], n_devices: int = 1, n_slots: int = 24
+) -> Predicted:
+    """Evaluates greedy tokens with `n_slots` slots on strict devices, and all experts
+    in RAM.
 
-    The measured tokens never wait for the file, so that only the ids of each layer stop the device.
+    The measured tokens never wait for the file, so that only the ids of each layer stop
+    the device.
     """
     names = strict_devices(n_devices)
-    budgets = {"vram_cache": share_for(path, n_slots, names[0]), "expert_cache": "100%", "placement": "slots"}
+    budgets = {
+        "vram_cache": share_for(path, n_slots, names[0]),
+        "expert_cache": "100%",
+        "placement": "slots",
+    }
     split = {"n_gpu_layers": -1, "tensor_split": [1, 1]} if n_devices == 2 else {}
     store = StoreOptions(device=names[0] if n_devices == 1 else None, staging=0)
-    with Llama(path, policy="lru", store=store, **budgets, **split, **options, **OPTIONS) as llm:
+    with Llama(
+        path, policy="lru", store=store, **budgets, **split, **options, **OPTIONS
+    ) as llm:
         llm.n_batch = 1
         llm.session.store.drain(10)
         found = greedy_logits(llm, n_new=24)
@@ -225,9 +312,14 @@ def run_with_prediction(path: Path, options: dict[str, Any], n_devices: int = 1,
         assert [figures.fault for figures in after] == [""] * n_devices
         assert llm.stats().evictions > 0
         return Predicted(
-            np.concatenate([found, llm.scores[llm.n_tokens - N_MEASURED : llm.n_tokens]]),
+            np.concatenate(
+                [found, llm.scores[llm.n_tokens - N_MEASURED : llm.n_tokens]]
+            ),
             sum(b.launches - a.launches for a, b in zip(before, after, strict=True)),
-            sum(b.copies_to_host - a.copies_to_host for a, b in zip(before, after, strict=True)),
+            sum(
+                b.copies_to_host - a.copies_to_host
+                for a, b in zip(before, after, strict=True)
+            ),
             llm.session.store.counters(),
         )
 
@@ -248,15 +340,23 @@ def test_prediction_in_the_graph_adds_no_stop_and_no_copy(tiny: TinyModel) -> No
     path = tiny("tiny-mix", "q4_k_m")
     layers = [each for each in read_layout(path).layers if each.n_expert > 0]
     without = predicted(path, IN_GRAPH, {"predictor": "none"})
-    inputs, in_graph = (predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH))
+    inputs, in_graph = (
+        predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH)
+    )
     for each in (inputs, in_graph):
-        assert np.isfinite(each.logits).all() and np.array_equal(each.logits, without.logits)
+        assert np.isfinite(each.logits).all() and np.array_equal(
+            each.logits, without.logits
+        )
         assert each.n_launches == without.n_launches >= N_MEASURED * len(layers)
         assert each.counters["prefetch_started"] > 0
-    assert without.counters["forecast_picks"] == without.counters["prefetch_started"] == 0
+    assert (
+        without.counters["forecast_picks"] == without.counters["prefetch_started"] == 0
+    )
     assert in_graph.n_copies_to_host == without.n_copies_to_host
     # The last layer predicts nothing.
-    assert inputs.n_copies_to_host - without.n_copies_to_host == N_MEASURED * (len(layers) - 1)
+    assert inputs.n_copies_to_host - without.n_copies_to_host == N_MEASURED * (
+        len(layers) - 1
+    )
     n_passes = in_graph.counters["passes"]
     assert inputs.counters["forecast_scored"] == 0
     assert in_graph.counters["forecast_scored"] == n_passes * (len(layers) - 1)
@@ -265,54 +365,98 @@ def test_prediction_in_the_graph_adds_no_stop_and_no_copy(tiny: TinyModel) -> No
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt-oss", "tiny-deepseek2", "tiny-glm4moe"])
-def test_scores_of_other_routers_predict_like_their_inputs(tiny: TinyModel, preset: str) -> None:
+def test_scores_of_other_routers_predict_like_their_inputs(
+    tiny: TinyModel, preset: str
+) -> None:
     """Tests routers with a bias, with groups, or with a sigmoid."""
     path = tiny(preset)
-    inputs, in_graph = (predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH))
+    inputs, in_graph = (
+        predicted(path, switches, SKIP) for switches in (INPUTS, IN_GRAPH)
+    )
     assert np.array_equal(in_graph.logits, inputs.logits)
-    assert in_graph.counters["forecast_scored"] > 0 == inputs.counters["forecast_scored"]
+    assert (
+        in_graph.counters["forecast_scored"] > 0 == inputs.counters["forecast_scored"]
+    )
     assert abs(right(in_graph.counters) - right(inputs.counters)) < 0.03
 
 
 def test_layers_before_another_device_predict_from_inputs(tiny: TinyModel) -> None:
     path = tiny()
     n_layer = read_layout(path).n_layer
-    without, in_graph = (predicted(path, IN_GRAPH, each, 2, 36) for each in ({"predictor": "none"}, SKIP))
+    without, in_graph = (
+        predicted(path, IN_GRAPH, each, 2, 36) for each in ({"predictor": "none"}, SKIP)
+    )
     assert np.array_equal(in_graph.logits, without.logits)
     assert in_graph.n_launches == without.n_launches
-    # The window is two layers. For some layers, one layer in the window is on the other device.
-    assert 0 < in_graph.counters["forecast_scored"] < in_graph.counters["passes"] * (n_layer - 1)
+    # The window is two layers. For some layers, one layer in the window is on the other
+    # device.
+    assert (
+        0
+        < in_graph.counters["forecast_scored"]
+        < in_graph.counters["passes"] * (n_layer - 1)
+    )
     assert in_graph.counters["prefetch_started"] > 0
 
 
-def answer_together(path: Path, options: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
-    """Returns three answers that are decoded together on a strict device, and the store's counters.
+def answer_together(
+    path: Path, options: dict[str, Any]
+) -> tuple[list[Any], dict[str, int]]:
+    """Returns three answers that are decoded together on a strict device, and the
+    store's counters.
 
     Passes of up to four tokens compute from slots, as on CUDA.
     """
     solver.slot_tokens = lambda device: 4  # type: ignore[attr-defined]
     [device] = strict_devices(1)
-    budgets = {"vram_cache": share_for(path, 32, device), "expert_cache": "100%", "placement": "slots"}
+    budgets = {
+        "vram_cache": share_for(path, 32, device),
+        "expert_cache": "100%",
+        "placement": "slots",
+    }
     more = OPTIONS | {"logits_all": False, "n_seq_max": 3, "flash_attn": None}
-    with Llama(path, policy="lru", store=StoreOptions(device=device, staging=0), **budgets, **options, **more) as llm:
+    with Llama(
+        path,
+        policy="lru",
+        store=StoreOptions(device=device, staging=0),
+        **budgets,
+        **options,
+        **more,
+    ) as llm:
         requests = [
-            ask(prompt="", context=(7, 8 + i), max_tokens=24, n_logprobs=5, logit_bias=endless(llm)) for i in range(3)
+            ask(
+                prompt="",
+                context=(7, 8 + i),
+                max_tokens=24,
+                n_logprobs=5,
+                logit_bias=endless(llm),
+            )
+            for i in range(3)
         ]
         received = answers_together(llm, requests)
         assert link_figures(device).fault == ""
-        return [(each.error, each.text, each.logprobs) for each in received], llm.session.store.counters()
+        return [
+            (each.error, each.text, each.logprobs) for each in received
+        ], llm.session.store.counters()
 
 
-def test_scores_of_several_sequences_come_from_the_graph(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_several_sequences_come_from_the_graph(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny()
     found = {}
-    for name, switches, options in (("", IN_GRAPH, {"predictor": "none"}), ("in", INPUTS, SKIP), ("g", IN_GRAPH, SKIP)):
+    for name, switches, options in (
+        ("", IN_GRAPH, {"predictor": "none"}),
+        ("in", INPUTS, SKIP),
+        ("g", IN_GRAPH, SKIP),
+    ):
         monkeypatch.setenv("MOEGGUF_SWITCHES", switches)
         found[name] = in_new_process(answer_together, path, options)
     answers, counters = found["g"]
     assert answers == found[""][0] == found["in"][0]
     assert [error for error, *_ in answers] == [None] * 3
     assert counters["tokens"] > 2 * counters["passes"], "most passes have three tokens"
-    assert counters["forecast_scored"] == counters["passes"] * (read_layout(path).n_layer - 1)
+    assert counters["forecast_scored"] == counters["passes"] * (
+        read_layout(path).n_layer - 1
+    )
     assert counters["prefetch_started"] > 0
     assert abs(right(counters) - right(found["in"][1])) < 0.03

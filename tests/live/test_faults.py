@@ -1,7 +1,8 @@
-"""Tests failed reads, failed allocations and callbacks that raise. Each leads to a typed error or the expected logits.
+"""Tests failed reads, failed allocations and callbacks that raise. Each leads to a
+typed error or the expected logits.
 
-Afterwards the model can be used as before. The first two tests make the Nth operation of a kind fail, for growing N,
-until a run has fewer than N operations.
+Afterwards the model can be used as before. The first two tests make the Nth operation
+of a kind fail, for growing N, until a run has fewer than N operations.
 """
 
 import shutil
@@ -15,7 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import DEMO
-from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
+from running import (
+    Llama,
+    Load,
+    Reference,
+    TinyModel,
+    greedy_logits,
+    hooks_off,
+    random_prompt,
+)
 from scripted_manager import n_files
 from waiting import until
 
@@ -30,22 +39,33 @@ N_PROMPT, N_NEW = 20, 12
 
 
 def operations(kind: str) -> int:
-    """Returns the number of operations of this kind since `arm_fault` was called for it."""
+    """Returns the number of operations of this kind since `arm_fault` was called for
+    it."""
     return count_operations(kind)
 
 
 def faults(*kinds: str) -> list[Any]:
     """Returns parameters (kind, sticky) for each kind of fault.
 
-    sticky False: the fault occurs once. True: it also occurs in all later operations. The sticky "eintr" is left out,
-    because a read that is interrupted every time never ends.
+    sticky False: the fault occurs once. True: it also occurs in all later operations.
+    The sticky "eintr" is left out, because a read that is interrupted every time never
+    ends.
     """
-    every = [(kind, sticky) for kind in kinds for sticky in (False, True) if (kind, sticky) != ("eintr", True)]
-    return [pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}") for each in every]
+    every = [
+        (kind, sticky)
+        for kind in kinds
+        for sticky in (False, True)
+        if (kind, sticky) != ("eintr", True)
+    ]
+    return [
+        pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}")
+        for each in every
+    ]
 
 
 def growing() -> Iterator[int]:
-    """Yields 1, 2, 3, ...; later, each number is about a third larger than the one before.
+    """Yields 1, 2, 3, ...; later, each number is about a third larger than the one
+    before.
 
     Late operations of a run resemble each other, so most of them are skipped.
     """
@@ -58,7 +78,10 @@ def growing() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def clean(tiny: TinyModel) -> Any:
     """Returns the logits of `short_run` in plain llama.cpp, without a fault."""
-    with hooks_off(), Llama(tiny(), n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm:
+    with (
+        hooks_off(),
+        Llama(tiny(), n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm,
+    ):
         return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
 
 
@@ -66,10 +89,19 @@ def short_run(llm: Llama) -> Any:
     return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
 
 
-@pytest.mark.parametrize("store", [{}, {"direct": False, "readers": 1}], ids=["direct", "buffered"])
-@pytest.mark.parametrize(("kind", "sticky"), faults("read", "stat", "short_read", "eintr"))
+@pytest.mark.parametrize(
+    "store", [{}, {"direct": False, "readers": 1}], ids=["direct", "buffered"]
+)
+@pytest.mark.parametrize(
+    ("kind", "sticky"), faults("read", "stat", "short_read", "eintr")
+)
 def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
-    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool, store: dict[str, Any]
+    tiny: TinyModel,
+    load: Load,
+    clean: Any,
+    kind: str,
+    sticky: bool,
+    store: dict[str, Any],
 ) -> None:
     llm = load(tiny(), expert_cache="40%", store=StoreOptions(**store))
     n_failed = 0
@@ -81,20 +113,26 @@ def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
             n_failed += 1
         met = operations(kind) >= n
         arm_fault(kind, 0)
-        assert np.array_equal(short_run(llm), clean), f"the run after operation {n} failed"
+        assert np.array_equal(short_run(llm), clean), (
+            f"the run after operation {n} failed"
+        )
         if not met:
             break
     assert n > 3, "no fault was ever met"
     stats = llm.stats()
     assert (stats.read_errors > 0) == (n_failed > 0)
-    # A read that fails once is retried. A failed stat() is not retried, because the file may have changed.
+    # A read that fails once is retried. A failed stat() is not retried, because the
+    # file may have changed.
     expected = {"read": sticky, "stat": True, "short_read": False, "eintr": False}[kind]
     assert (n_failed > 0) == expected
     if kind == "read":
         assert stats.read_retries > 0
 
 
-@pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))
+@pytest.mark.parametrize(
+    ("kind", "sticky"),
+    faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"),
+)
 def test_a_fault_in_any_operation_of_a_load_raises_or_keeps_the_logits(
     tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
 ) -> None:
@@ -125,7 +163,9 @@ def test_a_fault_in_any_operation_of_a_load_raises_or_keeps_the_logits(
             break
     if kind == "open" or (kind in ("alloc", "thread") and sticky):
         assert n_failed > 0
-    assert n_smaller > 0 or kind != "alloc" or sticky, "little memory gives a smaller pool"
+    assert n_smaller > 0 or kind != "alloc" or sticky, (
+        "little memory gives a smaller pool"
+    )
 
 
 def test_a_read_error_of_llama_cpp_in_a_load_raises_expert_io_error(
@@ -201,8 +241,12 @@ def test_close_cancels_the_pass_of_another_thread(tiny: TinyModel, load: Load) -
     assert isinstance(ended[0], errors.GenerationCancelled)
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-def test_an_exception_of_progress_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr
+)
+def test_an_exception_of_progress_ends_the_load(
+    tiny: TinyModel, load: Load, clean: Any, error: BaseException
+) -> None:
     def progress(_share: float) -> None:
         raise error
 
@@ -212,7 +256,9 @@ def test_an_exception_of_progress_ends_the_load(tiny: TinyModel, load: Load, cle
     assert np.array_equal(short_run(load(tiny(), expert_cache="40%")), clean)
 
 
-def test_progress_increases_to_1_and_false_cancels_the_load(tiny: TinyModel, load: Load) -> None:
+def test_progress_increases_to_1_and_false_cancels_the_load(
+    tiny: TinyModel, load: Load
+) -> None:
     shares: list[float] = []
     load(tiny(), expert_cache="40%", progress=shares.append)
     assert shares == sorted(shares)
@@ -222,7 +268,8 @@ def test_progress_increases_to_1_and_false_cancels_the_load(tiny: TinyModel, loa
 
 
 def run_often(llm: Llama) -> None:
-    """Runs many passes, because another thread calls the listener at an unknown time."""
+    """Runs many passes, because another thread calls the listener at an unknown
+    time."""
     for _ in range(100):
         short_run(llm)
 
@@ -246,7 +293,9 @@ def test_an_exception_of_a_listener_is_raised_by_a_later_pass(
     assert np.array_equal(short_run(llm), clean)
 
 
-def test_an_exception_of_stopping_criteria_reaches_the_caller(tiny: TinyModel, load: Load) -> None:
+def test_an_exception_of_stopping_criteria_reaches_the_caller(
+    tiny: TinyModel, load: Load
+) -> None:
     llm = load(tiny(), expert_cache="40%")
 
     def stop(_tokens: object, _logits: object) -> bool:
@@ -260,18 +309,26 @@ def test_an_exception_of_stopping_criteria_reaches_the_caller(tiny: TinyModel, l
 def test_a_file_written_to_during_its_load_is_an_error(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, check = Path(shutil.copy(tiny(), tmp_path / "copy.gguf")), ExpertLayout.check_unchanged
+    copied, check = (
+        Path(shutil.copy(tiny(), tmp_path / "copy.gguf")),
+        ExpertLayout.check_unchanged,
+    )
 
     def overwrite_first(layout: ExpertLayout) -> None:
         copied.write_bytes(copied.read_bytes())
         check(layout)
 
     monkeypatch.setattr(ExpertLayout, "check_unchanged", overwrite_first)
-    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf was written to or replaced while it was being loaded"):
+    with pytest.raises(
+        errors.ExpertIOError,
+        match=r"copy\.gguf was written to or replaced while it was being loaded",
+    ):
         Llama(copied, expert_cache="40%", verbose=False)
 
 
-@pytest.mark.parametrize(("code", "error"), [(-2, errors.AllocationError), (-3, errors.LibraryError)])
+@pytest.mark.parametrize(
+    ("code", "error"), [(-2, errors.AllocationError), (-3, errors.LibraryError)]
+)
 def test_a_failed_decode_raises_a_typed_error_and_the_next_pass_succeeds(
     load: Load, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
 ) -> None:

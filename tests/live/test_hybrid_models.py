@@ -1,6 +1,7 @@
 """Tests models with a recurrent state.
 
-With the expert store, their logits are bit-identical to plain llama.cpp's. Files with MTP heads are read, too.
+With the expert store, their logits are bit-identical to plain llama.cpp's. Files with
+MTP heads are read, too.
 """
 
 from collections.abc import Callable
@@ -21,8 +22,8 @@ HYBRIDS = [
     "tiny-deepseek4",
 ]  # fmt: skip
 WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
-# Longer than a chunk in the computation of the recurrent state, longer than a group of tokens that share one compressed
-# key, and longer than a sliding window.
+# Longer than a chunk in the computation of the recurrent state, longer than a group of
+# tokens that share one compressed key, and longer than a sliding window.
 N_PROMPT = 150
 N_NEW = 12
 
@@ -41,11 +42,15 @@ def test_hybrid_models_with_few_slots_have_the_bits_of_plain_llama_cpp(
     found = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
     assert found.tobytes() == expected.tobytes()
     assert llm.stats().misses > 0
-    assert len(set(found.argmax(axis=-1))) > N_PROMPT // 4, "the tokens do not depend on the text"
+    assert len(set(found.argmax(axis=-1))) > N_PROMPT // 4, (
+        "the tokens do not depend on the text"
+    )
 
 
 @pytest.mark.parametrize("preset", WITH_HEADS)
-def test_files_of_hybrid_models_have_one_mtp_layer(tiny: TinyModel, preset: str) -> None:
+def test_files_of_hybrid_models_have_one_mtp_layer(
+    tiny: TinyModel, preset: str
+) -> None:
     layout = read_layout(tiny(preset))
     assert layout.hparams.n_layer_all - layout.hparams.n_layer == 1
     assert layout.unused_bytes > 0

@@ -1,8 +1,10 @@
-"""Tests models with a recurrent state: with batching and drafts, answers have the same logprobs as solo answers.
+"""Tests models with a recurrent state: with batching and drafts, answers have the same
+logprobs as solo answers.
 
-Each sequence has its own state. The model has slots for some experts. Tests use passes of several widths, prefixes that
-other sequences have evaluated, failed passes, and partly wrong drafts. The reference is a load of the model with one
-sequence and without drafts.
+Each sequence has its own state. The model has slots for some experts. Tests use passes
+of several widths, prefixes that other sequences have evaluated, failed passes, and
+partly wrong drafts. The reference is a load of the model with one sequence and without
+drafts.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ from moegguf.testing.library import arm_fault
 from tools.models import PRESETS, write_model
 
 pytestmark = pytest.mark.skipif(
-    not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
+    not has_kernels(read_processor(), read_environment().kernels),
+    reason="bits depend on the pass here",
 )
 
 HYBRIDS = [
@@ -56,53 +59,88 @@ HYBRIDS = [
     "tiny-deepseek4",
 ]  # fmt: skip
 N_SEQ = 8
-OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "flash_attn": None, "verbose": False}
+OPTIONS: dict[str, Any] = {
+    "n_ctx": 512,
+    "n_threads": 1,
+    "flash_attn": None,
+    "verbose": False,
+}
 N_BACK = DRAFT_TOKENS[0]
 
 
-@pytest.fixture(scope="module", params=[*HYBRIDS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHAPES)])
+@pytest.fixture(
+    scope="module",
+    params=[*HYBRIDS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHAPES)],
+)
 def pair(
-    request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny: TinyModel,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Llama, Llama]]:
-    """Loads one model twice and yields both. The first has eight sequences and slots for 40 % of the experts. The
-    second has one sequence and the default expert cache, which holds all experts.
+    """Loads one model twice and yields both. The first has eight sequences and slots
+    for 40 % of the experts. The second has one sequence and the default expert cache,
+    which holds all experts.
     """
     if request.param in SHAPES:
-        path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)
+        path = write_hybrid(
+            tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param
+        )
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
         # Hides warnings about drafts, which depend on the CPU and the model.
         warnings.simplefilter("ignore")
-        many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
+        many = Llama(
+            path,
+            n_seq_max=N_SEQ,
+            expert_cache="40%",
+            draft="ngram",
+            context_store=0,
+            **OPTIONS,
+        )
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
         yield many, one
 
 
 def of_tokens(llm: Llama, tokens: Sequence[int], **options: Any) -> Request:
-    options = {"max_tokens": 12, "n_logprobs": 2, "logit_bias": endless(llm), "return_context": True, **options}
+    options = {
+        "max_tokens": 12,
+        "n_logprobs": 2,
+        "logit_bias": endless(llm),
+        "return_context": True,
+        **options,
+    }
     return ask(prompt="", context=tuple(tokens), **options)
 
 
 def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
     llm.reset()
-    return [logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
+    return [
+        logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs
+    ]
 
 
-def check_same(received: Sequence[Received], expected: Sequence[list[TokenLogprob]]) -> None:
+def check_same(
+    received: Sequence[Received], expected: Sequence[list[TokenLogprob]]
+) -> None:
     assert [each.error for each in received] == [None] * len(received)
     assert [each.logprobs for each in received] == list(expected)
 
 
 def prompts_of(llm: Llama, shared: int = 0) -> list[list[int]]:
-    """Returns ten random prompts of different lengths. All begin with the same `shared` tokens."""
+    """Returns ten random prompts of different lengths. All begin with the same `shared`
+    tokens."""
     begin = random_prompt(llm, shared, seed=99)
-    return [begin + random_prompt(llm, n, seed=n) for n in (1, 7, 150, 33, 64, 65, 2, 100, 20, 5)]
+    return [
+        begin + random_prompt(llm, n, seed=n)
+        for n in (1, 7, 150, 33, 64, 65, 2, 100, 20, 5)
+    ]
 
 
 @contextmanager
 def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
-    """Replaces the model's drafts with `drafts` inside the `with` block. None: nothing is drafted."""
+    """Replaces the model's drafts with `drafts` inside the `with` block. None: nothing
+    is drafted."""
     llm.drafts, before = drafts, llm.drafts
     try:
         yield
@@ -111,7 +149,9 @@ def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step_tokens", [None, 13, 29])
-def test_batched_answers_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama], step_tokens: int | None) -> None:
+def test_batched_answers_have_the_bits_of_solo_answers(
+    pair: tuple[Llama, Llama], step_tokens: int | None
+) -> None:
     many, one = pair
     assert many.n_seq_max == N_SEQ
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one)]
@@ -123,8 +163,11 @@ def test_batched_answers_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama]
     assert max(len(step.sequences) for step in script.steps) == N_SEQ
 
 
-def test_a_shared_beginning_of_prompts_is_computed_once(pair: tuple[Llama, Llama]) -> None:
-    """A state can be copied only when its sequence has evaluated exactly the shared tokens."""
+def test_a_shared_beginning_of_prompts_is_computed_once(
+    pair: tuple[Llama, Llama],
+) -> None:
+    """A state can be copied only when its sequence has evaluated exactly the shared
+    tokens."""
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=70)[:5]]
     expected = [solo(one, request) for request in requests]
@@ -135,7 +178,9 @@ def test_a_shared_beginning_of_prompts_is_computed_once(pair: tuple[Llama, Llama
     assert [each.summary.cached_tokens for each in received] == [0, 70, 70, 70, 70]
 
 
-def test_a_prompt_that_continues_an_answer_computes_only_new_tokens(pair: tuple[Llama, Llama]) -> None:
+def test_a_prompt_that_continues_an_answer_computes_only_new_tokens(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     first = of_tokens(one, random_prompt(one, 40))
     many.context.clear()
@@ -147,13 +192,17 @@ def test_a_prompt_that_continues_an_answer_computes_only_new_tokens(pair: tuple[
     assert [each.summary.cached_tokens for each in again] == [len(before) - 1, 0]
 
 
-def test_random_interleavings_give_the_answers_of_solo_requests(pair: tuple[Llama, Llama]) -> None:
+def test_random_interleavings_give_the_answers_of_solo_requests(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     random = np.random.default_rng(5)
     shared = random_prompt(one, 60, seed=3)
     requests = []
     for number in range(24):
-        tokens = shared[: int(random.integers(0, 60))] + random_prompt(one, int(random.integers(1, 50)), seed=number)
+        tokens = shared[: int(random.integers(0, 60))] + random_prompt(
+            one, int(random.integers(1, 50)), seed=number
+        )
         requests.append(of_tokens(one, tokens, max_tokens=int(random.integers(1, 14))))
 
     class Some:
@@ -165,7 +214,9 @@ def test_random_interleavings_give_the_answers_of_solo_requests(pair: tuple[Llam
 
     many.context.clear()
     with undrafted(many):
-        received = answers_together(many, requests, Some(), step_tokens=int(random.integers(4, 40)))
+        received = answers_together(
+            many, requests, Some(), step_tokens=int(random.integers(4, 40))
+        )
     check_same(received, [solo(one, request) for request in requests])
 
 
@@ -183,12 +234,15 @@ def test_a_failed_pass_leaves_no_partial_state(pair: tuple[Llama, Llama]) -> Non
         arm_fault("read", 0)
         assert any(each.error for each in received)
         for each, logprobs in zip(received, expected, strict=True):
-            assert each.logprobs == (logprobs if each.error is None else logprobs[: len(each.logprobs)])
+            assert each.logprobs == (
+                logprobs if each.error is None else logprobs[: len(each.logprobs)]
+            )
         check_same(answers_together(many, requests), expected)
 
 
 class Recalled(Drafts):
-    """Drafts the continuation of known token sequences, with about a fifth of the tokens wrong."""
+    """Drafts the continuation of known token sequences, with about a fifth of the
+    tokens wrong."""
 
     def __init__(self, known: Sequence[Sequence[int]], n_seq: int) -> None:
         super().__init__(n_seq, N_BACK, (0, 0))
@@ -205,9 +259,21 @@ class Recalled(Drafts):
         n_most = int(self._random.integers(1, N_BACK + 1))
         for sequence, widths in wanted:
             text = self._texts[sequence]
-            rest = next((known[len(text) :] for known in self._known if known[: len(text)] == text), [])
+            rest = next(
+                (
+                    known[len(text) :]
+                    for known in self._known
+                    if known[: len(text)] == text
+                ),
+                [],
+            )
             tokens = rest[: min(n_most, widths[0])]
-            drafts.append(Draft(Source.MODEL, tuple(t ^ 1 if self._random.random() < 0.2 else t for t in tokens)))
+            drafts.append(
+                Draft(
+                    Source.MODEL,
+                    tuple(t ^ 1 if self._random.random() < 0.2 else t for t in tokens),
+                )
+            )
         return drafts
 
     def accept(self, sequence: int, n: int) -> None:
@@ -221,7 +287,10 @@ def test_partly_wrong_drafts_change_no_token(
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     sampled: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40}
-    requests = [of_tokens(one, random_prompt(one, 30, seed=n), seed=n, **sampled) for n in range(6)]
+    requests = [
+        of_tokens(one, random_prompt(one, 30, seed=n), seed=n, **sampled)
+        for n in range(6)
+    ]
     expected = [solo(one, request) for request in requests]
     texts = [answer_tokens(one, request) for request in requests]
     before = many.stats()
@@ -232,7 +301,9 @@ def test_partly_wrong_drafts_change_no_token(
             check_same(received, expected[first : first + n_together])
     counted = many.stats() - before
     assert 20 < counted.accepted_tokens < counted.drafted_tokens
-    assert sum(each.summary.prompt_tokens for each in received) == 30 * n_together, "nothing is computed again"
+    assert sum(each.summary.prompt_tokens for each in received) == 30 * n_together, (
+        "nothing is computed again"
+    )
 
 
 def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
@@ -245,8 +316,9 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
 def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that were evaluated beyond the stop string are rolled back, so the next request reuses the context. With
-    checkpoints, the model goes back to the beginning of the draft."""
+    """Tokens that were evaluated beyond the stop string are rolled back, so the next
+    request reuses the context. With checkpoints, the model goes back to the beginning
+    of the draft."""
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
@@ -256,7 +328,10 @@ def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     request = of_tokens(one, tokens, stop=(text[len(text) // 2 :][:3],), **options)
     expected = solo(one, request)
     many.context.clear()
-    with undrafted(many, Recalled([whole.summary.context], N_SEQ)), running(many) as loop:
+    with (
+        undrafted(many, Recalled([whole.summary.context], N_SEQ)),
+        running(many) as loop,
+    ):
         received = answers_of(loop, [request])
         followed = of_tokens(one, [*received[0].summary.context, 7, 8, 9])
         again = answers_of(loop, [followed])
@@ -264,10 +339,14 @@ def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     assert received[0].summary.stop_string
     check_same(again, [solo(one, followed)])
     n_again = N_BACK if many.context.returns_to_checkpoints else 0
-    assert again[0].summary.cached_tokens >= len(received[0].summary.context) - 1 - n_again
+    assert (
+        again[0].summary.cached_tokens >= len(received[0].summary.context) - 1 - n_again
+    )
 
 
-def test_truncate_goes_back_as_far_as_snapshots_reach(pair: tuple[Llama, Llama]) -> None:
+def test_truncate_goes_back_as_far_as_snapshots_reach(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     llm = many.context
     if one.layout.arch not in ROLLBACK_ARCHS:
@@ -283,7 +362,9 @@ def test_truncate_goes_back_as_far_as_snapshots_reach(pair: tuple[Llama, Llama])
 
 
 @pytest.mark.parametrize("n_lost", [1, 3, N_BACK])
-def test_a_truncated_state_has_the_bits_of_a_shorter_one(pair: tuple[Llama, Llama], n_lost: int) -> None:
+def test_a_truncated_state_has_the_bits_of_a_shorter_one(
+    pair: tuple[Llama, Llama], n_lost: int
+) -> None:
     many, one = pair
     if one.layout.arch not in ROLLBACK_ARCHS:
         pytest.skip("llama.cpp does not roll this state back")
@@ -298,7 +379,9 @@ def test_a_truncated_state_has_the_bits_of_a_shorter_one(pair: tuple[Llama, Llam
     assert np.array_equal(many.context.logits(), one.context.logits())
 
 
-def test_truncate_refuses_stale_snapshots_after_single_token_passes(pair: tuple[Llama, Llama]) -> None:
+def test_truncate_refuses_stale_snapshots_after_single_token_passes(
+    pair: tuple[Llama, Llama],
+) -> None:
     many, one = pair
     tokens = random_prompt(one, 60)
     many.context.clear()
@@ -321,45 +404,74 @@ def test_states_and_snapshots_have_the_planned_bytes(
     options = {**OPTIONS, "n_ctx": 1024, "flash_attn": True, "verbose": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        llm = Llama(tiny(preset), n_seq_max=5, draft="ngram", context_store=0, **options)
+        llm = Llama(
+            tiny(preset), n_seq_max=5, draft="ngram", context_store=0, **options
+        )
     llm.close()
-    logged = re.findall(r"(?:KV|RS|state) buffer size = *([0-9.]+) MiB", capfd.readouterr().err)
+    logged = re.findall(
+        r"(?:KV|RS|state) buffer size = *([0-9.]+) MiB", capfd.readouterr().err
+    )
     assert len(logged) >= 2
     plan, rolls_back = llm.plan, llm.layout.arch in ROLLBACK_ARCHS
     assert plan.n_rs_seq == N_BACK * rolls_back
-    assert any(f"at most {N_BACK} tokens" in reason for reason in plan.reasons) == rolls_back
+    assert (
+        any(f"at most {N_BACK} tokens" in reason for reason in plan.reasons)
+        == rolls_back
+    )
     assert plan.n_checkpoints == 1 - rolls_back
-    counted = kv_bytes(llm.layout, plan.kv_tokens, 1, 1, 5, plan.n_rs_seq + plan.n_checkpoints)
+    counted = kv_bytes(
+        llm.layout, plan.kv_tokens, 1, 1, 5, plan.n_rs_seq + plan.n_checkpoints
+    )
     assert counted == plan.needs.kv_bytes
     rounding = 0.005 * len(logged)
     assert counted / MIB == pytest.approx(sum(map(float, logged)), abs=rounding)
 
 
-@pytest.mark.parametrize("preset", ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"])
-def test_mtp_heads_draft_and_change_no_token(tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "preset", ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
+)
+def test_mtp_heads_draft_and_change_no_token(
+    tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
         # Hides warnings about drafts, which depend on the CPU and the model.
         warnings.simplefilter("ignore")
-        llm = Llama(tiny(preset), n_seq_max=3, expert_cache="40%", draft="mtp", context_store=0, **OPTIONS)
+        llm = Llama(
+            tiny(preset),
+            n_seq_max=3,
+            expert_cache="40%",
+            draft="mtp",
+            context_store=0,
+            **OPTIONS,
+        )
     with llm:
         assert llm._drafts.in_use == "mtp" and llm.plan.n_rs_seq == N_BACK
         prompts = [random_prompt(llm, 40, seed=n) for n in range(3)]
-        requests = [of_tokens(llm, tokens, temperature=0.3, seed=1, max_tokens=40) for tokens in prompts]
+        requests = [
+            of_tokens(llm, tokens, temperature=0.3, seed=1, max_tokens=40)
+            for tokens in prompts
+        ]
         with undrafted(llm):
-            expected = [answers_together(llm, [request])[0].logprobs for request in requests]
+            expected = [
+                answers_together(llm, [request])[0].logprobs for request in requests
+            ]
         before = llm.stats()
         for first, n_together in ((0, 1), (1, 1), (2, 1), (0, 3)):
             llm.context.clear()
             received = answers_together(llm, requests[first : first + n_together])
             check_same(received, expected[first : first + n_together])
-            assert [each.summary.prompt_tokens for each in received] == [40] * n_together
+            assert [each.summary.prompt_tokens for each in received] == [
+                40
+            ] * n_together
         counted = llm.stats() - before
         assert counted.drafted_tokens > counted.accepted_tokens
 
 
 def test_mtp_heads_that_crash_llama_cpp_are_left_out(tmp_path: Path) -> None:
     shape = PRESETS["tiny-deepseek4"]
-    path = write_model(tmp_path / "m.gguf", replace(shape, indexer_head_size=shape.n_embd_head), "q4_0")[0]
+    path = write_model(
+        tmp_path / "m.gguf", replace(shape, indexer_head_size=shape.n_embd_head), "q4_0"
+    )[0]
     layout = read_layout(path)
     assert layout.n_layer_nextn == 0 and layout.unused_bytes > 0

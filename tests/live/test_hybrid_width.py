@@ -1,5 +1,5 @@
-"""Tests on the CPU that the bits of hybrid models' logits depend neither on the width of passes nor on other
-sequences."""
+"""Tests on the CPU that the bits of hybrid models' logits depend neither on the width
+of passes nor on other sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,10 +20,12 @@ from tools.models import PRESETS
 from tools.width_check import CHECKED_BY, MOVES, operations_of
 
 pytestmark = pytest.mark.skipif(
-    not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
+    not has_kernels(read_processor(), read_environment().kernels),
+    reason="bits depend on the pass here",
 )
 
-# Characteristic operations that a model's graph must contain, by preset or architecture.
+# Characteristic operations that a model's graph must contain, by preset or
+# architecture.
 STATES = {
     "tiny-qwen35moe": {"GATED_DELTA_NET", "SSM_CONV"},
     "tiny-qwen4exp": {"GATED_DELTA_NET", "SSM_CONV", "TOP_K", "DSV4_HC_PRE"},
@@ -39,7 +41,8 @@ STATES = {
     "kimi-k3": {"GATED_DELTA_NET", "SSM_CONV"},
     "glm5-next": {"GATED_DELTA_NET", "SSM_CONV", "LIGHTNING_INDEXER", "TOP_K"},
 }
-# Models in which each sequence may have its own KV cells: they are tested with shared and with separate cells.
+# Models in which each sequence may have its own KV cells: they are tested with shared
+# and with separate cells.
 OWN_CELLS = ("tiny-qwen4exp", "tiny-deepseek4")
 N_TOKENS = 200
 N_TOGETHER = 126
@@ -66,9 +69,12 @@ def write(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Write:
 
 
 class Sequences:
-    """A llama.cpp context for three sequences of a model on the CPU, with ubatches of at most n_ubatch tokens."""
+    """A llama.cpp context for three sequences of a model on the CPU, with ubatches of
+    at most n_ubatch tokens."""
 
-    def __init__(self, path: Path, n_ubatch: int = N_TOKENS, is_unified: bool = True) -> None:
+    def __init__(
+        self, path: Path, n_ubatch: int = N_TOKENS, is_unified: bool = True
+    ) -> None:
         self._llama = llama = library.llama_cpp()
         self._undo = ExitStack()
         options = llama.llama_model_default_params()
@@ -76,15 +82,24 @@ class Sequences:
         model = llama.llama_model_load_from_file(str(path).encode(), options)
         self._undo.callback(llama.llama_model_free, model)
         settings = llama.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = 3072, 3 * N_TOKENS, n_ubatch
-        settings.n_seq_max, settings.kv_unified, settings.flash_attn_type = 3, is_unified, 1
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = (
+            3072,
+            3 * N_TOKENS,
+            n_ubatch,
+        )
+        settings.n_seq_max, settings.kv_unified, settings.flash_attn_type = (
+            3,
+            is_unified,
+            1,
+        )
         settings.n_threads = settings.n_threads_batch = 1
         self._context = llama.llama_init_from_model(model, settings)
         self._undo.callback(llama.llama_free, self._context)
         self._batch = PassBatch(settings.n_batch)
 
     def compute(self, *chunks: SequenceTokens) -> list[bytes]:
-        """Calls llama_decode once. Returns the logits' bytes for each token whose logits a chunk requests."""
+        """Calls llama_decode once. Returns the logits' bytes for each token whose
+        logits a chunk requests."""
         self._batch.fill(chunks)
         status = self._llama.llama_decode(self._context, self._batch.batch)
         assert status == 0, f"llama_decode: status {status}"
@@ -96,11 +111,14 @@ class Sequences:
         return bytes(np.ctypeslib.as_array(logits, shape=(N_VOCAB,)))
 
     def passes(self, tokens: Sequence[int], widths: Sequence[int]) -> list[bytes]:
-        """Clears the context and evaluates `tokens` as sequence 0, in passes of these widths.
+        """Clears the context and evaluates `tokens` as sequence 0, in passes of these
+        widths.
 
         Returns the logits of each token.
         """
-        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
+        self._llama.llama_memory_clear(
+            self._llama.llama_get_memory(self._context), True
+        )
         found: list[bytes] = []
         for width in widths:
             found += self.compute(part(0, tokens, len(found), len(found) + width))
@@ -110,19 +128,30 @@ class Sequences:
         self._undo.close()
 
 
-def part(sequence: int, tokens: Sequence[int], begin: int, end: int, wants_logits: bool = True) -> SequenceTokens:
+def part(
+    sequence: int,
+    tokens: Sequence[int],
+    begin: int,
+    end: int,
+    wants_logits: bool = True,
+) -> SequenceTokens:
     """Returns a chunk with the tokens of a sequence from `begin` to `end` - 1."""
     own = tokens[begin:end]
-    return SequenceTokens(sequence, own, begin, 0, Phase.PREFILL, wants_logits, all_logits=wants_logits)
+    return SequenceTokens(
+        sequence, own, begin, 0, Phase.PREFILL, wants_logits, all_logits=wants_logits
+    )
 
 
 def text(seed: int, n: int = N_TOKENS) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(5, N_VOCAB - 5, n)]
+    return [
+        int(token) for token in np.random.default_rng(seed).integers(5, N_VOCAB - 5, n)
+    ]
 
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Sequences]]:
-    """Yields `opened(path, ...)`, which returns a `Sequences` that is closed at the end of the test."""
+    """Yields `opened(path, ...)`, which returns a `Sequences` that is closed at the end
+    of the test."""
     with ExitStack() as undo:
 
         def open_sequences(*arguments: Any, **options: Any) -> Sequences:
@@ -146,17 +175,30 @@ def test_hybrid_models_have_equal_bits_at_any_width_and_beside_others(
     sequences = opened(write(name))
     alone = sequences.passes(tokens, [1] * N_TOKENS)
     assert len(set(alone)) == N_TOKENS
-    for widths in [200], [100, 100], [65, 65, 65, 5], [64, 64, 64, 8], [7] * 28 + [4], [1, 64, 1, 134]:
-        assert differing(sequences.passes(tokens, widths), alone) == [], f"in passes of {widths}"
+    for widths in (
+        [200],
+        [100, 100],
+        [65, 65, 65, 5],
+        [64, 64, 64, 8],
+        [7] * 28 + [4],
+        [1, 64, 1, 134],
+    ):
+        assert differing(sequences.passes(tokens, widths), alone) == [], (
+            f"in passes of {widths}"
+        )
     for is_unified in (True, False) if name in OWN_CELLS else (True,):
         together = beside_others(opened(write(name), is_unified=is_unified), tokens)
-        assert differing(together, alone[:N_TOGETHER]) == [], f"together, cells shared: {is_unified}"
+        assert differing(together, alone[:N_TOGETHER]) == [], (
+            f"together, cells shared: {is_unified}"
+        )
 
 
 def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
-    """Evaluates N_TOGETHER tokens as sequence 0: each pass contains seven of them and seven tokens of sequence 1.
+    """Evaluates N_TOGETHER tokens as sequence 0: each pass contains seven of them and
+    seven tokens of sequence 1.
 
-    Every second pass also contains seven tokens of sequence 2. Returns the logits of sequence 0.
+    Every second pass also contains seven tokens of sequence 2. Returns the logits of
+    sequence 0.
     """
     found: list[bytes] = []
     for begin in range(0, N_TOGETHER, 7):
@@ -176,11 +218,15 @@ def test_deepseek4_has_equal_bits_after_its_window_wraps_in_the_cache(
     sequences = opened(write("tiny-deepseek4"), n_ubatch=100)
     alone = sequences.passes(text(4, n), [1] * n)
     for widths in [100] * 5, [100, 1, 1, 98, 300]:
-        assert differing(sequences.passes(text(4, n), widths), alone) == [], f"in passes of {widths}"
+        assert differing(sequences.passes(text(4, n), widths), alone) == [], (
+            f"in passes of {widths}"
+        )
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_operation_of_a_hybrid_graph_is_checked_at_several_widths(write: Write, name: str) -> None:
+def test_every_operation_of_a_hybrid_graph_is_checked_at_several_widths(
+    write: Write, name: str
+) -> None:
     found = operations_of(write(name))
     assert found >= STATES[name]
     assert found - MOVES - CHECKED_BY.keys() == set()

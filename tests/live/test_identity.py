@@ -1,6 +1,8 @@
-"""Tests that logits do not depend on pool size, reader threads, split files, repacking, switches, scores or prefetches.
+"""Tests that logits do not depend on pool size, reader threads, split files, repacking,
+switches, scores or prefetches.
 
-Also tests adapters, concurrent models, and the order in which shared and routed experts are computed.
+Also tests adapters, concurrent models, and the order in which shared and routed experts
+are computed.
 """
 
 import ctypes as c
@@ -10,7 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import N_PROMPT, Load, Meddler, Reference, TinyModel, greedy_logits, share_for, write_adapter
+from running import (
+    N_PROMPT,
+    Load,
+    Meddler,
+    Reference,
+    TinyModel,
+    greedy_logits,
+    share_for,
+    write_adapter,
+)
 
 from moegguf.engine.llama import Llama
 from moegguf.gguf.experts import read_layout
@@ -25,10 +36,20 @@ MODELS = [
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
 READERS = [(1, 1), (2, 3), (4, 1)]  # (reader threads, files of the split)
-ALL_OFF = {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False}
-# Only some combinations of these values run here. tests/native/test_store_model.py combines switches, reader threads
-# and pool sizes.
-POOLS = [(model, size, (m + s) % 2 == 0) for m, model in enumerate(MODELS) for s, size in enumerate(SIZES)]
+ALL_OFF = {
+    "chunked": False,
+    "preempt": False,
+    "overlap": False,
+    "sweep": False,
+    "direct": False,
+}
+# Only some combinations of these values run here. tests/native/test_store_model.py
+# combines switches, reader threads and pool sizes.
+POOLS = [
+    (model, size, (m + s) % 2 == 0)
+    for m, model in enumerate(MODELS)
+    for s, size in enumerate(SIZES)
+]
 WAYS = [
     (model, *READERS[(m + n) % len(READERS)], switches)
     for m, model in enumerate(TWO_MODELS)
@@ -47,7 +68,8 @@ def slots_of(path: Path, size: str) -> int:
 
 
 def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
-    """Asserts that the store looked up and prefetched experts, and evicted some unless every expert has a slot.
+    """Asserts that the store looked up and prefetched experts, and evicted some unless
+    every expert has a slot.
 
     Equal logits would otherwise prove nothing.
     """
@@ -61,26 +83,42 @@ def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
 
 
 def run_and_compare(
-    load: Load, reference: Reference, path: Path, size: str, store: StoreOptions, **options: Any
+    load: Load,
+    reference: Reference,
+    path: Path,
+    size: str,
+    store: StoreOptions,
+    **options: Any,
 ) -> None:
     n_slots = slots_of(path, size)
     llm = load(path, expert_cache=share_for(path, n_slots), store=store, **options)
     with Meddler(llm.session.store) as meddler:
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
-    # A model with a pool smaller than a layer processes a prompt in smaller passes, in which kernels sum in another
-    # order. The reference therefore uses the same n_ubatch.
+    # A model with a pool smaller than a layer processes a prompt in smaller passes, in
+    # which kernels sum in another order. The reference therefore uses the same
+    # n_ubatch.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()
-    assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"
-    assert np.array_equal(logits, reference(path, resident=True, **same)), "differs from every expert resident"
+    assert np.array_equal(logits, reference(path, **same)), (
+        "differs from MOEGGUF_HOOKS=0"
+    )
+    assert np.array_equal(logits, reference(path, resident=True, **same)), (
+        "differs from every expert resident"
+    )
 
 
 @pytest.mark.parametrize(("model", "size", "repack"), POOLS, ids=str)
 def test_logits_are_identical_for_every_model_and_pool_size(
-    tiny: TinyModel, load: Load, reference: Reference, model: tuple[str, str], size: str, repack: bool
+    tiny: TinyModel,
+    load: Load,
+    reference: Reference,
+    model: tuple[str, str],
+    size: str,
+    repack: bool,
 ) -> None:
-    # The background fill is off if every expert has a slot, because it would leave nothing to prefetch.
+    # The background fill is off if every expert has a slot, because it would leave
+    # nothing to prefetch.
     store = StoreOptions(repack=repack, readers=2, fill=size != "all")
     run_and_compare(load, reference, tiny(*model), size, store)
 
@@ -96,28 +134,44 @@ def test_logits_are_identical_for_every_store_switch_and_reader_count(
     switches: dict[str, bool],
 ) -> None:
     path = tiny(*model, n_split=n_split)
-    run_and_compare(load, reference, path, "40%", StoreOptions(readers=readers, **switches))
+    run_and_compare(
+        load, reference, path, "40%", StoreOptions(readers=readers, **switches)
+    )
 
 
-@pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
+@pytest.mark.skipif(
+    "avx2" not in read_processor().flags,
+    reason="Q4_0 of 8 rows is interleaved with AVX2 only",
+)
 def test_q4_0_rows_bypass_the_processor_cache(tiny: TinyModel, load: Load) -> None:
-    # test_logits_are_identical_for_every_model_and_pool_size compares the logits of these models.
+    # test_logits_are_identical_for_every_model_and_pool_size compares the logits of
+    # these models.
     for quant, written in (("q4_0", True), ("q8_0", False)):
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
-            assert info["n_uncached"] == (len(llm.session.layout.matrices) if written else 0)
+            assert info["n_uncached"] == (
+                len(llm.session.layout.matrices) if written else 0
+            )
             assert info["n_uncached"] <= info["n_repacked"]
 
 
-def test_logits_are_identical_with_two_compute_threads(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_logits_are_identical_with_two_compute_threads(
+    tiny: TinyModel, load: Load, reference: Reference
+) -> None:
     run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_threads=2)
 
 
-def test_logits_are_identical_in_small_passes(tiny: TinyModel, load: Load, reference: Reference) -> None:
-    run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_ubatch=24, n_batch=64)
+def test_logits_are_identical_in_small_passes(
+    tiny: TinyModel, load: Load, reference: Reference
+) -> None:
+    run_and_compare(
+        load, reference, tiny(), "40%", StoreOptions(), n_ubatch=24, n_batch=64
+    )
 
 
-def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_logits_are_identical_over_two_thousand_tokens(
+    tiny: TinyModel, load: Load, reference: Reference
+) -> None:
     path, n_new = tiny(), 2000
     llm = load(path, expert_cache="40%", n_ctx=2304)
     with Meddler(llm.session.store) as meddler:
@@ -127,7 +181,9 @@ def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Lo
     assert np.array_equal(logits, reference(path, n_new=n_new, n_ctx=2304))
 
 
-def test_two_models_in_two_threads_give_their_own_logits(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_two_models_in_two_threads_give_their_own_logits(
+    tiny: TinyModel, load: Load, reference: Reference
+) -> None:
     paths = [tiny(*model) for model in TWO_MODELS]
     models = [load(path, expert_cache="40%") for path in paths]
     with ThreadPoolExecutor() as pool:
@@ -140,7 +196,12 @@ def test_an_adapter_on_experts_gives_the_logits_of_llama_cpp(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny("tiny-qwen2moe")
-    adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    adapter = write_adapter(
+        tmp_path / "adapter.gguf",
+        "qwen2moe",
+        "blk.1.ffn_gate_exps.weight",
+        (16, 64, 128),
+    )
     options: dict[str, Any] = {"n_ubatch": 1, "lora_path": adapter, "lora_scale": 0.5}
     llm = load(path, expert_cache="40%", store=StoreOptions(repack=False), **options)
     logits = greedy_logits(llm)
@@ -154,8 +215,12 @@ PROMPT = [5, 9, 2, 11]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list to which models loaded later append the names of graph nodes, in the order of computation."""
-    base, hook = c.CDLL(str(library.find_library() / "libggml-base.so")), library.load().moegguf_eval
+    """Returns a list to which models loaded later append the names of graph nodes, in
+    the order of computation."""
+    base, hook = (
+        c.CDLL(str(library.find_library() / "libggml-base.so")),
+        library.load().moegguf_eval,
+    )
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []
 
@@ -165,7 +230,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(base.ggml_get_name(tensor).decode())
         return bool(hook(tensor, ask, store))
 
-    monkeypatch.setattr(StoreContext, "eval_callback", lambda _: c.cast(note, c.c_void_p).value)
+    monkeypatch.setattr(
+        StoreContext, "eval_callback", lambda _: c.cast(note, c.c_void_p).value
+    )
     return names
 
 
@@ -182,7 +249,16 @@ def test_the_shared_expert_is_computed_before_the_routed_experts(
     ordered, plain = computed[: len(computed) // 2], computed[len(computed) // 2 :]
     assert sorted(ordered) == sorted(plain)
     for il in range(few.session.layout.n_layer):  # type: ignore[union-attr]
-        names = [f"ffn_moe_slot_ids-{il}", f"ffn_shexp-{il}", f"ffn_moe_up-{il}", f"ffn_moe_down-{il}"]
-        assert [ordered.index(name) for name in names] == sorted(ordered.index(name) for name in names)
-        assert plain.index(f"ffn_moe_down-{il}") < plain.index(f"ffn_shexp-{il}"), "llama.cpp's own order"
+        names = [
+            f"ffn_moe_slot_ids-{il}",
+            f"ffn_shexp-{il}",
+            f"ffn_moe_up-{il}",
+            f"ffn_moe_down-{il}",
+        ]
+        assert [ordered.index(name) for name in names] == sorted(
+            ordered.index(name) for name in names
+        )
+        assert plain.index(f"ffn_moe_down-{il}") < plain.index(f"ffn_shexp-{il}"), (
+            "llama.cpp's own order"
+        )
     assert np.array_equal(few.scores[:n_tokens], all_resident.scores[:n_tokens])

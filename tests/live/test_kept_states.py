@@ -1,8 +1,8 @@
 """Tests stored contexts of models whose memory cannot be truncated at every token.
 
-Recurrent states and sliding windows are stored beside the blocks of KV cells. For some models the whole memory is
-stored instead. A prompt continues from the nearest stored state, and its results do not change by a single bit. Damaged
-states are recomputed.
+Recurrent states and sliding windows are stored beside the blocks of KV cells. For some
+models the whole memory is stored instead. A prompt continues from the nearest stored
+state, and its results do not change by a single bit. Damaged states are recomputed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 from running import TinyModel
 
-from moegguf.engine.kv_block_store import KvBlockStore, StoredBlock, default_folder, stored_blocks
+from moegguf.engine.kv_block_store import (
+    KvBlockStore,
+    StoredBlock,
+    default_folder,
+    stored_blocks,
+)
 from moegguf.engine.prefix_cache import BLOCK_TOKENS, MOST_STEP_TOKENS
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
@@ -26,7 +31,8 @@ WINDOWED = ["tiny-gpt-oss"]
 WHOLE = ["tiny-deepseek4"]
 ALL = RECURRENT + WINDOWED + WHOLE
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
-N_LONG = 1100  # more tokens than two passes hold, and more than a sliding window and a pass together
+# More tokens than two passes hold, and more than a sliding window and a pass together.
+N_LONG = 1100
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +50,20 @@ def engine(model: Path, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnswer:
-    """Returns an answer with the 20 best logprobs at each token, which tests compare in place of all logits."""
+    """Returns an answer with the 20 best logprobs at each token, which tests compare in
+    place of all logits."""
     sampling = Sampling(temperature=0.0, max_tokens=N_NEW)
-    (found,) = engine.generate(list(prompt), sampling, n_logprobs=20, return_context=True, owner=owner)
+    (found,) = engine.generate(
+        list(prompt), sampling, n_logprobs=20, return_context=True, owner=owner
+    )
     if found.error:
         raise found.error
     return found
 
 
 def unkept(model: Path, prompt: Sequence[int]) -> EngineAnswer:
-    """Returns the answer of an engine without a context store, from an empty context."""
+    """Returns the answer of an engine without a context store, from an empty
+    context."""
     with engine(model, context_store=0) as alone:
         return answer(alone, prompt)
 
@@ -64,7 +74,11 @@ def flip_last_byte(path: Path) -> None:
 
 
 def states() -> list[StoredBlock]:
-    return [block for block in stored_blocks(default_folder()) if block.path.name.endswith("-state")]
+    return [
+        block
+        for block in stored_blocks(default_folder())
+        if block.path.name.endswith("-state")
+    ]
 
 
 @pytest.mark.parametrize("n_parallel", [1, 3])
@@ -82,8 +96,12 @@ def test_a_repeated_prompt_in_a_new_engine_computes_its_last_token(
         assert found.summary.prompt_tokens == n_computed
 
 
-@pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"])
-def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(tiny: TinyModel, preset: str) -> None:
+@pytest.mark.parametrize(
+    "preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"]
+)
+def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(
+    tiny: TinyModel, preset: str
+) -> None:
     model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
     first, second = ([*common, *prompt_of(n, seed=n)] for n in (450, 200))
     with engine(model, parallel=2) as both:
@@ -92,11 +110,14 @@ def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(tiny: TinyMo
         assert found.summary.disk_tokens == 0
         assert found.summary.cached_tokens >= MOST_STEP_TOKENS
         assert found.logprobs == unkept(model, second).logprobs
-        assert answer(both, first).summary.prompt_tokens == 1  # the sequence of the first prompt has kept its tokens
+        # The sequence of the first prompt has kept its tokens.
+        assert answer(both, first).summary.prompt_tokens == 1
 
 
 @pytest.mark.parametrize("preset", ALL)
-def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(tiny: TinyModel, preset: str) -> None:
+def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(
+    tiny: TinyModel, preset: str
+) -> None:
     model, prompt = tiny(preset), prompt_of(N_PROMPT)
     with engine(model) as first:
         turn = answer(first, prompt)
@@ -110,7 +131,9 @@ def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(tiny: TinyModel,
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "from disk"])
 @pytest.mark.parametrize("preset", ALL)
-def test_an_edited_last_message_continues_from_the_nearest_state(tiny: TinyModel, preset: str, in_memory: bool) -> None:
+def test_an_edited_last_message_continues_from_the_nearest_state(
+    tiny: TinyModel, preset: str, in_memory: bool
+) -> None:
     model, prompt = tiny(preset), prompt_of(N_LONG)
     n_same = N_LONG - 50
     edited = [*prompt[:n_same], *prompt_of(40, seed=1)]
@@ -126,7 +149,9 @@ def test_an_edited_last_message_continues_from_the_nearest_state(tiny: TinyModel
 
 
 @pytest.mark.parametrize("preset", ALL)
-def test_two_conversations_share_the_state_of_their_common_beginning(tiny: TinyModel, preset: str) -> None:
+def test_two_conversations_share_the_state_of_their_common_beginning(
+    tiny: TinyModel, preset: str
+) -> None:
     model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
     first, second = ([*common, *prompt_of(n, seed=n)] for n in (150, 200))
     with engine(model) as one:
@@ -147,7 +172,8 @@ def test_two_conversations_share_the_state_of_their_common_beginning(tiny: TinyM
         ("tiny-gpt-oss", 2, "blocks and windows"),
         ("tiny-qwen35moe", 2, "blocks and states"),
         ("tiny-qwen4exp", 1, "blocks and states"),
-        ("tiny-qwen4exp", 2, "whole states"),  # each of two sequences has its own KV cells
+        # Each of two sequences has its own KV cells.
+        ("tiny-qwen4exp", 2, "whole states"),
         ("tiny-deepseek4", 2, "whole states"),
     ],
 )
@@ -159,21 +185,31 @@ def test_prefix_cache_form_depends_on_the_models_memory(
         assert each.llm.prefix_cache.form == form
 
 
-def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: TinyModel) -> None:
+def test_recurrent_states_are_stored_beside_blocks_without_duplicates(
+    tiny: TinyModel,
+) -> None:
     prompt = prompt_of(N_LONG)
     with engine(tiny("tiny-lfm2moe")) as first:
         answer(first, prompt)
     found = states()
     assert len(found) >= N_LONG // MOST_STEP_TOKENS
-    assert len({block.n_bytes for block in found}) <= 2  # a state's size does not grow with the conversation
-    blocks = [block for block in stored_blocks(default_folder()) if block.about.n_own_tokens == BLOCK_TOKENS]
+    # A state's size does not grow with the conversation.
+    assert len({block.n_bytes for block in found}) <= 2
+    blocks = [
+        block
+        for block in stored_blocks(default_folder())
+        if block.about.n_own_tokens == BLOCK_TOKENS
+    ]
     assert len(blocks) == (N_LONG + N_NEW - 1) // BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
-def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
-    """Damages all stored states except the first `kept` ones, which have the fewest tokens."""
+def test_a_damaged_state_is_computed_again(
+    tiny: TinyModel, preset: str, kept: int
+) -> None:
+    """Damages all stored states except the first `kept` ones, which have the fewest
+    tokens."""
     model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -189,7 +225,9 @@ def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: i
 
 
 @pytest.mark.parametrize("word", [0, 1], ids=["cells", "position"])
-def test_a_wrong_state_with_a_right_checksum_is_computed_again(tiny: TinyModel, word: int) -> None:
+def test_a_wrong_state_with_a_right_checksum_is_computed_again(
+    tiny: TinyModel, word: int
+) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -204,11 +242,17 @@ def test_a_wrong_state_with_a_right_checksum_is_computed_again(tiny: TinyModel, 
     assert found.summary.cached_tokens == 0
 
 
-def test_a_damaged_block_before_a_state_limits_reuse_to_earlier_tokens(tiny: TinyModel) -> None:
+def test_a_damaged_block_before_a_state_limits_reuse_to_earlier_tokens(
+    tiny: TinyModel,
+) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
-    (block,) = (each for each in stored_blocks(default_folder()) if each.about.n_tokens == 10 * BLOCK_TOKENS)
+    (block,) = (
+        each
+        for each in stored_blocks(default_folder())
+        if each.about.n_tokens == 10 * BLOCK_TOKENS
+    )
     flip_last_byte(block.path)
     with engine(model) as later:
         found = answer(later, prompt)
@@ -220,7 +264,11 @@ def test_a_sliding_window_is_restored_without_earlier_windows(tiny: TinyModel) -
     model, prompt = tiny("tiny-gpt-oss"), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
-    windows = [block for block in stored_blocks(default_folder()) if block.path.name.endswith("-window")]
+    windows = [
+        block
+        for block in stored_blocks(default_folder())
+        if block.path.name.endswith("-window")
+    ]
     for block in windows:
         if block.about.n_tokens < N_LONG - 300:
             block.path.unlink()

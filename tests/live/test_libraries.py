@@ -1,4 +1,5 @@
-"""Tests guidance, LangChain and outlines with a `moegguf.Llama`. Skips tests of a library that is not installed."""
+"""Tests guidance, LangChain and outlines with a `moegguf.Llama`. Skips tests of a
+library that is not installed."""
 
 import importlib
 import json
@@ -24,7 +25,8 @@ def llm() -> Iterator[Llama]:
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets `llama_cpp.Llama = moegguf.Llama`, as a program does before it imports a library's classes."""
+    """Sets `llama_cpp.Llama = moegguf.Llama`, as a program does before it imports a
+    library's classes."""
     monkeypatch.setattr(library.llama_cpp(), "Llama", Llama)
 
 
@@ -39,13 +41,15 @@ def test_guidance_generates_through_the_expert_store(llm: Llama, ours: None) -> 
     assert len(model["number"]) == 2 and model["number"].isdigit()
     assert llm.stats().lookups > 0, "guidance's passes go through the experts' store"
     assert reply(llm, QUESTION, seed=1)[0] == before
-    opened: Any = guidance.models.LlamaCpp(str(DEMO), echo=False, n_ctx=512, n_threads=1)
+    opened: Any = guidance.models.LlamaCpp(
+        str(DEMO), echo=False, n_ctx=512, n_threads=1
+    )
     assert (opened + "moegguf" + guidance.gen("text", max_tokens=3))["text"]
 
 
 def community(module: str, name: str, **options: Any) -> Any:
-    """Returns an instance of a class of langchain_community with the demo model. Skips the test if the package is
-    missing.
+    """Returns an instance of a class of langchain_community with the demo model. Skips
+    the test if the package is missing.
     """
     pytest.importorskip("langchain_community")
     return getattr(importlib.import_module(f"langchain_community.{module}"), name)(
@@ -54,16 +58,26 @@ def community(module: str, name: str, **options: Any) -> Any:
 
 
 def test_langchain_llm_invokes_streams_and_follows_a_grammar(ours: None) -> None:
-    llm = community("llms", "LlamaCpp", temperature=0.0, max_tokens=12, model_kwargs={"expert_cache": "50%"})
+    llm = community(
+        "llms",
+        "LlamaCpp",
+        temperature=0.0,
+        max_tokens=12,
+        model_kwargs={"expert_cache": "50%"},
+    )
     from langchain_core.prompts import PromptTemplate
 
     assert isinstance(llm.client, Llama)
     whole = llm.invoke("moegguf runs")
     assert whole and "".join(llm.stream("moegguf runs")) == whole
-    assert (PromptTemplate.from_template("{name} runs") | llm).invoke({"name": "moegguf"}) == whole
+    assert (PromptTemplate.from_template("{name} runs") | llm).invoke(
+        {"name": "moegguf"}
+    ) == whole
     assert llm.client.stats().lookups > 0 and llm.get_num_tokens("hello there") > 1
     assert "s" not in llm.invoke("moegguf run", stop=["s"])
-    llm.grammar = library.llama_cpp().LlamaGrammar.from_string('root ::= "yes" | "no"', verbose=False)
+    llm.grammar = library.llama_cpp().LlamaGrammar.from_string(
+        'root ::= "yes" | "no"', verbose=False
+    )
     assert llm.invoke("Is it?") in ("yes", "no")
     llm.client.close()
 
@@ -79,7 +93,8 @@ def test_langchain_chat_invokes_and_streams(ours: None) -> None:
 def test_langchain_embeddings_have_vectors_of_n_embd(ours: None) -> None:
     embeddings = community("embeddings", "LlamaCppEmbeddings")
     assert embeddings.embed_query("a cat")
-    vectors = embeddings.embed_documents(["a cat", "a dog"])  # a vector for each token: this model does not pool
+    # A vector for each token: this model does not pool.
+    vectors = embeddings.embed_documents(["a cat", "a dog"])
     assert {len(vector) for vector in vectors} == {embeddings.client.n_embd()}
     embeddings.client.close()
 
@@ -96,5 +111,8 @@ def test_outlines_generates_text_choices_and_schemas(llm: Llama) -> None:
     whole = model(QUESTION, max_tokens=30, temperature=0.0)
     assert whole.startswith("moegguf runs")
     assert "".join(model.stream(QUESTION, max_tokens=30, temperature=0.0)) == whole
-    assert model("Is moegguf fast?", Literal["yes", "no"], max_tokens=5) in ("yes", "no")
+    assert model("Is moegguf fast?", Literal["yes", "no"], max_tokens=5) in (
+        "yes",
+        "no",
+    )
     assert Found(**json.loads(model(QUESTION, Found, max_tokens=100, temperature=0.0)))

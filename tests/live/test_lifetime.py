@@ -39,7 +39,9 @@ USES: dict[str, Callable[[Llama], Any]] = {
     "set_expert_cache": lambda llm: llm.set_expert_cache("50%"),
     "call": lambda llm: llm("a", max_tokens=1),
     "stream": lambda llm: list(llm("a", max_tokens=1, stream=True)),
-    "chat": lambda llm: llm.create_chat_completion([{"role": "user", "content": "a"}], max_tokens=1),
+    "chat": lambda llm: llm.create_chat_completion(
+        [{"role": "user", "content": "a"}], max_tokens=1
+    ),
     "generate": lambda llm: next(llm.generate([1])),
     "sample": lambda llm: llm.sample(),
     "tokenize": lambda llm: llm.tokenize(b"a"),
@@ -52,7 +54,9 @@ USES: dict[str, Callable[[Llama], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load, use: str) -> None:
+def test_a_closed_model_raises_closed_error(
+    tiny: TinyModel, load: Load, use: str
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     llm.eval([1, 2])
     llm.close()
@@ -64,7 +68,9 @@ def test_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load, use: st
     assert llm.session is None or llm.session.store._handle is None
 
 
-def test_an_unfinished_stream_of_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load) -> None:
+def test_an_unfinished_stream_of_a_closed_model_raises_closed_error(
+    tiny: TinyModel, load: Load
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     steps = llm.generate([1, 2, 3])
     next(steps)
@@ -74,11 +80,13 @@ def test_an_unfinished_stream_of_a_closed_model_raises_closed_error(tiny: TinyMo
 
 
 class Footprint:
-    """The numbers of this process's threads and open files, and its resident memory in bytes."""
+    """The numbers of this process's threads and open files, and its resident memory in
+    bytes."""
 
     def __init__(self) -> None:
         gc.collect()
-        # Returns freed memory to the system. malloc would otherwise keep an amount that depends on earlier tests.
+        # Returns freed memory to the system. malloc would otherwise keep an amount that
+        # depends on earlier tests.
         ctypes.CDLL(None).malloc_trim(0)
         self.threads = len(os.listdir("/proc/self/task"))
         self.files = len(os.listdir("/proc/self/fd"))
@@ -92,7 +100,8 @@ class Footprint:
 def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     options: dict[str, Any] = {"expert_cache": "40%", "n_threads": 1, "verbose": False}
     with Llama(tiny(), **options) as first:
-        first.eval([1, 2, 3])  # the first evaluation in a process allocates memory that stays allocated
+        # The first evaluation in a process allocates memory that stays allocated.
+        first.eval([1, 2, 3])
     before = Footprint()
     llm = Llama(tiny(), progress=lambda _share: None, **options)
     llm.eval([1, 2, 3])
@@ -105,11 +114,17 @@ def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
 
 def test_twenty_loads_leave_no_threads_files_or_memory(tiny: TinyModel) -> None:
     def use() -> None:
-        with Llama(tiny("tiny-mix", "q8_0"), expert_cache="40%", n_threads=1, n_ctx=512, verbose=False) as llm:
+        with Llama(
+            tiny("tiny-mix", "q8_0"),
+            expert_cache="40%",
+            n_threads=1,
+            n_ctx=512,
+            verbose=False,
+        ) as llm:
             llm("some text", max_tokens=4)
 
-    # The first three loads warm up libraries and allocators. The figures are compared before and after the 20 later
-    # loads.
+    # The first three loads warm up libraries and allocators. The figures are compared
+    # before and after the 20 later loads.
     for n_loads in (3, 20):
         before = Footprint()
         for _ in range(n_loads):
@@ -117,11 +132,19 @@ def test_twenty_loads_leave_no_threads_files_or_memory(tiny: TinyModel) -> None:
     Footprint().check(before)
 
 
-@pytest.mark.parametrize("fault", ["open", "alloc", "thread", "stop", "format", "budget", "context"])
-def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["open", "alloc", "thread", "stop", "format", "budget", "context"]
+)
+def test_failed_loads_leave_no_threads_files_or_memory(
+    tiny: TinyModel, tmp_path: Path, fault: str
+) -> None:
     path, options = tiny(), {"expert_cache": "40%", "verbose": False, "n_threads": 1}
     if fault == "format":
-        data = tiny().read_bytes().replace(b"blk.0.attn_norm.weight", b"blk.0.attn_nrom.weight")
+        data = (
+            tiny()
+            .read_bytes()
+            .replace(b"blk.0.attn_norm.weight", b"blk.0.attn_nrom.weight")
+        )
         path = tmp_path / "bad.gguf"
         path.write_bytes(data)
     if fault == "budget":
@@ -131,12 +154,18 @@ def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path
     if fault == "context":
         path = tmp_path / "narrow.gguf"
         write_model(path, replace(PRESETS["tiny-qwen3moe"], n_embd_head=48), "q4_0")
-        options["type_v"] = 2  # Q4_0: llama.cpp refuses a head size that is not a multiple of 32
+        # Q4_0: llama.cpp refuses a head size that is not a multiple of 32.
+        options["type_v"] = 2
 
     def fail() -> None:
         if fault in FAULT:
             arm_fault(fault, 1, sticky=True)
-        expected = (OSError, errors.AllocationError, errors.GenerationCancelled, errors.ModelFormatError)
+        expected = (
+            OSError,
+            errors.AllocationError,
+            errors.GenerationCancelled,
+            errors.ModelFormatError,
+        )
         with pytest.raises((*expected, errors.BudgetError)):
             Llama(path, **options)
         if fault in FAULT:
@@ -153,9 +182,11 @@ def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path
 
 
 def child_of_fork(llm: Llama) -> int:
-    """Returns 0 if six uses of the model raise ForkError, close() works, and eval() then raises ClosedError.
+    """Returns 0 if six uses of the model raise ForkError, close() works, and eval()
+    then raises ClosedError.
 
-    Returns another number for each kind of failure. The test calls this function in a forked child.
+    Returns another number for each kind of failure. The test calls this function in a
+    forked child.
     """
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
         try:
@@ -190,7 +221,9 @@ def test_uses_in_a_forked_child_raise_fork_error_and_the_parent_works(
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
 
 
-def run_script(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: str, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
@@ -202,7 +235,9 @@ def run_script(script: str, *arguments: object, **environment: str) -> subproces
 
 
 @pytest.mark.parametrize("closed_in_child", [True, False])
-def test_a_forked_child_exits_normally_with_busy_readers(tiny: TinyModel, closed_in_child: bool) -> None:
+def test_a_forked_child_exits_normally_with_busy_readers(
+    tiny: TinyModel, closed_in_child: bool
+) -> None:
     script = """
         import os, sys, warnings
         warnings.simplefilter("ignore")
@@ -250,13 +285,17 @@ def test_copies_of_a_model_are_refused(tiny: TinyModel, load: Load) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_threads_that_share_a_model_get_their_own_texts(tiny: TinyModel, load: Load, stream: bool) -> None:
+def test_threads_that_share_a_model_get_their_own_texts(
+    tiny: TinyModel, load: Load, stream: bool
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     prompts = ["experts", "a memory", "of slots"]
 
     def text(prompt: str) -> str:
         answer = llm(prompt, max_tokens=12, temperature=0.0, stream=stream)
-        return "".join(part["choices"][0]["text"] for part in (answer if stream else [answer]))
+        return "".join(
+            part["choices"][0]["text"] for part in (answer if stream else [answer])
+        )
 
     alone = [text(prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
@@ -264,25 +303,35 @@ def test_threads_that_share_a_model_get_their_own_texts(tiny: TinyModel, load: L
             assert list(threads.map(text, prompts)) == alone
 
 
-def test_a_new_request_cancels_the_unfinished_stream_of_its_thread(tiny: TinyModel, load: Load) -> None:
+def test_a_new_request_cancels_the_unfinished_stream_of_its_thread(
+    tiny: TinyModel, load: Load
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     expected = llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"]
     left = llm("experts", max_tokens=50, stream=True)
     next(left)
-    assert llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"] == expected
+    assert (
+        llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"] == expected
+    )
     with pytest.raises(errors.GenerationCancelled, match="another request"):
         list(left)
 
 
-def test_a_dropped_stream_releases_the_model_for_other_threads(tiny: TinyModel, load: Load) -> None:
+def test_a_dropped_stream_releases_the_model_for_other_threads(
+    tiny: TinyModel, load: Load
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     for _ in llm("experts", max_tokens=50, stream=True):
         break
     with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(llm, "a", max_tokens=2).result()["choices"][0]["finish_reason"]
+        assert threads.submit(llm, "a", max_tokens=2).result()["choices"][0][
+            "finish_reason"
+        ]
 
 
-def test_a_stock_llama_cpp_imported_first_raises_library_error(tiny: TinyModel, tmp_path: Path) -> None:
+def test_a_stock_llama_cpp_imported_first_raises_library_error(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
     # A folder with a libllama that imitates another package's llama.cpp.
     stock = shutil.copytree(library.find_library(), tmp_path / "stock")
     script = """
@@ -303,7 +352,9 @@ def test_a_stock_llama_cpp_imported_first_raises_library_error(tiny: TinyModel, 
 
 
 def test_own_bindings_are_imported_beside_a_stock_llama_cpp(tmp_path: Path) -> None:
-    (tmp_path / "llama_cpp.py").write_text("raise AssertionError('the stock package was imported')")
+    (tmp_path / "llama_cpp.py").write_text(
+        "raise AssertionError('the stock package was imported')"
+    )
     script = """
         import sys
         before = list(sys.path)
@@ -314,4 +365,6 @@ def test_own_bindings_are_imported_beside_a_stock_llama_cpp(tmp_path: Path) -> N
     """
     result = run_script(script, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert result.returncode == 0, result.stderr
-    assert Path("moegguf/bindings/llama_cpp/__init__.py") == Path(*Path(result.stdout.strip()).parts[-4:])
+    assert Path("moegguf/bindings/llama_cpp/__init__.py") == Path(
+        *Path(result.stdout.strip()).parts[-4:]
+    )

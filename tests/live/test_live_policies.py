@@ -1,5 +1,5 @@
-"""Tests policies, predictors and strategies on running models: the chosen ones are used, and none of them changes a
-single bit of the logits.
+"""Tests policies, predictors and strategies on running models: the chosen ones are
+used, and none of them changes a single bit of the logits.
 """
 
 import itertools
@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from answering import DEMO, Load, TinyModel
-from running import Llama, Logits, Own, Reference, controller_of, count_scores, greedy_logits, hooks_off, random_prompt
+from running import (
+    Llama,
+    Logits,
+    Own,
+    Reference,
+    controller_of,
+    count_scores,
+    greedy_logits,
+    hooks_off,
+    random_prompt,
+)
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
@@ -51,12 +61,19 @@ def logits_of(llm: Llama) -> Logits:
 
 @pytest.fixture
 def expected(tiny: TinyModel, reference: Reference) -> Callable[..., Logits]:
-    return lambda preset="tiny-qwen2moe": reference(tiny(preset), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+    return lambda preset="tiny-qwen2moe": reference(
+        tiny(preset), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW
+    )
 
 
 @pytest.mark.parametrize(
     ("policy", "preset"),
-    [(name, PRESETS[n % 2]) for n, name in enumerate(policy_names()) if name != "static"],  # `static` needs a file
+    # `static` needs a file.
+    [
+        (name, PRESETS[n % 2])
+        for n, name in enumerate(policy_names())
+        if name != "static"
+    ],
 )
 def test_every_policy_decides_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], policy: str, preset: str
@@ -67,7 +84,11 @@ def test_every_policy_decides_and_changes_no_bit(
         assert np.array_equal(logits_of(llm), expected(preset))
         assert llm.stats().evictions > 0
         figures, predictor = llm.decisions(), "eamc" if policy == "sparsity" else "none"
-        assert [figures[name] for name in ("policy", "predictor", "prefetch")] == [policy, predictor, "off"]
+        assert [figures[name] for name in ("policy", "predictor", "prefetch")] == [
+            policy,
+            predictor,
+            "off",
+        ]
         return
     given = count_scores(llm)
     assert np.array_equal(logits_of(llm), expected(preset))
@@ -78,7 +99,10 @@ def test_every_policy_decides_and_changes_no_bit(
     assert llm.decisions()["policy"] == policy
 
 
-@pytest.mark.parametrize(("predictor", "preset"), [(name, PRESETS[n % 2]) for n, name in enumerate(UNTRAINED)])
+@pytest.mark.parametrize(
+    ("predictor", "preset"),
+    [(name, PRESETS[n % 2]) for n, name in enumerate(UNTRAINED)],
+)
 def test_every_predictor_predicts_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], predictor: str, preset: str
 ) -> None:
@@ -96,14 +120,17 @@ def test_every_predictor_predicts_and_changes_no_bit(
 
 
 class LastLayersFirst:
-    """A user's policy with only the method `scores`. Experts of the last layers are evicted first."""
+    """A user's policy with only the method `scores`. Experts of the last layers are
+    evicted first."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def scores(self, history: History, forecast: Forecast) -> Float32s:
         self.calls += 1
-        return -np.arange(history.shape.n_layer, dtype=np.float32)[:, None].repeat(history.shape.n_expert, 1)
+        return -np.arange(history.shape.n_layer, dtype=np.float32)[:, None].repeat(
+            history.shape.n_expert, 1
+        )
 
 
 def test_a_policy_object_of_the_user_decides_and_changes_no_bit(
@@ -130,7 +157,8 @@ CALLS: dict[str, Callable[[Llama], object]] = {
 
 
 class CallsItsModel:
-    """A policy whose method `scores` calls the model that uses the policy. `errors` collects the exceptions."""
+    """A policy whose method `scores` calls the model that uses the policy. `errors`
+    collects the exceptions."""
 
     def __init__(self, call: Callable[[Llama], object]) -> None:
         self.call, self.llm, self.errors = call, None, list[Exception]()
@@ -152,7 +180,13 @@ def test_a_policy_calling_its_model_fails_and_lru_takes_over(
     policy = CallsItsModel(CALLS[call])
     policy.llm = llm = load(own(), policy=policy, lockstep=lockstep, **TIGHT)
     # The policy has received all events once the model is closed.
-    with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; continuing with LRU"), llm:
+    with (
+        pytest.warns(
+            UserWarning,
+            match="CallsItsModel raised CallbackError: a policy, .*; continuing with LRU",
+        ),
+        llm,
+    ):
         logits = logits_of(llm)
     assert np.array_equal(logits, expected())
     assert [type(error) for error in policy.errors] == [CallbackError]
@@ -160,8 +194,12 @@ def test_a_policy_calling_its_model_fails_and_lru_takes_over(
 
 def test_a_policy_calling_its_engine_fails_and_answers_continue(own: Own) -> None:
     engines = list[Engine]()
-    policy = CallsItsModel(lambda _: engines[0].generate([[1, 2]], Sampling(max_tokens=1)))
-    with Engine(own(), 2, policy=policy, n_ctx=128, n_threads=1, lockstep=True, **TIGHT) as engine:
+    policy = CallsItsModel(
+        lambda _: engines[0].generate([[1, 2]], Sampling(max_tokens=1))
+    )
+    with Engine(
+        own(), 2, policy=policy, n_ctx=128, n_threads=1, lockstep=True, **TIGHT
+    ) as engine:
         engines.append(engine)
         policy.llm = engine.llm
         with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError"):
@@ -174,9 +212,15 @@ def test_a_policy_calling_its_engine_fails_and_answers_continue(own: Own) -> Non
     ("options", "rule"),
     [
         ({"policy": 7}, "must be a name or an object with a method scores"),
-        ({"policy": "lfru"}, f"no policy 'lfru'; known policies: auto, {', '.join(policy_names())}"),
+        (
+            {"policy": "lfru"},
+            f"no policy 'lfru'; known policies: auto, {', '.join(policy_names())}",
+        ),
         ({"predictor": 7}, "must be a name, a Predictor or None"),
-        ({"predictor": "crystal-ball"}, f"no predictor 'crystal-ball'; known predictors: {', '.join(PREDICTORS)}"),
+        (
+            {"predictor": "crystal-ball"},
+            f"no predictor 'crystal-ball'; known predictors: {', '.join(PREDICTORS)}",
+        ),
         ({"predictor": "mlp"}, "has to be trained for this model first"),
     ],
     ids=str,
@@ -196,9 +240,15 @@ def test_a_wrong_policy_name_is_refused_with_hooks_off(own: Own) -> None:
 
 
 def test_a_policy_for_a_missing_tier_warns(own: Own, load: Load) -> None:
-    with pytest.warns(UserWarning, match="policy='vram=slru' has no effect, because experts are only in RAM"):
+    with pytest.warns(
+        UserWarning,
+        match="policy='vram=slru' has no effect, because experts are only in RAM",
+    ):
         assert load(own(), policy="vram=slru").decisions()["policy"] == "next-use"
-    assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
+    assert (
+        load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"]
+        == "lfu-decay"
+    )
 
 
 def test_the_controller_of_a_resident_model_is_idle_until_a_shrink(
@@ -224,14 +274,22 @@ class LiveJudge(Judge):
 
 @pytest.mark.parametrize("preset", ALL_TINY)
 @pytest.mark.parametrize("expert_cache", ["100%", "40%"])
-def test_fresh_gate_predicts_every_expert(own: Own, load: Load, preset: str, expert_cache: str) -> None:
+def test_fresh_gate_predicts_every_expert(
+    own: Own, load: Load, preset: str, expert_cache: str
+) -> None:
     llm = load(own(preset), lockstep=True, expert_cache=expert_cache)
-    judge = LiveJudge(FreshGate(MoeShape.of(llm.layout), Artifacts(llm.layout).routers()))
+    judge = LiveJudge(
+        FreshGate(MoeShape.of(llm.layout), Artifacts(llm.layout).routers())
+    )
     llm.session.listeners.add(judge)
     logits_of(llm)
     llm.close()  # delivers the last events
     fresh = judge.table().fresh
-    assert fresh is not None and (fresh.accuracy, fresh.top_k_hit, fresh.at_least_one) == (1, 1, 1)
+    assert fresh is not None and (
+        fresh.accuracy,
+        fresh.top_k_hit,
+        fresh.at_least_one,
+    ) == (1, 1, 1)
     assert fresh.due == N_NEW * len(llm.layout.layers)
 
 
@@ -240,7 +298,14 @@ def test_unprofitable_prefetching_pauses_and_is_tried_again(
 ) -> None:
     path = own("tiny-qwen2moe")
     monkeypatch.setattr(Watchdog, "_decide", _never_pays)
-    llm = load(path, policy="next-use", predictor="previous-token", prefetch=True, n_ctx=512, expert_cache="30%")
+    llm = load(
+        path,
+        policy="next-use",
+        predictor="previous-token",
+        prefetch=True,
+        n_ctx=512,
+        expert_cache="30%",
+    )
     controller, tokens = controller_of(llm), random_prompt(llm, 40)
     controller.watchdog = Watchdog(BRIEF)
     plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
@@ -248,7 +313,9 @@ def test_unprofitable_prefetching_pauses_and_is_tried_again(
     for token in tokens:
         llm.eval([token])
         plain.eval([token])
-        assert np.array_equal(llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1])
+        assert np.array_equal(
+            llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1]
+        )
         predicted.append(llm.session.store.counters()["forecast_picks"])
     idle = [before == after for before, after in itertools.pairwise(predicted)]
     assert any(idle), "it paused, and predicted nothing"
@@ -277,7 +344,14 @@ def test_close_does_not_wait_for_queued_events_of_a_slow_predictor(
     own: Own, load: Load, expected: Callable[..., Logits], tmp_path: Path
 ) -> None:
     slow = SlowPredictor(MoeShape.of(read_layout(own())), reach=9)
-    llm = load(own(), policy="lfu", predictor=slow, prefetch=PrefetchOptions(window=1), trace=tmp_path / "t", **TIGHT)
+    llm = load(
+        own(),
+        policy="lfu",
+        predictor=slow,
+        prefetch=PrefetchOptions(window=1),
+        trace=tmp_path / "t",
+        **TIGHT,
+    )
     assert np.array_equal(logits_of(llm), expected())
     assert 0 < slow.calls < 40  # a fast predictor is called at least 88 times
     begin = time.monotonic()
@@ -301,24 +375,45 @@ def run(llm: Llama) -> Logits:
 @pytest.fixture(scope="module")
 def resident() -> Logits:
     # The last three options are the values that the fixture `load` sets.
-    with Llama(DEMO, expert_cache="100%", n_ubatch=4, n_ctx=128, n_threads=1, verbose=False, logits_all=True) as llm:
+    with Llama(
+        DEMO,
+        expert_cache="100%",
+        n_ubatch=4,
+        n_ctx=128,
+        n_threads=1,
+        verbose=False,
+        logits_all=True,
+    ) as llm:
         return run(llm)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_decides_and_changes_no_bit(
-    load: Load, resident: Logits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    load: Load,
+    resident: Logits,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    llm, strategy = load(DEMO, strategy=name, lockstep=True, **QUARTER), STRATEGIES[name]
+    llm, strategy = (
+        load(DEMO, strategy=name, lockstep=True, **QUARTER),
+        STRATEGIES[name],
+    )
     assert np.array_equal(run(llm), resident)
     decided, store = llm.decisions(), llm.session.store  # type: ignore[union-attr]
-    assert {switch: getattr(store.options, switch) for switch in strategy.switches} == strategy.switches
+    assert {
+        switch: getattr(store.options, switch) for switch in strategy.switches
+    } == strategy.switches
     assert llm.stats().evictions > 0
     if name == "moegguf":
-        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # chosen by the demo's measured.json
+        # Chosen by the demo's measured.json.
+        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")
         return
-    assert (decided["policy"], decided["predictor"]) == (strategy.policy, strategy.predictor)
+    assert (decided["policy"], decided["predictor"]) == (
+        strategy.policy,
+        strategy.predictor,
+    )
     assert decided["prefetch"] == ("on" if name in PAPERS else "off")
     assert (llm.stats().prefetch_started > 0) == (name in PAPERS)
     if name in PAPERS:
@@ -342,7 +437,8 @@ def test_counters_of_a_simulated_strategy_equal_the_live_ones(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = replace(STRATEGIES[name].store, sweep=False)  # a simulated sweep reads at different times
+    # A simulated sweep reads at different times.
+    options = replace(STRATEGIES[name].store, sweep=False)
     llm = load(
         DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **QUARTER,
@@ -359,4 +455,6 @@ def test_counters_of_a_simulated_strategy_equal_the_live_ones(
     row, _ = analysis.simulate_strategies([name], [share], prefetch=False)
     assert (row.strategy, row.n_slots) == (name, n_slots)
     for counted in ("lookups", "misses", "evictions"):
-        assert row.simulated.counters[counted] == trace.header.settings[counted], counted
+        assert row.simulated.counters[counted] == trace.header.settings[counted], (
+            counted
+        )

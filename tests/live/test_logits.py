@@ -1,7 +1,7 @@
 """Tests that logits can be read only after the pass that computed them.
 
-An empty prompt becomes BOS or an error. Other tests cover logprobs of prompts, and grammars for the methods that
-`Llama` inherits from llama_cpp.
+An empty prompt becomes BOS or an error. Other tests cover logprobs of prompts, and
+grammars for the methods that `Llama` inherits from llama_cpp.
 """
 
 from collections.abc import Callable
@@ -40,9 +40,13 @@ def assert_no_logits(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"exact": True}, {}], ids=str)
-def test_a_prompt_rendered_empty_by_its_template_is_refused(demo: Llama, options: dict[str, Any]) -> None:
+def test_a_prompt_rendered_empty_by_its_template_is_refused(
+    demo: Llama, options: dict[str, Any]
+) -> None:
     reply(demo, "Who are you?", max_tokens=1)
-    with pytest.raises(OptionError, match="the prompt is empty once its template has rendered it"):
+    with pytest.raises(
+        OptionError, match="the prompt is empty once its template has rendered it"
+    ):
         Answer(demo, ask(QUESTION, template=EMPTY, **options))
 
 
@@ -51,7 +55,10 @@ def test_an_empty_prompt_becomes_bos(load: Load, options: dict[str, Any]) -> Non
     llm = load(DEMO, **WITH_BOS)
     expected = llm.vocabulary.bos_tokens
     assert expected
-    for request in (ask(QUESTION, template=EMPTY, n_logprobs=0, max_tokens=1, **options), ask(prompt="", **options)):
+    for request in (
+        ask(QUESTION, template=EMPTY, n_logprobs=0, max_tokens=1, **options),
+        ask(prompt="", **options),
+    ):
         answer = Answer(llm, request)
         assert answer.prompt.tokens == expected
         answer.deltas()
@@ -96,7 +103,11 @@ def test_embeddings_of_empty_texts_are_refused(load: Load, given: Any) -> None:
 
 def test_completions_of_empty_prompts_are_refused(demo: Llama) -> None:
     demo("Who are you?", max_tokens=1)
-    for call in (lambda: demo(""), lambda: demo.create_completion([]), lambda: list(demo.generate([]))):
+    for call in (
+        lambda: demo(""),
+        lambda: demo.create_completion([]),
+        lambda: list(demo.generate([])),
+    ):
         with pytest.raises(OptionError, match="there is nothing to continue"):
             call()
 
@@ -116,7 +127,10 @@ def test_a_loaded_state_has_no_logits(load: Load) -> None:
 def test_logits_are_readable_only_for_output_rows_of_the_pass(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
     rows = llm.context.eval_sequences(
-        [SequenceTokens(0, [5, 6], 0, 1, Phase.PREFILL), SequenceTokens(1, [7], 0, 2, Phase.PREFILL, False)]
+        [
+            SequenceTokens(0, [5, 6], 0, 1, Phase.PREFILL),
+            SequenceTokens(1, [7], 0, 2, Phase.PREFILL, False),
+        ]
     )
     assert rows == [1, 2]
     llm.context.logits(1)
@@ -125,7 +139,10 @@ def test_logits_are_readable_only_for_output_rows_of_the_pass(load: Load) -> Non
             llm.context.logits(row)
     with pytest.raises(OptionError, match="has no tokens"):
         llm.context.eval_sequences(
-            [SequenceTokens(0, [8], 2, 1, Phase.DECODE), SequenceTokens(1, [], 1, 2, Phase.DECODE)]
+            [
+                SequenceTokens(0, [8], 2, 1, Phase.DECODE),
+                SequenceTokens(1, [], 1, 2, Phase.DECODE),
+            ]
         )
     with pytest.raises(OptionError, match="this request has no logits"):
         llm.context.logits(1)
@@ -135,13 +152,21 @@ def test_logits_are_readable_only_for_output_rows_of_the_pass(load: Load) -> Non
 def test_prompt_logprobs_equal_the_logits_of_a_plain_eval(
     load: Load, n_seq_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = load(DEMO).tokenize(b"moegguf runs Mixture-of-Experts models whose experts do not fit in memory.")
+    tokens = load(DEMO).tokenize(
+        b"moegguf runs Mixture-of-Experts models whose experts do not fit in memory."
+    )
     plain = load(DEMO, logits_all=True)
     plain.eval(tokens)
     logits = plain.scores[: len(tokens)].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     llm = load(DEMO, n_seq_max=n_seq_max, logits_all=False)
-    scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
+    scored = ask(
+        prompt="",
+        context=tuple(tokens),
+        n_logprobs=2,
+        prompt_logprobs=True,
+        prompt_only=True,
+    )
     # Evaluates a prefix, which the scored requests must not reuse.
     reply(llm, prompt="", context=tuple(tokens), max_tokens=2)
     for n_logits in (llm.context.n_logits, 5 + n_seq_max):
@@ -149,12 +174,20 @@ def test_prompt_logprobs_equal_the_logits_of_a_plain_eval(
         answer = Answer(llm, scored)
         (delta,) = answer.deltas()
         summary = answer.summary
-        assert (summary.prompt_tokens, summary.cached_tokens, summary.answer_tokens) == (len(tokens), 0, 0)
+        assert (
+            summary.prompt_tokens,
+            summary.cached_tokens,
+            summary.answer_tokens,
+        ) == (len(tokens), 0, 0)
         assert summary.finish == "length" and not delta.text and not delta.logprobs
         assert [each.token for each in delta.prompt] == tokens
         found = [each.logprob for each in delta.prompt[1:]]
-        assert found == pytest.approx([expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05)
-        assert [each.top[0].token for each in delta.prompt[1:]] == expected[:-1].argmax(axis=1).tolist()
+        assert found == pytest.approx(
+            [expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05
+        )
+        assert [each.top[0].token for each in delta.prompt[1:]] == expected[:-1].argmax(
+            axis=1
+        ).tolist()
 
 
 bindings = library.llama_cpp()
@@ -172,18 +205,33 @@ def grammar(text: str) -> Any:
 
 
 @pytest.mark.parametrize("has_end", [True, False])
-def test_a_grammar_ends_the_answer_at_a_complete_text(model: Llama, has_end: bool) -> None:
-    options: dict[str, Any] = {"max_tokens": 9, "logit_bias": {} if has_end else endless(model, -float("inf"))}
+def test_a_grammar_ends_the_answer_at_a_complete_text(
+    model: Llama, has_end: bool
+) -> None:
+    options: dict[str, Any] = {
+        "max_tokens": 9,
+        "logit_bias": {} if has_end else endless(model, -float("inf")),
+    }
     for form in (grammar(A_OR_B), A_OR_B):
         choice = model("hello", grammar=form, **options)["choices"][0]
         assert choice["text"] in ("a", "b") and choice["finish_reason"] == "stop"
-    parts = [part["choices"][0] for part in model("hello", grammar=A_OR_B, stream=True, **options)]
-    assert "".join(part["text"] for part in parts) in ("a", "b") and parts[-1]["finish_reason"] == "stop"
+    parts = [
+        part["choices"][0]
+        for part in model("hello", grammar=A_OR_B, stream=True, **options)
+    ]
+    assert (
+        "".join(part["text"] for part in parts) in ("a", "b")
+        and parts[-1]["finish_reason"] == "stop"
+    )
 
 
 @pytest.mark.parametrize("has_end", [True, False])
 def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None:
-    form = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+    }
     reply = model.create_chat_completion(
         [{"role": "user", "content": "hi"}],
         response_format={"type": "json_object", "schema": form},
@@ -191,24 +239,40 @@ def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None
         logit_bias={} if has_end else endless(model, -float("inf")),
     )
     choice = reply["choices"][0]
-    assert choice["message"]["content"].replace(" ", "") in ('{"a":true}', '{"a":false}')
+    assert choice["message"]["content"].replace(" ", "") in (
+        '{"a":true}',
+        '{"a":false}',
+    )
     assert choice["finish_reason"] == "stop"
 
 
 def test_invalid_grammars_raise_schema_error(model: Llama) -> None:
-    for text in ("root ::= none", "word ::= [a-z]", "root ::= (", 'root ::= root "a" | "a"'):
+    for text in (
+        "root ::= none",
+        "word ::= [a-z]",
+        "root ::= (",
+        'root ::= root "a" | "a"',
+    ):
         with pytest.raises(SchemaError, match="a grammar must be GBNF"):
             model("hello", grammar=text, max_tokens=3)
     assert model("hello", max_tokens=1)["choices"][0]["text"] is not None
 
 
-def test_generate_with_a_grammar_gives_the_tokens_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses a grammar whose texts can always continue, because llama.cpp's samplers crash at the end of a grammar."""
+def test_generate_with_a_grammar_gives_the_tokens_of_llama_cpp(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses a grammar whose texts can always continue, because llama.cpp's samplers
+    crash at the end of a grammar."""
     form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
 
     def tokens() -> list[int]:
         model.set_seed(7)
-        return list(islice(model.generate([5, 6, 7], grammar=form, temp=1.0, repeat_penalty=1.1), 40))
+        return list(
+            islice(
+                model.generate([5, 6, 7], grammar=form, temp=1.0, repeat_penalty=1.1),
+                40,
+            )
+        )
 
     ours = tokens()
     own = UpstreamLlama.__mro__[1]._init_sampler

@@ -1,5 +1,5 @@
-"""Tests a model with a mirror, a copy of its file: both files are read, and the logits do not change if one of them
-fails."""
+"""Tests a model with a mirror, a copy of its file: both files are read, and the logits
+do not change if one of them fails."""
 
 import shutil
 import warnings
@@ -67,16 +67,31 @@ def test_a_failed_drive_changes_no_logit_and_warns_once(
         warnings.simplefilter("always")
         logits = greedy_logits(llm, before_each=fail_later)
     assert np.array_equal(logits, reference(DEMO))
-    dropped = [str(warning.message) for warning in given if "is no longer used" in str(warning.message)]
-    assert len(dropped) == 1 and path.name in dropped[0] and "Input/output error" in dropped[0]
-    assert [drive.is_dropped for drive in llm.stats().drives] == [path == DEMO, path == mirror]
+    dropped = [
+        str(warning.message)
+        for warning in given
+        if "is no longer used" in str(warning.message)
+    ]
+    assert (
+        len(dropped) == 1
+        and path.name in dropped[0]
+        and "Input/output error" in dropped[0]
+    )
+    assert [drive.is_dropped for drive in llm.stats().drives] == [
+        path == DEMO,
+        path == mirror,
+    ]
     assert llm.stats().read_errors == 0
 
 
-def test_a_mirror_written_to_is_dropped_with_unchanged_logits(load: Load, reference: Reference, mirror: Path) -> None:
+def test_a_mirror_written_to_is_dropped_with_unchanged_logits(
+    load: Load, reference: Reference, mirror: Path
+) -> None:
     llm = load_demo(load, mirror)
     mirror.write_bytes(bytes(mirror.stat().st_size))
-    with pytest.warns(UserWarning, match=r"copy\.gguf' was written to after the model was loaded"):
+    with pytest.warns(
+        UserWarning, match=r"copy\.gguf' was written to after the model was loaded"
+    ):
         logits = greedy_logits(llm)
     assert np.array_equal(logits, reference(DEMO))
 
@@ -85,7 +100,9 @@ def test_a_folder_with_copies_of_all_shards_is_a_mirror(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny("tiny-qwen2moe", "q4_0", 3)
-    shards = sorted(path.parent.glob(f"{path.name.rpartition('-00001')[0]}-*-of-00003.gguf"))
+    shards = sorted(
+        path.parent.glob(f"{path.name.rpartition('-00001')[0]}-*-of-00003.gguf")
+    )
     assert len(shards) == 3
     for shard in shards:
         shutil.copy(shard, tmp_path / shard.name)
@@ -100,7 +117,9 @@ def test_mirrors_of_other_models_are_refused_and_missing_ones_skipped(
     load: Load, reference: Reference, tiny: TinyModel, tmp_path: Path
 ) -> None:
     other = Path(shutil.copy(tiny(), tmp_path / "other.gguf"))
-    with pytest.raises(errors.OptionError, match=r"other\.gguf' has .* bytes instead of"):
+    with pytest.raises(
+        errors.OptionError, match=r"other\.gguf' has .* bytes instead of"
+    ):
         load_demo(load, other)
     with pytest.warns(UserWarning, match="No such file or directory"):
         llm = load_demo(load, [tmp_path / "unplugged"])

@@ -1,4 +1,5 @@
-"""Tests that a recorded trace contains the run's requests, and that its simulation yields equal counters."""
+"""Tests that a recorded trace contains the run's requests, and that its simulation
+yields equal counters."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +9,18 @@ import numpy as np
 import pytest
 from eager import Eager
 from rpc_device import in_child
-from running import N_NEW, N_PROMPT, Llama, Load, Own, Reference, TinyModel, greedy_logits, random_prompt, share_for
+from running import (
+    N_NEW,
+    N_PROMPT,
+    Llama,
+    Load,
+    Own,
+    Reference,
+    TinyModel,
+    greedy_logits,
+    random_prompt,
+    share_for,
+)
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.controller.artifacts import Artifacts
@@ -32,7 +44,15 @@ from moegguf.testing.library import arm_fault
 from moegguf.trace.format import read
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.recorder import Recorder
-from moegguf.trace.simulate import RAM, STAGING, VRAM, SimOptions, SimResult, Simulation, TierSpan
+from moegguf.trace.simulate import (
+    RAM,
+    STAGING,
+    VRAM,
+    SimOptions,
+    SimResult,
+    Simulation,
+    TierSpan,
+)
 from moegguf.trace.trace import Trace
 
 COUNTED = ("lookups", "misses", "evictions")
@@ -42,29 +62,42 @@ PAIRS = [
     ("next-use", "eamc"), ("next-use", "skip"),
 ]  # fmt: skip
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # successive cases alternate between these presets
+# Successive cases alternate between these presets.
+PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")
 
 
 @pytest.fixture
 def path(own: Own) -> Callable[[str], Path]:
-    """Returns a function that links a model into the test's own folder and saves random popularity for it."""
+    """Returns a function that links a model into the test's own folder and saves random
+    popularity for it."""
 
     def link(preset: str) -> Path:
         path = own(preset)
         artifacts = Artifacts(read_layout(path))
         shape = MoeShape.of(read_layout(path))
-        table = np.random.default_rng(0).random((len(shape.layers), shape.n_expert), np.float32)
+        table = np.random.default_rng(0).random(
+            (len(shape.layers), shape.n_expert), np.float32
+        )
         file = artifacts.writable_folder() / "popularity.safetensors"
-        save(file, "popularity", artifacts.fingerprint, shape, Weights({"popularity": table}))
+        save(
+            file,
+            "popularity",
+            artifacts.fingerprint,
+            shape,
+            Weights({"popularity": table}),
+        )
         return path
 
     return link
 
 
 def requests(llm: Llama) -> None:
-    """Completes prompts of 30, 1 and 9 tokens. Then evaluates 17 tokens in an empty context, 12 one by one, and 5."""
+    """Completes prompts of 30, 1 and 9 tokens. Then evaluates 17 tokens in an empty
+    context, 12 one by one, and 5."""
     for n, n_prompt in enumerate((30, 1, 9)):
-        llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
+        llm.create_completion(
+            random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n
+        )
     llm.reset()
     llm.eval(random_prompt(llm, 17, seed=7))
     for token in random_prompt(llm, 12, seed=8):
@@ -72,8 +105,17 @@ def requests(llm: Llama) -> None:
     llm.eval(random_prompt(llm, 5, seed=9))
 
 
-def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
-    """Loads a model and records `requests` in `out`. Returns the trace, whose header contains the run's counters."""
+def live(
+    load: Load,
+    path: Path,
+    out: Path,
+    policy: str,
+    predictor: str,
+    n_slots: int,
+    **options: Any,
+) -> Trace:
+    """Loads a model and records `requests` in `out`. Returns the trace, whose header
+    contains the run's counters."""
     llm = load(
         path, policy=policy, predictor=predictor, expert_cache=share_for(path, n_slots), n_ubatch=8,
         store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),
@@ -85,12 +127,20 @@ def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots
     return read(out)
 
 
-def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int) -> SimResult:
+def simulated(
+    trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int
+) -> SimResult:
     """Simulates the recorded run without loading the model."""
     artifacts = Artifacts(read_layout(path))
-    made = make_policy(policy, trace.shape, artifacts) if isinstance(policy, str) else policy
+    made = (
+        make_policy(policy, trace.shape, artifacts)
+        if isinstance(policy, str)
+        else policy
+    )
     ahead = make_predictor(predictor, trace.shape, artifacts)
-    return Simulation(trace, made, ahead, n_slots, SimOptions(store=StoreOptions(sweep=False))).run()
+    return Simulation(
+        trace, made, ahead, n_slots, SimOptions(store=StoreOptions(sweep=False))
+    ).run()
 
 
 def assert_equal(trace: Trace, result: SimResult) -> None:
@@ -102,25 +152,47 @@ def assert_equal(trace: Trace, result: SimResult) -> None:
     assert result.counters["evictions"] > 0
 
 
-@pytest.mark.parametrize(("policy", "predictor", "preset"), [(*pair, PRESETS[n % 2]) for n, pair in enumerate(PAIRS)])
+@pytest.mark.parametrize(
+    ("policy", "predictor", "preset"),
+    [(*pair, PRESETS[n % 2]) for n, pair in enumerate(PAIRS)],
+)
 def test_simulated_counters_equal_the_counters_of_the_run(
-    path: Callable[[str], Path], load: Load, tmp_path: Path, preset: str, policy: str, predictor: str
+    path: Callable[[str], Path],
+    load: Load,
+    tmp_path: Path,
+    preset: str,
+    policy: str,
+    predictor: str,
 ) -> None:
     model = path(preset)
-    trace = live(load, model, tmp_path / "t", policy, predictor, 22, logits_all=policy == "lfu-decay")
+    trace = live(
+        load,
+        model,
+        tmp_path / "t",
+        policy,
+        predictor,
+        22,
+        logits_all=policy == "lfu-decay",
+    )
     # Removes the collection that the run saved, because the run began without it.
-    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)
+    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(
+        missing_ok=True
+    )
     assert trace.header.settings["events_dropped"] == 0
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
 
 
 @pytest.mark.parametrize(
-    ("policy", "predictor"), [("POLICY", "none"), ("locality", "PREDICTOR"), ("POLICY", "PREDICTOR")]
+    ("policy", "predictor"),
+    [("POLICY", "none"), ("locality", "PREDICTOR"), ("POLICY", "PREDICTOR")],
 )
 def test_simulated_counters_of_own_classes_equal_the_live_counters(
     path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, predictor: str
 ) -> None:
-    own = {"POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed", "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:Followers"}
+    own = {
+        "POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed",
+        "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:Followers",
+    }
     model = path("tiny-qwen2moe")
     names = own.get(policy, policy), own.get(predictor, predictor)
     trace = live(load, model, tmp_path / "t", *names, 22)
@@ -131,13 +203,29 @@ def test_simulated_counters_of_own_classes_equal_the_live_counters(
 
 
 def test_simulated_counters_with_drafts_equal_the_live_counters(
-    path: Callable[[str], Path], load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Callable[[str], Path],
+    load: Load,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     model, out = path("tiny-qwen2moe"), tmp_path / "t"
-    options: dict[str, Any] = {"lockstep": True, "store": StoreOptions(sweep=False), "n_ctx": 512, "n_ubatch": 8}
+    options: dict[str, Any] = {
+        "lockstep": True,
+        "store": StoreOptions(sweep=False),
+        "n_ctx": 512,
+        "n_ubatch": 8,
+    }
     cache = share_for(model, 22)
-    with load(model, policy="lru", expert_cache=cache, trace=out, draft="ngram", flash_attn=None, **options) as llm:
+    with load(
+        model,
+        policy="lru",
+        expert_cache=cache,
+        trace=out,
+        draft="ngram",
+        flash_attn=None,
+        **options,
+    ) as llm:
         with Engine(llm) as engine:
             for text in ([1, 2, 3, 4, 5, 6] * 9, [7, 8, 9] * 12):
                 engine.generate(text, Sampling(temperature=0.0, max_tokens=60))
@@ -150,7 +238,13 @@ def test_simulated_counters_with_drafts_equal_the_live_counters(
 
 @pytest.mark.filterwarnings("ignore:.*the hit rate will be low")
 @pytest.mark.parametrize(
-    ("policy", "n_slots"), [("lru", 16), ("lru", 22), ("lru", 40), *(("next-use", n) for n in (8, 16, 22, 40, 60))]
+    ("policy", "n_slots"),
+    [
+        ("lru", 16),
+        ("lru", 22),
+        ("lru", 40),
+        *(("next-use", n) for n in (8, 16, 22, 40, 60)),
+    ],
 )
 def test_native_policies_replay_exactly_without_lockstep_at_any_budget(
     path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, n_slots: int
@@ -161,9 +255,18 @@ def test_native_policies_replay_exactly_without_lockstep_at_any_budget(
     assert_equal(trace, simulated(trace, policy, "none", model, n_slots))
 
 
-def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int) -> dict[str, TierSpan]:
-    """Records `requests` on the device RPC0. Returns the counters of each tier after the last pass."""
-    shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
+def live_on_a_device(
+    path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int
+) -> dict[str, TierSpan]:
+    """Records `requests` on the device RPC0. Returns the counters of each tier after
+    the last pass."""
+    shares = dict(
+        zip(
+            ("vram_cache", "expert_cache"),
+            (share_for(path, n) for n in n_slots),
+            strict=True,
+        )
+    )
     store = StoreOptions(sweep=False, device="RPC0", staging=staging)
     with Llama(
         path, policy=policy, placement="slots", n_ubatch=8, n_ctx=256, lockstep=True, verbose=False, store=store,
@@ -172,22 +275,36 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
         assert [tier.n_slots for tier in llm.stats().tiers] == list(n_slots)
         requests(llm)
         llm.session.store.drain(10)
-        figures = llm.session.tiers() | ({STAGING: llm.session.store.staging()} if staging else {})
+        figures = llm.session.tiers() | (
+            {STAGING: llm.session.store.staging()} if staging else {}
+        )
     return {name: TierSpan.of(counted) for name, counted in figures.items()}
 
 
 def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
     """Returns the figures that must be equal in a live run and in its simulation.
 
-    The evictions and bytes of staging tensors are left out, because they depend on the speed of copies. A copy that is
-    no longer needed may or may not have begun.
+    The evictions and bytes of staging tensors are left out, because they depend on the
+    speed of copies. A copy that is no longer needed may or may not have begun.
     """
-    figures = {name: ("lookups", "hits", *(() if name == STAGING else ("evictions", "bytes_in"))) for name in tiers}
-    return {(name, figure): getattr(tiers[name], figure) for name in tiers for figure in figures[name]}
+    figures = {
+        name: (
+            "lookups",
+            "hits",
+            *(() if name == STAGING else ("evictions", "bytes_in")),
+        )
+        for name in tiers
+    }
+    return {
+        (name, figure): getattr(tiers[name], figure)
+        for name in tiers
+        for figure in figures[name]
+    }
 
 
-# The store itself assigns slots to a prompt's experts if it stages prompts. A listener's scores may arrive before or
-# after this. The policy `lfu`, a listener in Python, is therefore tested without staging.
+# The store itself assigns slots to a prompt's experts if it stages prompts. A
+# listener's scores may arrive before or after this. The policy `lfu`, a listener in
+# Python, is therefore tested without staging.
 @pytest.mark.parametrize(
     ("vram", "ram", "n_slots", "staging"),
     [
@@ -196,17 +313,41 @@ def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
     ],
 )  # fmt: skip
 def test_simulated_counters_of_two_tiers_equal_the_live_counters(
-    path: Callable[[str], Path], tmp_path: Path, vram: str, ram: str, n_slots: tuple[int, int], staging: int
+    path: Callable[[str], Path],
+    tmp_path: Path,
+    vram: str,
+    ram: str,
+    n_slots: tuple[int, int],
+    staging: int,
 ) -> None:
     model = path("tiny-qwen2moe")
-    tiers = in_child(live_on_a_device, model, tmp_path / "t", f"vram={vram},ram={ram}", n_slots, staging)
+    tiers = in_child(
+        live_on_a_device,
+        model,
+        tmp_path / "t",
+        f"vram={vram},ram={ram}",
+        n_slots,
+        staging,
+    )
     trace = read(tmp_path / "t")
     assert trace.header.settings["events_dropped"] == 0
     link = Link(2e9, 2e-5)
-    device = DeviceSlots("GPU0", n_slots[0], trace.shape.layers, through_ram=True, staging=staging, link=link)
-    policy, predictor = make_policy(vram, trace.shape, Artifacts(read_layout(model))), NoPrediction(trace.shape)
+    device = DeviceSlots(
+        "GPU0",
+        n_slots[0],
+        trace.shape.layers,
+        through_ram=True,
+        staging=staging,
+        link=link,
+    )
+    policy, predictor = (
+        make_policy(vram, trace.shape, Artifacts(read_layout(model))),
+        NoPrediction(trace.shape),
+    )
     how = StoreOptions(sweep=False)
-    options = SimOptions(store=how, link_bytes_per_s=1e9, n_ram_slots=n_slots[1], ram_policy=ram)
+    options = SimOptions(
+        store=how, link_bytes_per_s=1e9, n_ram_slots=n_slots[1], ram_policy=ram
+    )
     result = Simulation(trace, policy, predictor, [device], options).run()
     assert compared(tiers) == compared({name: result.tiers[name] for name in tiers})
     assert all(result.tiers[name].evictions > 0 for name in (VRAM, RAM))
@@ -222,10 +363,15 @@ TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
 def test_a_trace_has_the_requests_of_the_run(
     tiny: TinyModel, load: Load, tmp_path: Path, preset: str, logits_all: bool
 ) -> None:
-    llm, tokens = load(tiny(preset), trace=tmp_path / "t", logits_all=logits_all, **TIGHT), list[int]()
+    llm, tokens = (
+        load(tiny(preset), trace=tmp_path / "t", logits_all=logits_all, **TIGHT),
+        list[int](),
+    )
     for n, label in enumerate(("prose", "code")):
         llm.recording.label(llm.context.next_request, label)
-        llm.create_completion(random_prompt(llm, 10, seed=n), max_tokens=6, temperature=0)
+        llm.create_completion(
+            random_prompt(llm, 10, seed=n), max_tokens=6, temperature=0
+        )
         tokens += llm.input_ids[: llm.n_tokens].tolist()
     stats = llm.stats()
     llm.close()
@@ -255,7 +401,9 @@ def test_recording_changes_no_bit_and_includes_resident_models(
     assert llm.plan.resident
 
 
-def test_a_failed_or_cancelled_pass_leaves_the_trace_readable(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+def test_a_failed_or_cancelled_pass_leaves_the_trace_readable(
+    tiny: TinyModel, load: Load, tmp_path: Path
+) -> None:
     llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
     prompt = random_prompt(llm, 12)
     greedy_logits(llm, prompt, 2)
@@ -294,9 +442,15 @@ def test_a_trace_error_at_close_is_raised_and_frees_the_model(
     llm.close()
 
 
-@pytest.mark.parametrize(("given", "kind"), [({}, "AUTO"), ({"flash_attn": False}, "DISABLED")])
+@pytest.mark.parametrize(
+    ("given", "kind"), [({}, "AUTO"), ({"flash_attn": False}, "DISABLED")]
+)
 def test_record_uses_the_flash_attention_default_of_run(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], kind: str
+    tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    kind: str,
 ) -> None:
     opened = list[int]()
 
@@ -307,5 +461,14 @@ def test_record_uses_the_flash_attention_default_of_run(
 
     monkeypatch.setattr("moegguf.bench.record.Llama", Opened)
     prompts = [Prompt("once", "prose")]
-    record(tiny(), prompts, tmp_path / "t", RecordOptions(2), n_ctx=64, n_threads=1, verbose=False, **given)
+    record(
+        tiny(),
+        prompts,
+        tmp_path / "t",
+        RecordOptions(2),
+        n_ctx=64,
+        n_threads=1,
+        verbose=False,
+        **given,
+    )
     assert opened == [getattr(library.llama_cpp(), f"LLAMA_FLASH_ATTN_TYPE_{kind}")]

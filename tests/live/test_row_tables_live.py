@@ -1,5 +1,5 @@
-"""Tests tables that are read by row: a table larger than a memory limit, failed reads of rows, and plain llama.cpp's
-logits."""
+"""Tests tables that are read by row: a table larger than a memory limit, failed reads
+of rows, and plain llama.cpp's logits."""
 
 import json
 import os
@@ -54,11 +54,16 @@ with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", strategy="n
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """Two models that differ in the size of their row table: a table above LIMIT_BYTES, and a small table."""
+    """Two models that differ in the size of their row table: a table above LIMIT_BYTES,
+    and a small table."""
     folder = tmp_path_factory.mktemp("table")
     small = PRESETS["tiny-qwen4exp"]
-    large = write_model(folder / "m.gguf", replace(small, ple_vocab_base=N_ROWS_BASE), "q4_0")[0]
-    drop_page_cache([large])  # pages that were cached before a process starts do not count towards its memory limit
+    large = write_model(
+        folder / "m.gguf", replace(small, ple_vocab_base=N_ROWS_BASE), "q4_0"
+    )[0]
+    # Pages that were cached before a process starts do not count towards its memory
+    # limit.
+    drop_page_cache([large])
     yield large, write_model(folder / "small.gguf", small, "q4_0")[0]
     large.unlink()
 
@@ -69,10 +74,14 @@ def answer(command: list[str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_a_row_table_above_the_memory_limit_takes_no_memory_and_evicts_no_expert(paths: tuple[Path, Path]) -> None:
+def test_a_row_table_above_the_memory_limit_takes_no_memory_and_evicts_no_expert(
+    paths: tuple[Path, Path],
+) -> None:
     if fault := limit_fault(LIMIT_BYTES):
         pytest.skip(fault)
-    command, with_small_table = ([sys.executable, "-c", CHILD, str(path)] for path in paths)
+    command, with_small_table = (
+        [sys.executable, "-c", CHILD, str(path)] for path in paths
+    )
     small = answer(with_small_table)
     free = answer(command)
     group = make_group(LIMIT_BYTES)
@@ -87,7 +96,8 @@ def test_a_row_table_above_the_memory_limit_takes_no_memory_and_evicts_no_expert
     assert limited["planned_bytes"] == free["planned_bytes"] < LIMIT_BYTES
     assert max(limited["grown_mib"], free["grown_mib"]) < 4, "the table is not mapped"
     assert limited["peak_mib"] - small["peak_mib"] < 4
-    # The estimate for the interpreter and its libraries is too low by about 16 MiB, whatever the size of the model.
+    # The estimate for the interpreter and its libraries is too low by about 16 MiB,
+    # whatever the size of the model.
     assert limited["peak_mib"] * MIB <= limited["planned_bytes"] * 1.03 + 16 * MIB
 
 
@@ -111,7 +121,12 @@ def test_an_adapter_for_token_embeddings_keeps_plain_llama_cpps_logits(
     adapter = write_embedding_adapter(
         tmp_path / "a.gguf", layout.hparams.arch, layout.n_vocab, layout.hparams.n_embd
     )
-    options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+    options: dict[str, Any] = {
+        "n_ctx": 512,
+        "n_threads": 1,
+        "logits_all": True,
+        "verbose": False,
+    }
     with hooks_off(), Llama(path, **options) as llm:
         without = greedy_logits(llm)
     with hooks_off(), Llama(path, lora_path=str(adapter), **options) as llm:
@@ -130,7 +145,9 @@ def test_truncating_the_file_while_every_expert_is_in_memory_raises_and_ends_no_
     until(lambda: llm.stats().tiers[0].slots_used == llm.layout.n_expert_total, 10)
     os.truncate(path, 4096)
     for _ in range(2):
-        with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
+        with pytest.raises(
+            ExpertIOError, match="was written to after the model was loaded"
+        ):
             llm.eval([1])
 
 
@@ -138,7 +155,11 @@ def test_rows_are_read_from_a_mirror_if_the_models_own_file_fails(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny()
-    llm = load(path, expert_cache="100%", mirror=Path(shutil.copy(path, tmp_path / "copy.gguf")))
+    llm = load(
+        path,
+        expert_cache="100%",
+        mirror=Path(shutil.copy(path, tmp_path / "copy.gguf")),
+    )
     greedy_logits(llm)
     llm.reset()
     limit_faults(path)

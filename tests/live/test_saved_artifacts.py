@@ -1,11 +1,22 @@
-"""Tests the artifacts of a model on disk: saving, loading, damaged files, and the warm start."""
+"""Tests the artifacts of a model on disk: saving, loading, damaged files, and the warm
+start."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
+from running import (
+    Llama,
+    Load,
+    Logits,
+    Own,
+    Reference,
+    TinyModel,
+    controller_of,
+    greedy_logits,
+    random_prompt,
+)
 from waiting import until
 
 from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
@@ -53,7 +64,11 @@ def entries_of(llm: Llama) -> Eamc:
     return predictor.eamc
 
 
-LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity", "predictor": "eamc"}]
+LEARNERS = [
+    {"predictor": "eamc"},
+    {"policy": "sparsity"},
+    {"policy": "sparsity", "predictor": "eamc"},
+]
 
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=str)
@@ -65,7 +80,9 @@ def test_a_stored_eamc_collection_grows_over_runs(
         llm = load(path, **learner, **TIGHT)
         assert entries_of(llm).n_entries == 3 * run
         for request in range(3):
-            greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=10 * run + request), N_NEW)
+            greedy_logits(
+                llm, random_prompt(llm, N_PROMPT, seed=10 * run + request), N_NEW
+            )
         llm.close()
         assert kept.is_file()
     llm = load(path, **learner, **TIGHT)
@@ -80,7 +97,8 @@ def test_a_stored_eamc_collection_grows_over_runs(
 def test_an_eamc_collection_is_saved_during_a_run(path: Path, load: Load) -> None:
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     llm = load(path, predictor="eamc", **TIGHT)
-    for request in range(CHECKPOINT_REQUESTS + 1):  # a request ends when the next one begins
+    # A request ends when the next one begins.
+    for request in range(CHECKPOINT_REQUESTS + 1):
         assert not kept.exists()
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
     until(kept.is_file)
@@ -102,7 +120,13 @@ def test_a_load_without_requests_writes_no_file(path: Path, load: Load) -> None:
     ],
 )
 def test_damaged_artifacts_are_ignored_after_one_warning(
-    path: Path, beside: Path, load: Load, expected: Logits, name: str, options: dict[str, str], policy: str
+    path: Path,
+    beside: Path,
+    load: Load,
+    expected: Logits,
+    name: str,
+    options: dict[str, str],
+    policy: str,
 ) -> None:
     (beside / name).write_text("{damaged")
     with pytest.warns(UserWarning, match=name) as caught:
@@ -114,22 +138,35 @@ def test_damaged_artifacts_are_ignored_after_one_warning(
 
 def measure(path: Path, policy: str, predictor: str = "none") -> None:
     rates = {"lru": {0.4: 0.5}, policy: {0.4: 0.6}}
-    found = Measured(Artifacts(read_layout(path)).fingerprint, rates, {policy: predictor})
+    found = Measured(
+        Artifacts(read_layout(path)).fingerprint, rates, {policy: predictor}
+    )
     write_measured(path.with_name("tiny-qwen2moe.gguf.moegguf") / MEASURED, found)
 
 
-def test_auto_chooses_the_measured_policy_and_predictor(path: Path, beside: Path, load: Load, expected: Logits) -> None:
+def test_auto_chooses_the_measured_policy_and_predictor(
+    path: Path, beside: Path, load: Load, expected: Logits
+) -> None:
     found = load(path, **TIGHT).decisions()  # nothing was measured yet
-    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "measuring")
+    assert (found["policy"], found["predictor"], found["prefetch"]) == (
+        "next-use",
+        "skip",
+        "measuring",
+    )
     measure(path, "next-use", "skip")
     llm = load(path, **TIGHT)
     assert np.array_equal(logits_of(llm), expected)
     found = llm.decisions()
-    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "off")
+    assert (found["policy"], found["predictor"], found["prefetch"]) == (
+        "next-use",
+        "skip",
+        "off",
+    )
 
 
 @pytest.mark.parametrize(
-    ("policy", "predictor"), [("static", "none"), ("next-use", "mlp"), ("yesterdays", "none"), ("lfu", "gone")]
+    ("policy", "predictor"),
+    [("static", "none"), ("next-use", "mlp"), ("yesterdays", "none"), ("lfu", "gone")],
 )
 def test_auto_falls_back_to_lru_with_a_warning_for_an_unusable_choice(
     path: Path, beside: Path, load: Load, expected: Logits, policy: str, predictor: str
@@ -142,18 +179,26 @@ def test_auto_falls_back_to_lru_with_a_warning_for_an_unusable_choice(
     assert llm.decisions()["policy"] == "lru"
 
 
-FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), AllocationError("no thread")]
+FAILURES = [
+    PermissionError(13, "Permission denied"),
+    ValueError("truncated"),
+    AllocationError("no thread"),
+]
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Makes predictions fail with `error`. The store's set_predictor() raises an AllocationError; any other error is
-    raised while routers are read."""
+    """Makes predictions fail with `error`. The store's set_predictor() raises an
+    AllocationError; any other error is raised while routers are read."""
 
     def fail(*given: Any) -> Any:
         if len(given) == 1 or given[1] is not None:
             raise error
 
-    where = (Store, "set_predictor") if isinstance(error, AllocationError) else (Artifacts, "routers")
+    where = (
+        (Store, "set_predictor")
+        if isinstance(error, AllocationError)
+        else (Artifacts, "routers")
+    )
     monkeypatch.setattr(*where, fail)
 
 
@@ -171,12 +216,17 @@ def test_failing_predictions_by_default_warn_and_load(
     if policy != "auto":
         measure(path, policy, "skip")
     broken(monkeypatch, error)
-    with pytest.warns(UserWarning, match=f"{error.args[-1]}.* Continuing with") as caught:
+    with pytest.warns(
+        UserWarning, match=f"{error.args[-1]}.* Continuing with"
+    ) as caught:
         llm = load(path, policy=policy, **TIGHT)
     assert len(caught) == 1
     assert np.array_equal(logits_of(llm), expected)
     found = llm.decisions()
-    assert (found["policy"], found["predictor"]) == ("next-use" if policy == "auto" else policy, "none")
+    assert (found["policy"], found["predictor"]) == (
+        "next-use" if policy == "auto" else policy,
+        "none",
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -198,7 +248,9 @@ def saved(path: Path) -> Any:
     return Artifacts(layout).uses(MoeShape.of(layout))
 
 
-def test_warm_start_loads_the_most_used_experts(path: Path, load: Load, expected: Logits) -> None:
+def test_warm_start_loads_the_most_used_experts(
+    path: Path, load: Load, expected: Logits
+) -> None:
     llm = load(path, **WARM)
     assert llm.stats().prefetch_started == 0
     assert np.array_equal(logits_of(llm), expected)
@@ -214,12 +266,17 @@ def test_warm_start_loads_the_most_used_experts(path: Path, load: Load, expected
     assert np.array_equal(logits_of(llm), expected)
 
 
-def test_saved_uses_are_a_sum_in_which_earlier_runs_decay(path: Path, load: Load) -> None:
+def test_saved_uses_are_a_sum_in_which_earlier_runs_decay(
+    path: Path, load: Load
+) -> None:
     total = np.float32(0)
     for run in range(2):
         llm = load(path, **WARM)
         logits_of(llm, seed=run)
-        uses, passes = llm.session.store.activity()[0], llm.session.store.counters()["passes"]
+        uses, passes = (
+            llm.session.store.activity()[0],
+            llm.session.store.counters()["passes"],
+        )
         total = uses + total * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
         llm.close()
         assert np.allclose(saved(path), total)
@@ -228,7 +285,11 @@ def test_saved_uses_are_a_sum_in_which_earlier_runs_decay(path: Path, load: Load
 def test_uses_are_not_saved_without_warm_start_or_by_resident_lockstep_or_unused_loads(
     path: Path, load: Load, user: Path
 ) -> None:
-    for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
+    for options in (
+        {"warm_start": False},
+        {"expert_cache": "100%"},
+        {"lockstep": True},
+    ):
         llm = load(path, **{**WARM, **options})
         logits_of(llm)
         llm.close()
@@ -238,7 +299,9 @@ def test_uses_are_not_saved_without_warm_start_or_by_resident_lockstep_or_unused
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
-def test_damaged_uses_warn_and_are_replaced(path: Path, beside: Path, load: Load, content: bytes) -> None:
+def test_damaged_uses_warn_and_are_replaced(
+    path: Path, beside: Path, load: Load, content: bytes
+) -> None:
     (beside / USES).write_bytes(content)
     with pytest.warns(UserWarning, match="continuing without it"):
         llm = load(path, **WARM)

@@ -1,4 +1,5 @@
-"""Tests the trial load: another process loads a model first, and a model that fails there is refused."""
+"""Tests the trial load: another process loads a model first, and a model that fails
+there is refused."""
 
 import json
 import math
@@ -17,7 +18,12 @@ from running import Llama, Load, TinyModel
 from waiting import until
 
 from moegguf.engine import known_facts, trial
-from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
+from moegguf.errors import (
+    AllocationError,
+    ExpertIOError,
+    GenerationCancelled,
+    ModelFormatError,
+)
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import ggml_type
@@ -29,11 +35,14 @@ from tools.mutants.header import Item
 
 
 def process(code: str) -> tuple[str, ...]:
-    """Returns a command that runs the Python program `code`, in place of a trial's command."""
+    """Returns a command that runs the Python program `code`, in place of a trial's
+    command."""
     return (sys.executable, "-c", code)
 
 
-ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
+ABORT = process(
+    "import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()"
+)
 KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
 # The signal that a failed read of memory-mapped data raises.
@@ -61,8 +70,13 @@ def verdicts() -> list[Path]:
     return sorted(folder().glob("*.json"))
 
 
-def is_due(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None = None) -> bool:
-    """Returns True if no verdict is stored for a load with these keywords, so the load begins with a trial."""
+def is_due(
+    layout: ExpertLayout,
+    options: dict[str, Any],
+    projector: ProjectorHeader | None = None,
+) -> bool:
+    """Returns True if no verdict is stored for a load with these keywords, so the load
+    begins with a trial."""
     return trial._verdict(layout, trial._tried(options), projector).read(str) is None
 
 
@@ -70,7 +84,9 @@ def use(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "COMMAND", command)
 
 
-def test_a_valid_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_model_is_tried_once(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = read_layout(tiny())
     assert is_due(layout, {})
     load(tiny())
@@ -87,10 +103,18 @@ def test_a_valid_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not finish within"), (BARE, "AssertionError")],
+    [
+        (ABORT, "SIGABRT: x.c:1: GGML_ASSERT"),
+        (TOO_LONG, "did not finish within"),
+        (BARE, "AssertionError"),
+    ],
 )
 def test_a_model_that_fails_its_trial_is_refused_until_a_new_trial(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: str
+    tiny: TinyModel,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    words: str,
 ) -> None:
     with monkeypatch.context() as patch:
         use(command, patch)
@@ -110,7 +134,10 @@ def test_a_load_with_hooks_off_is_tried_with_the_store(
 ) -> None:
     """A trial without the store would hold the whole model in memory a second time."""
     monkeypatch.setenv("MOEGGUF_HOOKS", "0")
-    use(process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"), monkeypatch)
+    use(
+        process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"),
+        monkeypatch,
+    )
     assert load(tiny("tiny-mix")).session is None
 
 
@@ -139,10 +166,15 @@ def test_a_gpu_gives_the_trial_more_time_and_stores_no_timeout(
     before = trial._request(read_layout(tiny()), {}, None)
     monkeypatch.setattr(trial, "has_gpu", lambda: True)
     longer = trial._request(read_layout(tiny()), {}, None)
-    assert longer.cpu_s - before.cpu_s == longer.wall_s - before.wall_s == trial.COMPILE_S
+    assert (
+        longer.cpu_s - before.cpu_s == longer.wall_s - before.wall_s == trial.COMPILE_S
+    )
     with monkeypatch.context() as patch:
         use(TOO_LONG, patch)
-        with pytest.raises(ModelFormatError, match=f"within {longer.cpu_s} s of computing.*no sign of damage"):
+        with pytest.raises(
+            ModelFormatError,
+            match=f"within {longer.cpu_s} s of computing.*no sign of damage",
+        ):
             load(tiny())
     assert not verdicts(), "what was compiled is kept, so the next trial takes less"
 
@@ -159,7 +191,9 @@ def test_a_trial_without_a_verdict_proceeds_to_the_load(
 def test_the_trial_process_imports_modules_of_this_process(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "moegguf_elsewhere.py").write_text("import moegguf.engine.trial_process as it\nit.main()\n")
+    (tmp_path / "moegguf_elsewhere.py").write_text(
+        "import moegguf.engine.trial_process as it\nit.main()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     use((*trial.COMMAND[:3], "moegguf_elsewhere"), monkeypatch)
     load(tiny())
@@ -181,7 +215,9 @@ def test_damaged_verdicts_and_another_build_require_a_new_trial(
     assert is_due(read_layout(tiny()), {})
 
 
-def test_verdicts_are_stored_for_each_processor(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_stored_for_each_processor(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(tiny())
     other = Processor("another CPU", frozenset())
     with monkeypatch.context() as patch:
@@ -189,7 +225,9 @@ def test_verdicts_are_stored_for_each_processor(tiny: TinyModel, load: Load, mon
         assert is_due(read_layout(tiny()), {})
         load(tiny())
         assert not is_due(read_layout(tiny()), {})
-    assert not is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
+    assert not is_due(read_layout(tiny()), {}), (
+        "machines that share a home forget each other's verdicts"
+    )
 
 
 def test_unwritable_verdicts_warn_and_the_next_load_tries_again(
@@ -200,7 +238,10 @@ def test_unwritable_verdicts_warn_and_the_next_load_tries_again(
     with pytest.warns(UserWarning, match="cannot be saved.*trials.*MOEGGUF_HOME"):
         load(tiny())
     use(ABORT, monkeypatch)
-    with pytest.warns(UserWarning, match="cannot be saved"), pytest.raises(ModelFormatError):
+    with (
+        pytest.warns(UserWarning, match="cannot be saved"),
+        pytest.raises(ModelFormatError),
+    ):
         load(tiny())
 
 
@@ -210,21 +251,29 @@ def test_projectors_are_part_of_the_trial(
     good, bad = projector("mlp"), tmp_path / "mmproj-bad.gguf"
     header = read_header(good)
     kept = tuple(tensor for tensor in header.tensors if tensor.name != "mm.2.weight")
-    write_file(replace(header, tensors=kept), bad)  # libmtmd would use the null pointer of the missing tensor
+    # Libmtmd would use the null pointer of the missing tensor.
+    write_file(replace(header, tensors=kept), bad)
     load(tiny(), mmproj=good)
     [path] = verdicts()
     assert json.loads(path.read_bytes()) == ""
     layout = read_layout(tiny())
-    assert not is_due(layout, {}, read_projector(good)) and is_due(layout, {}, read_projector(bad))
+    assert not is_due(layout, {}, read_projector(good)) and is_due(
+        layout, {}, read_projector(bad)
+    )
     for _ in range(2):
-        with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*SIGSEGV"):
+        with pytest.raises(
+            ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*SIGSEGV"
+        ):
             load(tiny(), mmproj=bad)
     load(tiny())
 
 
 @pytest.mark.parametrize(
     ("key", "new"),
-    [("patch_size", struct.pack("<I", 1)), ("attention.layer_norm_epsilon", struct.pack("<f", math.nan))],
+    [
+        ("patch_size", struct.pack("<I", 1)),
+        ("attention.layer_norm_epsilon", struct.pack("<f", math.nan)),
+    ],
 )
 def test_a_projector_that_aborts_libmtmd_raises_model_format_error(
     tiny: TinyModel, load: Load, tmp_path: Path, key: str, new: bytes
@@ -232,11 +281,15 @@ def test_a_projector_that_aborts_libmtmd_raises_model_format_error(
     path = write_projector(tmp_path / "mmproj-bad.gguf", "gemma3", 128)
     before, name, after = path.read_bytes().partition(f"clip.vision.{key}".encode())
     path.write_bytes(before + name + after[:4] + new + after[8:])
-    with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*ASSERT"):
+    with pytest.raises(
+        ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*ASSERT"
+    ):
         load(tiny(), mmproj=path)
 
 
-def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_load_ends_the_trial(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(SLEEP, monkeypatch)
     with pytest.raises(GenerationCancelled):
         Llama(tiny(), progress=lambda _share: False, verbose=False)
@@ -252,28 +305,43 @@ def test_a_trial_process_ends_with_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGABRT
     pid = int(done.stdout)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(
+        lambda: (
+            not psutil.pid_exists(pid)
+            or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        )
+    )
 
 
 def renamed_tokens(tokens: list[Item]) -> list[Item]:
-    """Replaces the last two tokens with an empty token and with the name that llama.cpp derives for an empty token.
+    """Replaces the last two tokens with an empty token and with the name that llama.cpp
+    derives for an empty token.
 
     llama.cpp aborts if two names are equal.
     """
     return [*tokens[:-2], b"", b"[EMPTY_1022]"]
 
 
-# {the damage: (key or tensor, function from the valid value to the wrong one)}. The value of a tensor is the number of
-# its type.
+# {the damage: (key or tensor, function from the valid value to the wrong one)}. The
+# value of a tensor is the number of its type.
 ABORTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "two tokens of one name": ("tokenizer.ggml.tokens", renamed_tokens),
-    "two equal tokens": ("tokenizer.ggml.tokens", lambda tokens: [*tokens[:-1], tokens[0]]),
+    "two equal tokens": (
+        "tokenizer.ggml.tokens",
+        lambda tokens: [*tokens[:-1], tokens[0]],
+    ),
     "no token": ("tokenizer.ggml.tokens", lambda _tokens: []),
     "bytes without tokens": ("tokenizer.ggml.model", lambda _name: b"llama"),
     "unknown vocabulary": ("tokenizer.ggml.model", lambda _name: b"x"),
-    "heads that KV heads do not divide": ("qwen3moe.attention.head_count_kv", lambda _n: 3),
+    "heads that KV heads do not divide": (
+        "qwen3moe.attention.head_count_kv",
+        lambda _n: 3,
+    ),
     "odd rotated dimensions": ("qwen3moe.rope.dimension_count", lambda _n: 31),
-    "a negative epsilon": ("qwen3moe.attention.layer_norm_rms_epsilon", lambda _e: -1e-5),
+    "a negative epsilon": (
+        "qwen3moe.attention.layer_norm_rms_epsilon",
+        lambda _e: -1e-5,
+    ),
     "a norm in F16": ("blk.0.attn_norm.weight", lambda _type: ggml_type("F16")),
     "experts in I8": ("blk.0.ffn_up_exps.weight", lambda _type: ggml_type("I8")),
 }
@@ -283,13 +351,25 @@ ABORTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_files_that_abort_llama_cpp_raise_model_format_error(
     tiny: TinyModel, load: Load, tmp_path: Path, name: str
 ) -> None:
-    header, bad, (changed, change) = read_header(tiny("tiny-qwen3moe")), tmp_path / "bad.gguf", ABORTING[name]
-    pairs = [replace(pair, value=change(pair.value)) if pair.key == changed else pair for pair in header.pairs]
-    tensors = [replace(t, raw_type=change(t.raw_type)) if t.name == changed else t for t in header.tensors]
+    header, bad, (changed, change) = (
+        read_header(tiny("tiny-qwen3moe")),
+        tmp_path / "bad.gguf",
+        ABORTING[name],
+    )
+    pairs = [
+        replace(pair, value=change(pair.value)) if pair.key == changed else pair
+        for pair in header.pairs
+    ]
+    tensors = [
+        replace(t, raw_type=change(t.raw_type)) if t.name == changed else t
+        for t in header.tensors
+    ]
     assert (pairs, tensors) != ([*header.pairs], [*header.tensors])
     write_file(type(header)(tuple(pairs), tuple(tensors)), bad)
     for _ in range(2):
-        with pytest.raises(ModelFormatError, match=r"bad\.gguf: .*(trial load|error loading model)"):
+        with pytest.raises(
+            ModelFormatError, match=r"bad\.gguf: .*(trial load|error loading model)"
+        ):
             load(bad)
     load(tiny("tiny-qwen3moe"))
 
@@ -299,5 +379,10 @@ def test_a_trial_uses_few_threads_on_many_processors(
 ) -> None:
     """A trial's CPU time is limited, and waiting threads would use it up."""
     monkeypatch.setattr(trial, "count_cpus", lambda: 128)
-    options = trial._request(read_layout(tiny()), {}, read_projector(projector("mlp"))).options
-    assert (options["n_threads"], options["n_threads_batch"]) == (1, trial.MAX_IMAGE_THREADS)
+    options = trial._request(
+        read_layout(tiny()), {}, read_projector(projector("mlp"))
+    ).options
+    assert (options["n_threads"], options["n_threads_batch"]) == (
+        1,
+        trial.MAX_IMAGE_THREADS,
+    )

@@ -1,4 +1,5 @@
-"""Plain definitions of the store's predictors, for one sequence. Tests compare the store with them."""
+"""Plain definitions of the store's predictors, for one sequence. Tests compare the
+store with them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 Definition = Callable[["Sequence", int, int], Float32s | None]
 """Type of a predictor's definition.
 
-The arguments are a sequence, the row (the index of a layer among the layers with experts), and the distance in rows
-from the last routed layer. The result is a probability for each expert, or None.
+The arguments are a sequence, the row (the index of a layer among the layers with
+experts), and the distance in rows from the last routed layer. The result is a
+probability for each expert, or None.
 """
 
 
@@ -35,26 +37,34 @@ class Sequence:
         self._chunk = chunk
         self.tokens: list[int] = []
         self.n_pass_tokens = 0
-        # The index of the first token in the routing path's chunk. None: there is no chunk.
+        # The index of the first token in the routing path's chunk. None: there is no
+        # chunk.
         self.chunk_start: int | None = None
-        # The expert ids of the last token in each row (the index of a layer among the layers with experts).
+        # The expert ids of the last token in each row (the index of a layer among the
+        # layers with experts).
         self.last: dict[int, Int32s] = {}
-        # The router's choice in each routed row of this pass; empty unless the pass has one token.
+        # The router's choice in each routed row of this pass; empty unless the pass has
+        # one token.
         self.ids: dict[int, Int32s] = {}
-        # The last router input and the router's row, if this pass has one token; else None.
+        # The last router input and the router's row, if this pass has one token; else
+        # None.
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:
         """Begins a pass with these tokens."""
         if len(tokens) > 1:
             self.chunk_start = None
-        elif self.chunk_start is None or len(self.tokens) - self.chunk_start == self._chunk:
+        elif (
+            self.chunk_start is None
+            or len(self.tokens) - self.chunk_start == self._chunk
+        ):
             self.chunk_start = len(self.tokens)
         self.tokens += tokens.tolist()
         self.n_pass_tokens, self.ids, self.input = len(tokens), {}, None
 
     def observe(self, row: int, ids: Int32s, inputs: Float32s) -> None:
-        """Records a routed layer. ids: (n_tokens, n_expert_used); inputs: (n_tokens, n_embd)."""
+        """Records a routed layer. ids: (n_tokens, n_expert_used); inputs: (n_tokens,
+        n_embd)."""
         self.last[row], self.input = ids[-1], None
         if self.n_pass_tokens == 1:
             self.ids[row], self.input = ids[0], (row, inputs[0])
@@ -73,7 +83,11 @@ def token_table(predictor: StorePredictor) -> Definition:
 
     One occurrence of an average token is added to the counts.
     """
-    n_used, counts, entry_of = predictor.shape.n_expert_used, predictor.arrays["counts"], predictor.arrays["entry_of"]
+    n_used, counts, entry_of = (
+        predictor.shape.n_expert_used,
+        predictor.arrays["counts"],
+        predictor.arrays["entry_of"],
+    )
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if seen.n_pass_tokens != 1:
@@ -99,31 +113,50 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """Applies the row's router, quantised as in the store, to the input of the last routed layer's router.
+    """Applies the row's router, quantised as in the store, to the input of the last
+    routed layer's router.
 
     The prediction is None if this input is unknown or the row has no stored router.
     """
-    arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
-    gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
+    arrays, layers, n_used = (
+        predictor.arrays,
+        predictor.shape.layers,
+        predictor.shape.n_expert_used,
+    )
+    gating, *groups = (
+        int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used")
+    )
 
     def router(il: int) -> Router:
         matrix = arrays[f"{il}.weights"] * arrays[f"{il}.scale"][:, np.newaxis]
         return Router(n_used, matrix, arrays[f"{il}.bias"], arrays[f"{il}.choice_bias"])
 
-    routers = Routers(Gating(gating), {il: router(il) for il in layers if f"{il}.weights" in arrays}, *groups)
+    routers = Routers(
+        Gating(gating),
+        {il: router(il) for il in layers if f"{il}.weights" in arrays},
+        *groups,
+    )
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         il = layers[row]
-        if seen.input is None or seen.input[0] != row - distance or il not in routers.routers:
+        if (
+            seen.input is None
+            or seen.input[0] != row - distance
+            or il not in routers.routers
+        ):
             return None
         return probabilities(routers, il, seen.input[1])
 
     return predict
 
 
-def multiplied(arrays: Mapping[str, npt.NDArray[Any]], name: str, x: Float32s) -> Float32s:
+def multiplied(
+    arrays: Mapping[str, npt.NDArray[Any]], name: str, x: Float32s
+) -> Float32s:
     """Returns W x + bias."""
-    return (arrays[f"{name}.weights"].astype(np.float32) @ x) * arrays[f"{name}.scale"] + arrays[f"{name}.bias"]
+    return (arrays[f"{name}.weights"].astype(np.float32) @ x) * arrays[
+        f"{name}.scale"
+    ] + arrays[f"{name}.bias"]
 
 
 def mlp(predictor: StorePredictor) -> Definition:
@@ -135,7 +168,9 @@ def mlp(predictor: StorePredictor) -> Definition:
         network = f"{layers[seen.input[0]]}.{layers[row]}"
         if f"{network}.out.weights" not in predictor.arrays:
             return None
-        hidden = np.maximum(multiplied(predictor.arrays, f"{network}.hidden", seen.input[1]), 0)
+        hidden = np.maximum(
+            multiplied(predictor.arrays, f"{network}.hidden", seen.input[1]), 0
+        )
         logits = multiplied(predictor.arrays, f"{network}.out", hidden)
         shares = np.exp(logits - logits.max())
         return np.minimum(shares * (predictor.shape.n_expert_used / shares.sum()), 1)
@@ -147,7 +182,11 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
     arrays, last = predictor.arrays, len(predictor.arrays["sizes"]) - 2
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
-        if distance != 1 or row < 1 or any(earlier not in seen.ids for earlier in range(row)):
+        if (
+            distance != 1
+            or row < 1
+            or any(earlier not in seen.ids for earlier in range(row))
+        ):
             return None
         ids = np.stack([seen.ids[earlier] for earlier in range(row)])[np.newaxis]
         x = states(arrays["popularity"], arrays["affinity"], ids, np.array([row]))[0]
@@ -159,9 +198,11 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Predicts from the sum of the `n_matches` entries of the collection that are nearest to this pass.
+    """Predicts from the sum of the `n_matches` entries of the collection that are
+    nearest to this pass.
 
-    The sum is scaled to n_expert_used. Among equally near entries, entries with more tokens come first.
+    The sum is scaled to n_expert_used. Among equally near entries, entries with more
+    tokens come first.
     """
     entries, layers = predictor.eamc.state, predictor.shape.layers
 
@@ -169,18 +210,34 @@ def eamc(predictor: EamcPredictor) -> Definition:
         query = np.zeros(predictor.shape.table)
         for earlier, ids in seen.ids.items():
             query[layers[earlier], ids] = 1
-        seen_rows = entries[:, [layers[earlier] for earlier in seen.ids]].reshape(len(entries), -1)
+        seen_rows = entries[:, [layers[earlier] for earlier in seen.ids]].reshape(
+            len(entries), -1
+        )
         norms = np.linalg.norm(seen_rows, axis=1) * np.linalg.norm(query)
-        cosines = np.divide((entries * query).sum(axis=(1, 2)), norms, out=np.zeros(len(entries)), where=norms > 0)
-        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[: predictor.n_matches]
+        cosines = np.divide(
+            (entries * query).sum(axis=(1, 2)),
+            norms,
+            out=np.zeros(len(entries)),
+            where=norms > 0,
+        )
+        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[
+            : predictor.n_matches
+        ]
         total = entries[nearest[cosines[nearest] > 0], layers[row]].sum(axis=0)
-        return np.minimum(total * (predictor.shape.n_expert_used / total.sum()), 1) if total.any() else None
+        return (
+            np.minimum(total * (predictor.shape.n_expert_used / total.sum()), 1)
+            if total.any()
+            else None
+        )
 
     return predict
 
 
-def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np.float64]:
-    """Computes the network of the routing path in plain loops over tokens and attention heads.
+def path_logits(
+    arrays: Arrays, window: Int32s, chunk: Int32s
+) -> npt.NDArray[np.float64]:
+    """Computes the network of the routing path in plain loops over tokens and attention
+    heads.
 
     Returns logits (len(chunk), n_moe_layer, n_expert).
     """
@@ -192,14 +249,25 @@ def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np
         x, total = norm(x, arrays[f"{name}.norm"]), np.zeros_like(x)
         q, k, v = (arrays[f"{name}.{part}"] for part in "qkv")
         for head in range(q.shape[1]):
-            scores = np.array([(x @ q[:, head]) @ (m @ k[:, head]) / np.sqrt(q.shape[2]) for m in memory])
+            scores = np.array(
+                [
+                    (x @ q[:, head]) @ (m @ k[:, head]) / np.sqrt(q.shape[2])
+                    for m in memory
+                ]
+            )
             shares = np.exp(scores) / np.exp(scores).sum()
-            mixed = sum(share * (m @ v[:, head]) for share, m in zip(shares, memory, strict=True))
+            mixed = sum(
+                share * (m @ v[:, head])
+                for share, m in zip(shares, memory, strict=True)
+            )
             total += mixed @ arrays[f"{name}.out"][head]
         return total
 
     def feed(name: str, x: Float32s) -> Float32s:
-        return np.maximum(norm(x, arrays[f"{name}.norm"]) @ arrays[f"{name}.up"], 0) @ arrays[f"{name}.down"]
+        return (
+            np.maximum(norm(x, arrays[f"{name}.norm"]) @ arrays[f"{name}.up"], 0)
+            @ arrays[f"{name}.down"]
+        )
 
     xs = list(arrays["embedding"][window] + arrays["window"])
     normed_xs = [norm(x, arrays["encoder.0.self.norm"]) for x in xs]
@@ -209,11 +277,20 @@ def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np
     xs = list(arrays["embedding"][chunk] + arrays["chunk"][: len(chunk)])
     for block in ("decoder.0", "decoder.1"):
         normed_xs = [norm(x, arrays[f"{block}.self.norm"]) for x in xs]
-        xs = [x + attention(f"{block}.self", x, normed_xs[: place + 1]) for place, x in enumerate(xs)]
+        xs = [
+            x + attention(f"{block}.self", x, normed_xs[: place + 1])
+            for place, x in enumerate(xs)
+        ]
         xs = [x + attention(f"{block}.cross", x, memory) for x in xs]
         xs = [x + feed(f"{block}.feed", x) for x in xs]
     heads = arrays["heads.weight"]
-    return np.array([np.tensordot(norm(x, arrays["output_norm"]), heads, 1) + arrays["heads.bias"] for x in xs])
+    return np.array(
+        [
+            np.tensordot(norm(x, arrays["output_norm"]), heads, 1)
+            + arrays["heads.bias"]
+            for x in xs
+        ]
+    )
 
 
 def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
@@ -225,11 +302,24 @@ def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
 
     @cache
     def table(tokens: tuple[int, ...], chunk_start: int) -> Float32s:
-        window = [*[shape.n_vocab] * n_window, *tokens][chunk_start : chunk_start + n_window]
-        return 1 / (1 + np.exp(-path_logits(arrays, np.array(window), np.array(tokens[chunk_start:]))[-1]))
+        window = [*[shape.n_vocab] * n_window, *tokens][
+            chunk_start : chunk_start + n_window
+        ]
+        return 1 / (
+            1
+            + np.exp(
+                -path_logits(arrays, np.array(window), np.array(tokens[chunk_start:]))[
+                    -1
+                ]
+            )
+        )
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
-        return None if seen.chunk_start is None else table(tuple(seen.tokens), seen.chunk_start)[row]
+        return (
+            None
+            if seen.chunk_start is None
+            else table(tuple(seen.tokens), seen.chunk_start)[row]
+        )
 
     return predict
 
@@ -240,11 +330,14 @@ DEFINITIONS: dict[str, Callable[..., Definition]] = {
 }  # fmt: skip
 """Definitions by the name of a predictor.
 
-The routing path is not among them, because its definition also needs its arrays in float32.
+The routing path is not among them, because its definition also needs its arrays in
+float32.
 """
 
 
-def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
+def defined(
+    predictor: Predictor, arrays: Arrays | None = None
+) -> Callable[[], Sequence]:
     """Returns a function that creates sequences with this predictor's definition.
 
     arrays: a routing path's network in float32; other predictors do not use it.
@@ -258,8 +351,8 @@ def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], 
 
 
 def any_of(found: list[Float32s | None]) -> Float32s | None:
-    """Returns, for each expert, the probability that any of several sequences uses it. Returns None without
-    predictions.
+    """Returns, for each expert, the probability that any of several sequences uses it.
+    Returns None without predictions.
     """
     known = [each for each in found if each is not None]
     return 1 - np.prod([1 - each for each in known], axis=0) if known else None

@@ -1,4 +1,5 @@
-"""Tests wrong arguments to library functions: each raises a typed error, and the library stays usable."""
+"""Tests wrong arguments to library functions: each raises a typed error, and the
+library stays usable."""
 
 import ctypes as c
 import subprocess
@@ -25,7 +26,9 @@ def with_matrix(layout: ExpertLayout, **changes: Any) -> ExpertLayout:
     """Returns the layout with changed fields in its first matrix."""
     first = layout.layers[0]
     matrices = (replace(first.matrices[0], **changes), *first.matrices[1:])
-    return replace(layout, layers=(replace(first, matrices=matrices), *layout.layers[1:]))
+    return replace(
+        layout, layers=(replace(first, matrices=matrices), *layout.layers[1:])
+    )
 
 
 def test_library_runs_on_this_processor_and_store_open_rejects_another_abi() -> None:
@@ -73,10 +76,13 @@ def test_library_calls_reject_null_pointers(fake: FakeModel, open_store: Open) -
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_store_open_rejects_a_config_with_one_invalid_field(fake: FakeModel, change: dict[str, Any]) -> None:
+def test_store_open_rejects_a_config_with_one_invalid_field(
+    fake: FakeModel, change: dict[str, Any]
+) -> None:
     matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
     paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
-    # The only layer is on the first device. A config with both devices is invalid, because the second has no layer.
+    # The only layer is on the first device. A config with both devices is invalid,
+    # because the second has no layer.
     devices = (abi.Device * 2)(abi.Device(None, 4), abi.Device(None, 4))
     fields: dict[str, Any] = {
         "abi": abi.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_devices": 1, "n_readers": 1,
@@ -101,12 +107,16 @@ def test_store_open_rejects_a_config_with_one_invalid_field(fake: FakeModel, cha
     ],
     ids=str,
 )  # fmt: skip
-def test_store_rejects_matrices_with_impossible_fields(fake: FakeModel, change: dict[str, Any]) -> None:
+def test_store_rejects_matrices_with_impossible_fields(
+    fake: FakeModel, change: dict[str, Any]
+) -> None:
     with pytest.raises(OptionError):
         Store(with_matrix(fake.layout, **change), 4, QUIET)
 
 
-def test_offset_beyond_the_file_fails_only_the_event_of_its_layer(fake: FakeModel) -> None:
+def test_offset_beyond_the_file_fails_only_the_event_of_its_layer(
+    fake: FakeModel,
+) -> None:
     store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
     context = store.context
     with pytest.raises(MoeggufError):
@@ -122,7 +132,10 @@ def test_offset_beyond_the_file_fails_only_the_event_of_its_layer(fake: FakeMode
         *((n_slots, 2, {}, "at least one slot") for n_slots in (0, -1)),
         # Wrong, because the layer has 8 experts.
         *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),
-        *((4, 2, {"readers": readers}, "between 1 and 64") for readers in (-1, 0, 65, 1000)),
+        *(
+            (4, 2, {"readers": readers}, "between 1 and 64")
+            for readers in (-1, 0, 65, 1000)
+        ),
         (4, 2, {"device": "NPU7"}, "NPU7"),
     ],
 )
@@ -130,7 +143,11 @@ def test_store_rejects_impossible_slots_experts_readers_and_devices(
     tmp_path: Path, n_slots: int, n_used: int, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(OptionError, match=words):
-        Store(make_model(tmp_path, n_used=n_used).layout, n_slots, replace(QUIET, **options))
+        Store(
+            make_model(tmp_path, n_used=n_used).layout,
+            n_slots,
+            replace(QUIET, **options),
+        )
 
 
 @pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
@@ -147,7 +164,9 @@ def test_acquire_of_a_layer_without_experts_fails_and_the_next_pass_works(
     fake.token(store, context, [0, 1])
 
 
-@pytest.mark.parametrize(("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)])
+@pytest.mark.parametrize(
+    ("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)]
+)
 def test_acquire_rejects_impossible_numbers_of_tokens_and_experts(
     fake: FakeModel, open_store: Open, n_used: int, n_tokens: int
 ) -> None:
@@ -155,11 +174,22 @@ def test_acquire_rejects_impossible_numbers_of_tokens_and_experts(
     ids = np.zeros(2, np.int32)
     event = library.load().moegguf_context_acquire
     with pytest.raises(OptionError):
-        event(context.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data)
+        event(
+            context.handle,
+            0,
+            ids.ctypes.data,
+            n_used,
+            n_tokens,
+            None,
+            0,
+            ids.ctypes.data,
+        )
     fake.token(store, context, [0, 1])
 
 
-def test_scores_forecasts_and_residency_reject_arrays_of_the_wrong_size(fake: FakeModel, open_store: Open) -> None:
+def test_scores_forecasts_and_residency_reject_arrays_of_the_wrong_size(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 4)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
@@ -172,7 +202,9 @@ def test_scores_forecasts_and_residency_reject_arrays_of_the_wrong_size(fake: Fa
     fake.token(store, context, [0, 1])
 
 
-def test_drain_accepts_any_timeout_and_prefetch_accepts_empty_lists(fake: FakeModel, open_store: Open) -> None:
+def test_drain_accepts_any_timeout_and_prefetch_accepts_empty_lists(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, _ = open_store(fake, 4)
     for timeout_s in (0.0, -1.0, float("inf"), 1e300):
         store.drain(timeout_s)
@@ -193,10 +225,14 @@ for level in (1, 2, 3, 4):  # from DEBUG to ERROR
 def test_ggml_logs_only_errors_and_find_library_names_a_folder_without_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True
+    )
     assert (run.stdout, run.stderr) == ("", "level 4\n")
     monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
-    with pytest.raises(LibraryError, match=f"MOEGGUF_LIBRARY is {tmp_path}, which has no libmoegguf"):
+    with pytest.raises(
+        LibraryError, match=f"MOEGGUF_LIBRARY is {tmp_path}, which has no libmoegguf"
+    ):
         library.find_library()
 
 
@@ -205,16 +241,27 @@ def test_a_library_that_does_not_load_raises_an_error_with_a_step_for_its_cause(
 ) -> None:
     (tmp_path / Path(library.load()._name).name).write_bytes(b"no library")
     monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
-    with pytest.raises(LibraryError, match=r"does not load .*, or correct or unset MOEGGUF_LIBRARY\.$"):
+    with pytest.raises(
+        LibraryError, match=r"does not load .*, or correct or unset MOEGGUF_LIBRARY\.$"
+    ):
         library.load.__wrapped__()
     monkeypatch.delenv("MOEGGUF_LIBRARY")
-    ggml = SimpleNamespace(ggml_backend_dev_count=lambda: 0, ggml_log_set=lambda *_: None)
+    ggml = SimpleNamespace(
+        ggml_backend_dev_count=lambda: 0, ggml_log_set=lambda *_: None
+    )
     monkeypatch.setattr(library, "_open", lambda folder, name: ggml)
-    with pytest.raises(LibraryError, match=r"on this processor\); install moegguf from source on this machine\.$"):
+    with pytest.raises(
+        LibraryError,
+        match=r"on this processor\); install moegguf from source on this machine\.$",
+    ):
         library._load_backends(tmp_path)
 
 
-def test_cpu_function_raises_library_error_for_a_function_that_the_backend_lacks() -> None:
+def test_cpu_function_raises_library_error_for_a_function_that_the_backend_lacks() -> (
+    None
+):
     assert library.cpu_function("ggml_threadpool_new")
-    with pytest.raises(LibraryError, match="must have the function ggml_none, but lacks it"):
+    with pytest.raises(
+        LibraryError, match="must have the function ggml_none, but lacks it"
+    ):
         library.cpu_function("ggml_none")

@@ -1,5 +1,5 @@
-"""Tests the store's predictors, one layer at a time: on an example from a paper, and on random traces with
-structure."""
+"""Tests the store's predictors, one layer at a time: on an example from a paper, and on
+random traces with structure."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ from predictors.study.asked import asked
 from predictors.study.controls import FreshGate
 
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
-# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts. Layers 0 and 1
-# are routed (l = 1). The counts of the two matched EAMs are added. ONE_TOKEN comes from a request of one token. It
-# agrees with the routed layers, too (all three cosines are 1), but is not matched, because entries with more tokens
-# come first.
+# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers
+# of two experts. Layers 0 and 1 are routed (l = 1). The counts of the two matched EAMs
+# are added. ONE_TOKEN comes from a request of one token. It agrees with the routed
+# layers, too (all three cosines are 1), but is not matched, because entries with more
+# tokens come first.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
-AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts, in layer 2 and in layer 3
+# The shares of the two experts, in layer 2 and in layer 3.
+AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]
 
 
-def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
+def announce(
+    predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE
+) -> None:
     predictor.announce(Announcement(sequence, phase, np.array(tokens, np.int32)))
 
 
@@ -44,13 +48,18 @@ def test_eamc_predictor_reproduces_figure_5_of_moe_infinity() -> None:
     announce(predictor, 0)
     predictor.observe(routed(0, 1))
     predictor.observe(routed(1, 0))
-    np.testing.assert_allclose([predictor.predict(il, il - 1) for il in (2, 3)], AGGREGATED, rtol=1e-6)
+    np.testing.assert_allclose(
+        [predictor.predict(il, il - 1) for il in (2, 3)], AGGREGATED, rtol=1e-6
+    )
 
 
-def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def hits_by_request(
+    predictor: Predictor, kinds: tuple[int, ...]
+) -> npt.NDArray[np.float64]:
     """Returns the hit rate of each request, with predictions one layer ahead.
 
-    `kinds` lists kinds of requests; each has 60 requests, which are replayed in this order.
+    `kinds` lists kinds of requests; each has 60 requests, which are replayed in this
+    order.
     """
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k, rates = trace.shape.n_expert_used, []
@@ -58,12 +67,20 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
         hits = total = 0
         for p in np.flatnonzero(trace.pass_sequence == sequence).tolist():
             announce(predictor, 0, sequence=sequence)
-            for il, chosen in zip(trace.shape.layers, trace.expert_ids[:, p].astype(np.int32), strict=True):
+            for il, chosen in zip(
+                trace.shape.layers, trace.expert_ids[:, p].astype(np.int32), strict=True
+            ):
                 guess = predictor.predict(il, 1)
                 if il != trace.shape.layers[0]:
-                    hits += 0 if guess is None else np.isin(np.argsort(-guess)[:k], chosen).sum()
+                    hits += (
+                        0
+                        if guess is None
+                        else np.isin(np.argsort(-guess)[:k], chosen).sum()
+                    )
                     total += k
-                predictor.observe(RoutingEvent(p, 0, sequence, Phase.DECODE, 0, il, chosen[None]))
+                predictor.observe(
+                    RoutingEvent(p, 0, sequence, Phase.DECODE, 0, il, chosen[None])
+                )
         rates.append(hits / total)
     return np.array(rates)
 
@@ -71,12 +88,15 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() -> None:
     """Compares two predictors by their hit rates on requests 25 to 50 of one kind.
 
-    The first predictor has seen requests of another kind before, and the second one has not.
+    The first predictor has seen requests of another kind before, and the second one has
+    not.
     """
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:
-        return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
+        return hits_by_request(
+            asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds
+        )
 
     changed, fresh = rates(0, 1), rates(1)
     assert fresh[0] < fresh[25:50].mean()  # the hit rate has improved
@@ -84,12 +104,24 @@ def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() 
 
 
 @pytest.mark.parametrize(("kind", "gain"), [("affinity", 0.03), ("token-id", 0.1)])
-def test_counted_predictors_beat_shuffled_controls_on_held_out_sequences(kind: str, gain: float) -> None:
+def test_counted_predictors_beat_shuffled_controls_on_held_out_sequences(
+    kind: str, gain: float
+) -> None:
     trace = random_trace(n_sequences=16, n_decode=40)
     seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
     learned = accuracy(asked(lambda: counted(kind, seen)), unseen, 1)
-    assert learned > accuracy(asked(lambda: counted(kind, shuffled(seen, 0))), shuffled(unseen, 1), 1) + gain
-    assert learned > accuracy(asked(lambda: counted("popularity", seen)), unseen, 1) > 2 / 16 + 0.05
+    assert (
+        learned
+        > accuracy(
+            asked(lambda: counted(kind, shuffled(seen, 0))), shuffled(unseen, 1), 1
+        )
+        + gain
+    )
+    assert (
+        learned
+        > accuracy(asked(lambda: counted("popularity", seen)), unseen, 1)
+        > 2 / 16 + 0.05
+    )
     assert accuracy(asked(lambda: previous_token(trace.shape)), unseen, 1) > 2 / 16
 
 
@@ -97,7 +129,10 @@ def test_fresh_gate_is_always_right_and_skip_gets_worse_with_distance() -> None:
     trace = random_trace(n_sequences=6, with_inputs=True, structure=1.0, seed=1)
     real = routers_of(trace.shape, hidden_routers(trace.shape, 1))
     assert accuracy(FreshGate(trace.shape, real), trace, 0) == 1.0
-    found = [accuracy(asked(lambda: skip(trace.shape, real)), trace, distance) for distance in (1, 2, 3, 4)]
+    found = [
+        accuracy(asked(lambda: skip(trace.shape, real)), trace, distance)
+        for distance in (1, 2, 3, 4)
+    ]
     assert all(near > far for near, far in pairwise(found))
     assert found[-1] > 2 / 16  # still better than guessing
 
@@ -112,9 +147,12 @@ def test_expert_mlp_predicts_nothing_after_a_layer_was_left_out() -> None:
 
 
 def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
-    """Returns a routing path's prediction for each layer. The caller has not yet observed any layer of the current
-    pass."""
-    return [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
+    """Returns a routing path's prediction for each layer. The caller has not yet
+    observed any layer of the current pass."""
+    return [
+        predictor.predict(il, distance)
+        for distance, il in enumerate(SHAPE.layers, start=1)
+    ]
 
 
 def no_tokens(predictor: Predictor) -> None:
@@ -126,7 +164,9 @@ def no_tokens(predictor: Predictor) -> None:
 @pytest.mark.parametrize("between", [
     lambda found: announce(found, 1, 2, SHAPE.n_vocab), lambda found: announce(found, -1), no_tokens,
 ], ids=["outside", "negative", "not announced"])  # fmt: skip
-def test_routing_path_predicts_nothing_after_unknown_tokens(between: Callable[[Predictor], None]) -> None:
+def test_routing_path_predicts_nothing_after_unknown_tokens(
+    between: Callable[[Predictor], None],
+) -> None:
     predictor = asked(routing_path)
     announce(predictor, 1)
     for il in SHAPE.layers:

@@ -1,4 +1,5 @@
-"""Tests bulk replay, and library calls that need no store: sizes of slots and names of policies."""
+"""Tests bulk replay, and library calls that need no store: sizes of slots and names of
+policies."""
 
 import ctypes as c
 import math
@@ -22,27 +23,39 @@ Events = list[tuple[int, npt.NDArray[np.int32]]]
 
 
 def events(n_passes: int, seed: int = 0) -> Events:
-    """Returns (il, ids) of passes of one to three tokens over 4 layers with 8 experts, top-2."""
+    """Returns (il, ids) of passes of one to three tokens over 4 layers with 8 experts,
+    top-2."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 4, n_passes)
     return [
-        (il, np.stack([rng.permutation(8)[:2] for _ in range(n)]).astype(np.int32)) for n in lengths for il in range(4)
+        (il, np.stack([rng.permutation(8)[:2] for _ in range(n)]).astype(np.int32))
+        for n in lengths
+        for il in range(4)
     ]
 
 
 def columns(some: Events) -> list[npt.NDArray[np.int32]]:
-    """Returns the arguments of `replay`: il, n_tokens and n_used of each event, and all expert ids in one array."""
+    """Returns the arguments of `replay`: il, n_tokens and n_used of each event, and all
+    expert ids in one array."""
     il, n_tokens = [il for il, _ in some], [len(ids) for _, ids in some]
     flat = np.concatenate([ids.ravel() for _, ids in some])
-    return [np.array(column, np.int32) for column in (il, n_tokens, [2] * len(some), flat)]
+    return [
+        np.array(column, np.int32) for column in (il, n_tokens, [2] * len(some), flat)
+    ]
 
 
 def figures(counters: dict[str, int]) -> dict[str, int]:
     return {name: n for name, n in counters.items() if name != "hook_ns"}
 
 
-def test_replay_counters_equal_the_counters_of_single_events(fake: FakeModel, open_store: Open) -> None:
-    options: dict[str, Any] = {"simulate": True, "link_bytes_per_s": 1e9, "link_latency_s": 1e-6}
+def test_replay_counters_equal_the_counters_of_single_events(
+    fake: FakeModel, open_store: Open
+) -> None:
+    options: dict[str, Any] = {
+        "simulate": True,
+        "link_bytes_per_s": 1e9,
+        "link_latency_s": 1e-6,
+    }
     stores = [open_store(fake, 11, **options) for _ in range(2)]
     some = events(60)
     for il, ids in some:
@@ -59,7 +72,9 @@ def test_replay_counters_equal_the_counters_of_single_events(fake: FakeModel, op
     assert stores[0][0].counters()["evictions"] > 0
 
 
-def test_replay_sends_its_events_to_the_listener(fake: FakeModel, open_store: Open) -> None:
+def test_replay_sends_its_events_to_the_listener(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 9, simulate=True)
     got: list[RoutingEvent] = []
     store.listen(on_routing=got.append)
@@ -67,10 +82,15 @@ def test_replay_sends_its_events_to_the_listener(fake: FakeModel, open_store: Op
     context.replay(*columns(some))
     store.listen()
     assert [event.il for event in got] == [il for il, _ in some]
-    assert all(np.array_equal(event.expert_ids, ids) for event, (_, ids) in zip(got, some, strict=True))
+    assert all(
+        np.array_equal(event.expert_ids, ids)
+        for event, (_, ids) in zip(got, some, strict=True)
+    )
 
 
-def test_replay_stops_at_the_first_failing_event(fake: FakeModel, open_store: Open) -> None:
+def test_replay_stops_at_the_first_failing_event(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 9, simulate=True)
     some = events(3)
     some[5] = (some[5][0], np.full_like(some[5][1], 8))
@@ -101,7 +121,10 @@ def test_replay_rejects_inconsistent_arrays(fake: FakeModel, open_store: Open) -
     for routing in (None, abi.Routing(n_events=1), abi.Routing(n_events=-1)):
         with pytest.raises(OptionError):
             replay(context.handle, routing and c.byref(routing), c.byref(n_done))
-    for broken in ((None, c.byref(abi.Routing()), c.byref(n_done)), (context.handle, c.byref(abi.Routing()), None)):
+    for broken in (
+        (None, c.byref(abi.Routing()), c.byref(n_done)),
+        (context.handle, c.byref(abi.Routing()), None),
+    ):
         with pytest.raises(OptionError):
             replay(*broken)
     none = np.zeros(0, np.int32)
@@ -110,8 +133,8 @@ def test_replay_rejects_inconsistent_arrays(fake: FakeModel, open_store: Open) -
 
 
 def expected_stride(layout: ExpertLayout, kind: str) -> int:
-    """Returns the size in bytes of the largest expert matrix of a kind, rounded up to a multiple of 64 and of every
-    block size.
+    """Returns the size in bytes of the largest expert matrix of a kind, rounded up to a
+    multiple of 64 and of every block size.
 
     A block size is the number of bytes in a block of one of the kind's types.
     """
@@ -120,35 +143,68 @@ def expected_stride(layout: ExpertLayout, kind: str) -> int:
     return -(-max(m.expert_bytes for m in matrices) // unit) * unit
 
 
-@pytest.mark.parametrize("types", [None, ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})])
-def test_slot_sizes_equal_the_sizes_of_an_open_store(tmp_path: Path, open_store: Open, types: Any) -> None:
-    fake = make_model(tmp_path, n_embd=256, n_ff=256, **({"types": types} if types else {}))
+@pytest.mark.parametrize(
+    "types",
+    [None, ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})],
+)
+def test_slot_sizes_equal_the_sizes_of_an_open_store(
+    tmp_path: Path, open_store: Open, types: Any
+) -> None:
+    fake = make_model(
+        tmp_path, n_embd=256, n_ff=256, **({"types": types} if types else {})
+    )
     store, _ = open_store(fake, 5)
     sizes = slot_sizes(fake.layout, 5)
-    assert sizes.stride_bytes == {kind: expected_stride(fake.layout, kind) for kind in fake.layout.kinds}
-    assert sizes.slot_bytes == sum(sizes.stride_bytes.values()) == store.info()["slot_bytes"]
+    assert sizes.stride_bytes == {
+        kind: expected_stride(fake.layout, kind) for kind in fake.layout.kinds
+    }
+    assert (
+        sizes.slot_bytes
+        == sum(sizes.stride_bytes.values())
+        == store.info()["slot_bytes"]
+    )
     guard_bytes = slot_sizes(fake.layout).pool_bytes
-    assert sizes.pool_bytes == 5 * sizes.slot_bytes + guard_bytes == store.info()["pool_bytes"] and guard_bytes > 0
+    assert (
+        sizes.pool_bytes
+        == 5 * sizes.slot_bytes + guard_bytes
+        == store.info()["pool_bytes"]
+        and guard_bytes > 0
+    )
 
 
 def test_slot_sizes_reject_impossible_matrices() -> None:
-    call, pad, sizes = library.load().moegguf_slot_sizes, library.load().moegguf_pad, c.byref(abi.Sizes())
+    call, pad, sizes = (
+        library.load().moegguf_slot_sizes,
+        library.load().moegguf_pad,
+        c.byref(abi.Sizes()),
+    )
     refused: list[tuple[Any, ...]] = [
         (call, None, 1, 1, 0, sizes), (call, None, -1, 1, 0, sizes), (call, None, 0, -1, 0, sizes),
         (call, None, 0, 1, 0, None),
     ]  # fmt: skip
     for kind, type_ in ((-1, 0), (4, 0), (0, -1), (0, 999), (0, 4)):
-        matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
-        refused += [(call, matrices, 1, 1, 0, sizes)] + ([] if kind else [(pad, b"CPU", matrices, 1)])
+        matrices = (abi.Matrix * 1)(
+            abi.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64)
+        )
+        refused += [(call, matrices, 1, 1, 0, sizes)] + (
+            [] if kind else [(pad, b"CPU", matrices, 1)]
+        )
     for function, *arguments in refused:
         with pytest.raises(OptionError):
             function(*arguments)
     call(None, 0, 1, 0, sizes)
 
 
-def test_native_policies_lists_names_that_a_store_accepts(fake: FakeModel, open_store: Open) -> None:
-    takes_forecast = {name: policy.takes_forecast for name, policy in native_policies().items()}
-    assert takes_forecast.items() >= {"lru": False, "lfu-decay": False, "next-use": True}.items()
+def test_native_policies_lists_names_that_a_store_accepts(
+    fake: FakeModel, open_store: Open
+) -> None:
+    takes_forecast = {
+        name: policy.takes_forecast for name, policy in native_policies().items()
+    }
+    assert (
+        takes_forecast.items()
+        >= {"lru": False, "lfu-decay": False, "next-use": True}.items()
+    )
     assert library.load().moegguf_policy_name(-1, None) is None
     store, context = open_store(fake, 9)
     for name in native_policies():

@@ -1,4 +1,5 @@
-"""Tests that each chosen expert's slot holds the file's bytes after a routing event, even during concurrent calls."""
+"""Tests that each chosen expert's slot holds the file's bytes after a routing event,
+even during concurrent calls."""
 
 from __future__ import annotations
 
@@ -10,23 +11,55 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_model import F16, F32, PLAIN, Q4_K, Q6_K, Q8_0, FakeModel, Open, Types, check_counters, make_model
+from fake_model import (
+    F16,
+    F32,
+    PLAIN,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+    FakeModel,
+    Open,
+    Types,
+    check_counters,
+    make_model,
+)
 
 from moegguf.native.store import Store
 
 N_LAYER, N_EXPERT, N_USED = 4, 8, 2
 ALL = N_LAYER * N_EXPERT
-SIZES = {"k": 2, "k+1": 3, "2k": 4, "E-1": 7, "E": 8, "more": 19, "all but one": ALL - 1, "all": ALL}
+SIZES = {
+    "k": 2,
+    "k+1": 3,
+    "2k": 4,
+    "E-1": 7,
+    "E": 8,
+    "more": 19,
+    "all but one": ALL - 1,
+    "all": ALL,
+}
 SWITCHES: list[dict[str, Any]] = [
     {"readers": 4},
-    {"readers": 1, "chunked": False, "preempt": False, "sweep": False, "overlap": False, "direct": False},
+    {
+        "readers": 1,
+        "chunked": False,
+        "preempt": False,
+        "sweep": False,
+        "overlap": False,
+        "direct": False,
+    },
     {"readers": 2, "chunked": False, "direct": False},
     {"readers": 4, "preempt": False},
     {"readers": 2, "sweep": False, "overlap": False, "fill": False},
 ]
-# Each pool size runs with two of the five SWITCHES, and each switch setting runs with at least three sizes.
-# test_store_model.py covers other pairs.
-RUNS = [(n, SWITCHES[(i + more) % 5]) for i, n in enumerate(SIZES.values()) for more in (1, 4)]
+# Each pool size runs with two of the five SWITCHES, and each switch setting runs with
+# at least three sizes. test_store_model.py covers other pairs.
+RUNS = [
+    (n, SWITCHES[(i + more) % 5])
+    for i, n in enumerate(SIZES.values())
+    for more in (1, 4)
+]
 MIXED: tuple[Types, ...] = (
     {"gate": Q4_K, "up": Q4_K, "down": Q6_K},
     {"gate": Q4_K, "up": Q6_K, "down": Q4_K},
@@ -36,7 +69,8 @@ MIXED: tuple[Types, ...] = (
 
 
 def meddle(store: Store, seed: int, over: threading.Event) -> None:
-    """Sets random scores, changes the policy and prefetches random experts, until `over` is set.
+    """Sets random scores, changes the policy and prefetches random experts, until
+    `over` is set.
 
     Some of these experts do not exist.
     """
@@ -51,7 +85,8 @@ def meddle(store: Store, seed: int, over: threading.Event) -> None:
 
 
 def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
-    """Returns the expert ids of one token or of several tokens, with at most `most` distinct experts."""
+    """Returns the expert ids of one token or of several tokens, with at most `most`
+    distinct experts."""
     some = rng.permutation(N_EXPERT)[: min(most, N_EXPERT)]
     n_tokens = int(rng.choice([1, 1, 1, 3, 24]))
     return np.array([rng.permutation(some)[:N_USED] for _ in range(n_tokens)], np.int32)
@@ -103,7 +138,9 @@ def test_slots_shared_by_layers_of_mixed_types_hold_the_files_bytes(
 def test_reads_work_at_any_offset_and_at_the_end_of_a_file(
     tmp_path: Path, open_store: Open, gap: int, direct: bool
 ) -> None:
-    fake = make_model(tmp_path, n_layer=2, types=(PLAIN, {"up": F32, "down": Q8_0}), gap=gap)
+    fake = make_model(
+        tmp_path, n_layer=2, types=(PLAIN, {"up": F32, "down": Q8_0}), gap=gap
+    )
     last = fake.layout.matrices[-1]
     assert last.offset + last.n_expert * last.expert_bytes == len(fake.contents[0])
     store, context = open_store(fake, 2, direct=direct)
@@ -112,11 +149,21 @@ def test_reads_work_at_any_offset_and_at_the_end_of_a_file(
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-def test_experts_larger_than_a_read_buffer_are_read_in_pieces(tmp_path: Path, open_store: Open, direct: bool) -> None:
+def test_experts_larger_than_a_read_buffer_are_read_in_pieces(
+    tmp_path: Path, open_store: Open, direct: bool
+) -> None:
     fake = make_model(
-        tmp_path, n_layer=1, n_expert=3, n_used=1, n_embd=1024, n_ff=1056, types=({"up": F32, "down": F32},)
+        tmp_path,
+        n_layer=1,
+        n_expert=3,
+        n_used=1,
+        n_embd=1024,
+        n_ff=1056,
+        types=({"up": F32, "down": F32},),
     )
     store, context = open_store(fake, 2, direct=direct)
-    assert store.info()["read_buffer_bytes"] < 4 * 2 * fake.layout.matrices[0].expert_bytes
+    assert (
+        store.info()["read_buffer_bytes"] < 4 * 2 * fake.layout.matrices[0].expert_bytes
+    )
     for expert in (0, 1, 2, 0):
         fake.acquire(store, context, 0, [expert])

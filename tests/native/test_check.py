@@ -1,4 +1,5 @@
-"""Tests the check of the store's bookkeeping. Its error names the broken rule and the values."""
+"""Tests the check of the store's bookkeeping. Its error names the broken rule and the
+values."""
 
 import pytest
 from fake_model import FakeModel, Open
@@ -15,9 +16,13 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", CORRUPTION)
-def test_check_names_the_rule_that_corrupted_bookkeeping_breaks(fake: FakeModel, open_store: Open, rule: str) -> None:
+def test_check_names_the_rule_that_corrupted_bookkeeping_breaks(
+    fake: FakeModel, open_store: Open, rule: str
+) -> None:
     n_ram_slots = 6 if rule == "source" else 0
-    store, _ = open_store(fake, 6, n_ram_slots=n_ram_slots, simulate=True, link_bytes_per_s=1.0)
+    store, _ = open_store(
+        fake, 6, n_ram_slots=n_ram_slots, simulate=True, link_bytes_per_s=1.0
+    )
     store.prefetch([0, 0], [1, 2])
     store.advance(1)  # one expert is being read
     store.check()
@@ -35,7 +40,11 @@ def test_drain_checks_the_bookkeeping(fake: FakeModel, open_store: Open) -> None
         store.drain()
 
 
-def test_corrupt_rejects_a_rule_that_no_slot_can_break(fake: FakeModel, open_store: Open) -> None:
+def test_corrupt_rejects_a_rule_that_no_slot_can_break(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, _ = open_store(fake, 6)
-    with pytest.raises(MoeggufError, match="no slot is in a state in which this rule could be broken"):
+    with pytest.raises(
+        MoeggufError, match="no slot is in a state in which this rule could be broken"
+    ):
         corrupt(store, "map")

@@ -1,7 +1,8 @@
-"""Tests which experts a short sequence of events evicts or keeps, in one layer or in several.
+"""Tests which experts a short sequence of events evicts or keeps, in one layer or in
+several.
 
-A few tests in this file evict nothing, because every expert has a slot, or count how often each expert is used and
-loaded.
+A few tests in this file evict nothing, because every expert has a slot, or count how
+often each expert is used and loaded.
 """
 
 import time
@@ -16,7 +17,8 @@ from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import Store
 from moegguf.testing.library import arm_fault
 
-WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that uses every expert
+# A prompt of 16 tokens that uses every expert.
+WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4
 
 
 @pytest.fixture
@@ -29,7 +31,9 @@ def there(store: Store, il: int = 0) -> set[int]:
     return set(np.flatnonzero(store.residency()[il] == 2).tolist())
 
 
-def test_eviction_treats_nan_and_infinite_scores_as_zero(layer: FakeModel, open_store: Open) -> None:
+def test_eviction_treats_nan_and_infinite_scores_as_zero(
+    layer: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(layer, 4)
     store.set_scores([[np.nan, np.inf, 1, -np.inf, 0, 0, 0, 0]])
     for chosen in ([3, 2], [1, 0], [4, 5]):
@@ -37,7 +41,9 @@ def test_eviction_treats_nan_and_infinite_scores_as_zero(layer: FakeModel, open_
     assert there(store) == {0, 2, 4, 5}
 
 
-def test_prefetch_evicts_only_an_expert_with_a_lower_score(layer: FakeModel, open_store: Open) -> None:
+def test_prefetch_evicts_only_an_expert_with_a_lower_score(
+    layer: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(layer, 4, fill=False)
     store.set_scores([[1, 1, 1, 1, 1, 2, 0, 0]])
     for chosen in ([0, 1], [2, 3]):
@@ -50,15 +56,20 @@ def test_prefetch_evicts_only_an_expert_with_a_lower_score(layer: FakeModel, ope
     assert 5 in there(store) and len(there(store)) == 4
 
 
-def test_sweep_evicts_the_layer_that_was_just_computed_first(fake: FakeModel, open_store: Open) -> None:
+def test_sweep_evicts_the_layer_that_was_just_computed_first(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 16, simulate=True, fill=False, stream=False)
     for il in range(4):
         context.acquire(il, WHOLE_LAYER)
     assert [len(there(store, il)) for il in range(4)] == [8, 0, 0, 8]
 
 
-def test_routing_drops_unneeded_prefetches_of_its_layer(layer: FakeModel, open_store: Open) -> None:
-    """Uses a simulated link that has not yet transferred anything when the last routing event begins."""
+def test_routing_drops_unneeded_prefetches_of_its_layer(
+    layer: FakeModel, open_store: Open
+) -> None:
+    """Uses a simulated link that has not yet transferred anything when the last routing
+    event begins."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
     context.acquire(0, [0, 1])
@@ -69,7 +80,9 @@ def test_routing_drops_unneeded_prefetches_of_its_layer(layer: FakeModel, open_s
     assert store.counters()["prefetch_dropped"] == 3
 
 
-def test_started_prefetch_that_is_not_needed_frees_its_slot(fake: FakeModel, open_store: Open) -> None:
+def test_started_prefetch_that_is_not_needed_frees_its_slot(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
     store.prefetch([1], [4])
     store.advance(10)
@@ -82,7 +95,9 @@ def test_started_prefetch_that_is_not_needed_frees_its_slot(fake: FakeModel, ope
     assert counters["prefetch_dropped"] == 0
 
 
-def test_prompt_pass_prefetches_the_whole_next_layer(fake: FakeModel, open_store: Open) -> None:
+def test_prompt_pass_prefetches_the_whole_next_layer(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 16)
     fake.acquire(store, context, 0, WHOLE_LAYER)
     store.drain(5)
@@ -93,8 +108,12 @@ def test_prompt_pass_prefetches_the_whole_next_layer(fake: FakeModel, open_store
     assert counters["misses"] == 8
 
 
-def test_prompt_in_simulation_waits_for_a_slot_that_is_being_filled(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9, sweep=False)
+def test_prompt_in_simulation_waits_for_a_slot_that_is_being_filled(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, context = open_store(
+        fake, 8, simulate=True, link_bytes_per_s=1e9, sweep=False
+    )
     context.acquire(0, [0, 1])
     store.prefetch([2], [5])
     store.advance(1)
@@ -104,7 +123,9 @@ def test_prompt_in_simulation_waits_for_a_slot_that_is_being_filled(fake: FakeMo
     assert counters["stall_ns"] >= 10 * fake.expert_bytes
 
 
-def test_resize_returns_after_reads_into_the_pool_have_ended(layer: FakeModel, open_store: Open) -> None:
+def test_resize_returns_after_reads_into_the_pool_have_ended(
+    layer: FakeModel, open_store: Open
+) -> None:
     store, _ = open_store(layer, 8, fill=False)
     arm_fault("slow_read", 1)
     store.prefetch([0], [4])
@@ -114,7 +135,9 @@ def test_resize_returns_after_reads_into_the_pool_have_ended(layer: FakeModel, o
     assert store.counters()["chunks_reading"] == 0
 
 
-def test_fill_reads_every_expert_once_and_later_events_read_nothing(fake: FakeModel, open_store: Open) -> None:
+def test_fill_reads_every_expert_once_and_later_events_read_nothing(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 1_000_000)
     assert store.info()["n_slots"] == 32, "more slots than experts are not allocated"
     store.drain(10)
@@ -138,7 +161,9 @@ def test_awaits_tokens_is_true_only_while_a_listener_or_predictor_uses_tokens(
     for first in range(0, 8, 2):
         fake.token(store, context, [first, first + 1])
     store.set_predictor(NativePredictor("previous-token"), NativeForecast())
-    assert not context.awaits_tokens(1, Phase.DECODE), "of experts that are all there nothing is predicted"
+    assert not context.awaits_tokens(1, Phase.DECODE), (
+        "of experts that are all there nothing is predicted"
+    )
     seen: list[Announcement | RoutingEvent] = []
     context.announce(7, Phase.PREFILL, [10, 11])
     assert not context.awaits_tokens(8, Phase.DECODE)
@@ -148,13 +173,19 @@ def test_awaits_tokens_is_true_only_while_a_listener_or_predictor_uses_tokens(
     store.listen()
     (event,) = seen
     assert isinstance(event, RoutingEvent)
-    assert (event.sequence, event.phase, event.first_token) == (8, Phase.DECODE, -1), "those before are forgotten"
+    assert (event.sequence, event.phase, event.first_token) == (8, Phase.DECODE, -1), (
+        "those before are forgotten"
+    )
     assert not context.awaits_tokens(8, Phase.DECODE)
     store.resize(20)
-    assert context.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
+    assert context.awaits_tokens(8, Phase.DECODE), (
+        "from the next routing event on slots have to be filled"
+    )
 
 
-def test_activity_counts_lookups_and_loads_of_each_expert(fake: FakeModel, open_store: Open) -> None:
+def test_activity_counts_lookups_and_loads_of_each_expert(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8)
     for experts in ([0, 1], [0, 2], [0, 1]):
         fake.token(store, context, experts)
@@ -163,4 +194,6 @@ def test_activity_counts_lookups_and_loads_of_each_expert(fake: FakeModel, open_
     assert uses.shape == loads.shape == store.shape
     assert uses[0].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
     assert uses.sum() == counters["lookups"]
-    assert loads.sum() == counters["misses"] and loads[0, 1] == 2, "it was evicted, and came back"
+    assert loads.sum() == counters["misses"] and loads[0, 1] == 2, (
+        "it was evicted, and came back"
+    )

@@ -1,4 +1,5 @@
-"""Tests the scheduler's callback as llama.cpp calls it: for the node of expert ids, and before the down matrices."""
+"""Tests the scheduler's callback as llama.cpp calls it: for the node of expert ids, and
+before the down matrices."""
 
 from fake_model import FakeModel, Open
 from product import Product, aborts, check_failure
@@ -26,7 +27,11 @@ def test_hook_skips_nodes_of_a_resident_layer_and_counts_their_events(
         assert not call(context, node.ids, ASK)
         assert not call(context, node.out, ASK)
     counters = store.counters()
-    assert counters["passes"] - before["passes"] == counters["routing_events"] - before["routing_events"] == 3
+    assert (
+        counters["passes"] - before["passes"]
+        == counters["routing_events"] - before["routing_events"]
+        == 3
+    )
     assert counters["hits_ready"] - before["hits_ready"] == 6
     store.watch(True)
     assert call(context, node.ids, ASK)
@@ -42,7 +47,9 @@ def test_hook_skips_nodes_of_a_resident_layer_and_counts_their_events(
     fake.check(store, 0, [[7, 3]], node.slot_ids())
 
 
-def test_hook_aborts_the_pass_after_a_failed_read(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+def test_hook_aborts_the_pass_after_a_failed_read(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
     store, context = open_store(fake, 4, readers=1)
     products.append(node := Product(store, context, fake, [[0, 1]]))
     arm_fault("read", 5, sticky=True)

@@ -1,6 +1,8 @@
-"""Tests kernels that compute many rows of an expert at a time, and element-wise operations on rows.
+"""Tests kernels that compute many rows of an expert at a time, and element-wise
+operations on rows.
 
-The second operand of such an operation has one value for each row, or one for each element.
+The second operand of such an operation has one value for each row, or one for each
+element.
 """
 
 from __future__ import annotations
@@ -84,25 +86,42 @@ def test_product_is_exact_if_a_token_chooses_one_expert_many_times(
     store.drain(10)
     x = np.random.default_rng(0).standard_normal((n_tokens, 256)).astype(np.float32)
     for n_times in (8, 1):
-        products.append(Product(store, context, fake, np.full((n_tokens, n_times), 7), x))
-    many, once = (np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96) for product in products)
+        products.append(
+            Product(store, context, fake, np.full((n_tokens, n_times), 7), x)
+        )
+    many, once = (
+        np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96)
+        for product in products
+    )
     assert (many == once).all()
 
 
 def test_upstreams_product_is_exact_if_a_token_chooses_one_expert_many_times() -> None:
     test = f"{__file__}::{test_product_is_exact_if_a_token_chooses_one_expert_many_times.__name__}"
     environment = os.environ | {"MOEGGUF_KERNELS": "upstream"}
-    subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, env=environment, cwd=ROOT, timeout=100)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", test],
+        check=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=100,
+    )
 
 
 def quantized(m: ExpertMatrix) -> bytes:
-    """Returns the bytes of all experts of `m`: normally distributed weights, or random blocks for a type in GRIDS."""
-    values = np.random.default_rng(m.ggml_type).standard_normal((m.n_expert, m.ne1, m.ne0))
+    """Returns the bytes of all experts of `m`: normally distributed weights, or random
+    blocks for a type in GRIDS."""
+    values = np.random.default_rng(m.ggml_type).standard_normal(
+        (m.n_expert, m.ne1, m.ne0)
+    )
     return GridBlocks(1).quantized(m.ggml_type, values)
 
 
-def resident(fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.float32]) -> bytes:
-    """Returns the bits of ggml's MUL_MAT_ID on the first matrix, with all experts in ordinary memory, not in slots."""
+def resident(
+    fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.float32]
+) -> bytes:
+    """Returns the bits of ggml's MUL_MAT_ID on the first matrix, with all experts in
+    ordinary memory, not in slots."""
     m = fake.layout.matrices[0]
     data = b"".join(fake.matrix_bytes(0, expert) for expert in range(m.n_expert))
     graph = Ggml(N_THREADS).graph()
@@ -119,12 +138,16 @@ def test_product_from_plain_slots_equals_the_product_of_resident_experts(
     tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
 ) -> None:
     types: Types = {"gate": PLAIN[name], "up": PLAIN[name], "down": F16}
-    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=75, types=(types,), weights=quantized)
+    fake = make_model(
+        tmp_path, n_layer=1, n_embd=256, n_ff=75, types=(types,), weights=quantized
+    )
     store, context = open_store(fake, 8, repack=True)
     store.drain(10)
     rng = np.random.default_rng(n_tokens)
     x = rng.standard_normal((n_tokens, 256)).astype(np.float32)
-    ids = np.column_stack([np.full(n_tokens, 5), rng.integers(0, 5, n_tokens)]).astype(np.int32)
+    ids = np.column_stack([np.full(n_tokens, 5), rng.integers(0, 5, n_tokens)]).astype(
+        np.int32
+    )
     products.append(Product(store, context, fake, ids, x))
     assert products[-1].compute() == resident(fake, ids, x)
 
@@ -132,8 +155,11 @@ def test_product_from_plain_slots_equals_the_product_of_resident_experts(
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 
 
-def computed(operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Computes an element-wise operation with ggml. x: [n_tokens, n_rows, n]; y: [n_tokens, n_rows, 1 or n]."""
+def computed(
+    operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Computes an element-wise operation with ggml. x: [n_tokens, n_rows, n]; y:
+    [n_tokens, n_rows, 1 or n]."""
     graph = Ggml(N_THREADS).graph()
     out = graph.compute(graph.op(operation, graph.array(x), graph.array(y)), x.shape)
     graph.close()
@@ -143,7 +169,9 @@ def computed(operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("n", [1, 3, 64, 131])
 @pytest.mark.parametrize("is_broadcast", [True, False])
-def test_elementwise_operations_equal_numpys_bits(operation: str, n: int, is_broadcast: bool) -> None:
+def test_elementwise_operations_equal_numpys_bits(
+    operation: str, n: int, is_broadcast: bool
+) -> None:
     random = np.random.default_rng(n)
     x = random.standard_normal((5, 4, n)).astype(np.float32)
     y = random.standard_normal((5, 4, 1 if is_broadcast else n)).astype(np.float32)
@@ -153,10 +181,19 @@ def test_elementwise_operations_equal_numpys_bits(operation: str, n: int, is_bro
     assert computed(operation, x, y).tobytes() == expected.tobytes()
 
 
-def test_kernels_are_chosen_only_with_every_instruction_set_that_they_are_compiled_for() -> None:
-    sets = re.findall(r"^set\(avx(?:2|512) (.*)\)", (NATIVE / "CMakeLists.txt").read_text(), re.MULTILINE)
+def test_kernels_are_chosen_only_with_every_instruction_set_that_they_are_compiled_for() -> (
+    None
+):
+    sets = re.findall(
+        r"^set\(avx(?:2|512) (.*)\)",
+        (NATIVE / "CMakeLists.txt").read_text(),
+        re.MULTILINE,
+    )
     flags = re.findall(r"-m(\w+)", " ".join(sets))
     source = (NATIVE / "kernels/multiply.cpp").read_text()
     function = source.partition("const Kernels * detect() {")[2].partition("\n}")[0]
     checked = re.findall(r'__builtin_cpu_supports\("(\w+)"\)|has_(f16c)\(\)', function)
-    assert sorted(flags) == sorted("".join(name) for name in checked) and "avx512vnni" in flags
+    assert (
+        sorted(flags) == sorted("".join(name) for name in checked)
+        and "avx512vnni" in flags
+    )

@@ -1,4 +1,5 @@
-"""Tests states that are read from files into tensors. Every byte is in its place, and a changed file leaves zeros."""
+"""Tests states that are read from files into tensors. Every byte is in its place, and a
+changed file leaves zeros."""
 
 from __future__ import annotations
 
@@ -20,20 +21,28 @@ from moegguf.quantities import GIB, Link
 from moegguf.testing.link_device import add_link_device
 
 N_BLOCKS, HEAD_BYTES = 66, 12
-SIZES = [128] * 1030 + [300_000, 4]  # bytes of each part of a state; one part is larger than a chunk of 256 KiB
+# Bytes of each part of a state; one part is larger than a chunk of 256 KiB.
+SIZES = [128] * 1030 + [300_000, 4]
 STATE_BYTES = HEAD_BYTES * len(SIZES) + sum(SIZES)
 
 
 @contextmanager
 def tensor_of(device: str) -> Iterator[int]:
-    """Yields a tensor on `device` with room for the parts of all states. At first all its bytes have the value 1."""
+    """Yields a tensor on `device` with room for the parts of all states. At first all
+    its bytes have the value 1."""
     ggml = load("ggml", ("ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_buffer_type",
                          "ggml_backend_alloc_ctx_tensors_from_buft"))  # fmt: skip
     context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
     made = ggml.ggml_new_tensor_1d(context, F32, c.c_int64(N_BLOCKS * sum(SIZES) // 4))
-    memory = ggml.ggml_backend_dev_buffer_type(c.c_void_p(ggml.ggml_backend_dev_by_name(device.encode())))
-    buffer = c.c_void_p(ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, c.c_void_p(memory)))
-    ggml.ggml_backend_tensor_memset(c.c_void_p(made), 1, c.c_size_t(0), c.c_size_t(N_BLOCKS * sum(SIZES)))
+    memory = ggml.ggml_backend_dev_buffer_type(
+        c.c_void_p(ggml.ggml_backend_dev_by_name(device.encode()))
+    )
+    buffer = c.c_void_p(
+        ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, c.c_void_p(memory))
+    )
+    ggml.ggml_backend_tensor_memset(
+        c.c_void_p(made), 1, c.c_size_t(0), c.c_size_t(N_BLOCKS * sum(SIZES))
+    )
     yield made
     ggml.ggml_backend_buffer_free(buffer)
     ggml.ggml_free(context)
@@ -43,14 +52,17 @@ def contents(tensor: int) -> np.ndarray:
     """Returns the bytes of the tensor, [block][byte]."""
     found = np.empty((N_BLOCKS, sum(SIZES)), np.uint8)
     load("ggml", ()).ggml_backend_tensor_get(
-        c.c_void_p(tensor), c.c_void_p(found.ctypes.data), c.c_size_t(0), c.c_size_t(found.nbytes)
+        c.c_void_p(tensor),
+        c.c_void_p(found.ctypes.data),
+        c.c_size_t(0),
+        c.c_size_t(found.nbytes),
     )
     return found
 
 
 def take_state(address: int, tensor: int, block: int) -> list[bytes]:
-    """Receives a state as llama.cpp does: for each part, reads the head, and assigns the part's bytes a place in the
-    tensor.
+    """Receives a state as llama.cpp does: for each part, reads the head, and assigns
+    the part's bytes a place in the tensor.
 
     The bytes arrive there when the blocks are filled. Returns the heads.
     """
@@ -61,7 +73,8 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
         heads.append(head.raw)
         assert lib.moegguf_state_put(tensor, offset, address + HEAD_BYTES, n_bytes)
         address, offset = address + HEAD_BYTES + n_bytes, offset + n_bytes
-    assert not lib.moegguf_state_read(head, address, 1)  # no byte of the state is left to read
+    # No byte of the state is left to read.
+    assert not lib.moegguf_state_read(head, address, 1)
     return heads
 
 
@@ -80,15 +93,23 @@ def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
         data = path.read_bytes()
         path.write_bytes(data[:-1] if block % 2 else data[:5000] + b"?" + data[5001:])
     begins = np.cumsum([HEAD_BYTES, *(n_bytes + HEAD_BYTES for n_bytes in SIZES[:-1])])
-    expected = np.hstack([states[:, begin : begin + n] for begin, n in zip(begins, SIZES, strict=True)])
+    expected = np.hstack(
+        [states[:, begin : begin + n] for begin, n in zip(begins, SIZES, strict=True)]
+    )
     expected[list(wrong)] = 0
     with tensor_of(device) as tensor, KVBlocks() as blocks:
         for block, name in enumerate(names):
             file = store.open(name)
-            assert file is not None and file.n_bytes == file.begin + STATE_BYTES - (block in wrong and block % 2)
+            assert file is not None and file.n_bytes == file.begin + STATE_BYTES - (
+                block in wrong and block % 2
+            )
             file = replace(file, n_bytes=file.begin + STATE_BYTES)
             heads = take_state(blocks.add(file), tensor, block)
-            assert block in wrong or heads[-1] == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
+            assert (
+                block in wrong
+                or heads[-1]
+                == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
+            )
         assert blocks.fill() == min([N_BLOCKS, *wrong])
         assert np.array_equal(contents(tensor), expected)
 
@@ -96,7 +117,9 @@ def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a link to the block": lambda path: path.symlink_to(path.with_suffix(".moved")),
-    "another user's": lambda path: os.chown(path.with_suffix(".moved").rename(path), 1, 1),
+    "another user's": lambda path: os.chown(
+        path.with_suffix(".moved").rename(path), 1, 1
+    ),
 }
 
 
@@ -123,7 +146,9 @@ def fill_on_device(folder: Path, wrong: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], [0], [33, 64]], ids=str)
-def test_fill_puts_states_into_their_tensors_and_zeros_for_damaged_files(wrong: list[int], tmp_path: Path) -> None:
+def test_fill_puts_states_into_their_tensors_and_zeros_for_damaged_files(
+    wrong: list[int], tmp_path: Path
+) -> None:
     fill(tmp_path / "contexts", wrong, "CPU")
 
 

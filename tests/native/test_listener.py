@@ -1,4 +1,5 @@
-"""Tests the callbacks of a store's listener, and the sequence and phase that events carry for each token.
+"""Tests the callbacks of a store's listener, and the sequence and phase that events
+carry for each token.
 
 Two tests simulate passes with tokens of several sequences.
 """
@@ -28,7 +29,9 @@ from predictors.study.synthesize import shape_of, synthesize
 CAPACITY = 4096  # number of events that the ring of native/events.h holds
 
 
-def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(fake: FakeModel, open_store: Open) -> None:
+def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(
+    fake: FakeModel, open_store: Open
+) -> None:
     """The callback reads the residency, sets scores and requests prefetches."""
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
@@ -56,7 +59,9 @@ def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(fake: FakeMode
     assert store.counters()["events_dropped"] == 0
 
 
-def test_callback_error_stops_the_listener_and_is_raised_later(fake: FakeModel, open_store: Open) -> None:
+def test_callback_error_stops_the_listener_and_is_raised_later(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8)
     calls = []
 
@@ -114,7 +119,9 @@ def test_new_listener_gets_no_earlier_events(fake: FakeModel, open_store: Open) 
         for _ in range(60):
             before = store.counters()["passes"]
             passes: list[int] = []
-            store.listen(on_routing=lambda event, passes=passes: passes.append(event.pass_))
+            store.listen(
+                on_routing=lambda event, passes=passes: passes.append(event.pass_)
+            )
             until(lambda passes=passes: passes)
             store.listen()
             stale += [n for n in passes if n < before]
@@ -124,7 +131,9 @@ def test_new_listener_gets_no_earlier_events(fake: FakeModel, open_store: Open) 
     assert stale == []
 
 
-def test_announcements_precede_their_events_which_carry_the_first_token(fake: FakeModel, open_store: Open) -> None:
+def test_announcements_precede_their_events_which_carry_the_first_token(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8)
     heard: list[tuple[object, ...]] = []
 
@@ -156,7 +165,9 @@ def test_announcements_precede_their_events_which_carry_the_first_token(fake: Fa
     ]
 
 
-def test_removing_the_listener_releases_a_waiting_event(fake: FakeModel, open_store: Open) -> None:
+def test_removing_the_listener_releases_a_waiting_event(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8, simulate=True)
     heard, go_on = threading.Event(), threading.Event()
 
@@ -164,7 +175,9 @@ def test_removing_the_listener_releases_a_waiting_event(fake: FakeModel, open_st
         heard.set()
         go_on.wait(30)
 
-    store.listen(on_routing=on_routing, options=ListenOptions(everything=True, lockstep=True))
+    store.listen(
+        on_routing=on_routing, options=ListenOptions(everything=True, lockstep=True)
+    )
 
     def events() -> None:
         for n in range(100):
@@ -179,10 +192,15 @@ def test_removing_the_listener_releases_a_waiting_event(fake: FakeModel, open_st
         sent.result(10)
 
 
-def test_lazy_listener_gets_every_event_in_order(fake: FakeModel, open_store: Open) -> None:
+def test_lazy_listener_gets_every_event_in_order(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8, simulate=True)
     seen: list[int] = []
-    store.listen(on_routing=lambda event: seen.append(event.il), options=ListenOptions(everything=True, lazy=True))
+    store.listen(
+        on_routing=lambda event: seen.append(event.il),
+        options=ListenOptions(everything=True, lazy=True),
+    )
     for n in range(3000):
         context.acquire(n % 4, [n % 8, (n + 1) % 8])
     until(lambda: len(seen) == 3000)
@@ -194,13 +212,16 @@ def test_lazy_listener_gets_every_event_in_order(fake: FakeModel, open_store: Op
     assert store.counters()["events_dropped"] == 0
 
 
-def test_close_delivers_queued_events_to_callbacks_that_use_the_store(fake: FakeModel, open_store: Open) -> None:
+def test_close_delivers_queued_events_to_callbacks_that_use_the_store(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 9, simulate=True)
     handle, done = store.handle, 0
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal done
-        # Calls the C function, because a method of `store` raises ClosedError once close() has begun.
+        # Calls the C function, because a method of `store` raises ClosedError once
+        # close() has begun.
         library.load().moegguf_store_set_scores(handle, None, 0)
         done += 1
 
@@ -211,13 +232,18 @@ def test_close_delivers_queued_events_to_callbacks_that_use_the_store(fake: Fake
     assert done == 400
 
 
-def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open_store: Open) -> None:
+def test_events_carry_the_sequence_and_phase_of_each_token(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 16)
     seen: list[Announcement | RoutingEvent] = []
     store.listen(on_routing=seen.append, on_tokens=seen.append)
-    context.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
+    context.announce(
+        [4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1]
+    )
     context.acquire(0, np.zeros((3, 2)))  # the first ubatch
-    context.acquire(3, np.zeros((2, 2)))  # the last layer is computed only for the first ubatch's two output tokens
+    # The last layer is computed only for the first ubatch's two output tokens.
+    context.acquire(3, np.zeros((2, 2)))
     context.acquire(0, np.zeros((2, 2)))
     context.acquire(3, np.zeros((1, 2)))
     context.acquire(0, np.zeros((1, 2)))  # never announced
@@ -227,15 +253,26 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
     assert (announced.sequence, announced.phase) == (4, Phase.DECODE)
     found = np.stack([announced.sequences, announced.phases, announced.outputs])  # type: ignore[list-item]
     assert found.tolist() == [[4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [0, 1, 1, 0, 1]]
-    sequences = [None if event.sequences is None else event.sequences.tolist() for event in events]
-    phases = [None if event.phases is None else event.phases.tolist() for event in events]
+    sequences = [
+        None if event.sequences is None else event.sequences.tolist()
+        for event in events
+    ]
+    phases = [
+        None if event.phases is None else event.phases.tolist() for event in events
+    ]
     assert sequences == [[4, 4, 5], [4, 5], [6, 6], [6], None]
     assert phases == [[0, 0, 1], [0, 1], [0, 0], [0], None]
-    assert {event.phase for event in events[:4]} == {Phase.DECODE}, "a controller acts for the one that decodes"
-    assert [event.first_token for event in events if isinstance(event, RoutingEvent)] == [0, 0, 3, 3, -1]
+    assert {event.phase for event in events[:4]} == {Phase.DECODE}, (
+        "a controller acts for the one that decodes"
+    )
+    assert [
+        event.first_token for event in events if isinstance(event, RoutingEvent)
+    ] == [0, 0, 3, 3, -1]
 
 
-def test_events_of_one_sequence_have_no_sequence_arrays(fake: FakeModel, open_store: Open) -> None:
+def test_events_of_one_sequence_have_no_sequence_arrays(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 16)
     seen: list[Announcement | RoutingEvent] = []
     store.listen(on_routing=seen.append, on_tokens=seen.append)
@@ -247,7 +284,9 @@ def test_events_of_one_sequence_have_no_sequence_arrays(fake: FakeModel, open_st
     assert all(event.sequences is None for event in seen)
 
 
-def test_announce_rejects_mismatched_lengths_and_unknown_phases(fake: FakeModel, open_store: Open) -> None:
+def test_announce_rejects_mismatched_lengths_and_unknown_phases(
+    fake: FakeModel, open_store: Open
+) -> None:
     _, context = open_store(fake, 16)
     with pytest.raises(OptionError, match="2 tokens must have 2 sequences"):
         context.announce([1, 2, 3], Phase.DECODE, [10, 11])
@@ -260,33 +299,59 @@ def test_announce_rejects_mismatched_lengths_and_unknown_phases(fake: FakeModel,
         library.load().moegguf_context_announce(context.handle, event)
 
 
-POLICIES = {"lru": lambda: LRU, "lfu": Lfu, "sparsity": lambda: make_policy("sparsity", SMALL, Artifacts(None))}
+POLICIES = {
+    "lru": lambda: LRU,
+    "lfu": Lfu,
+    "sparsity": lambda: make_policy("sparsity", SMALL, Artifacts(None)),
+}
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_simulation_counts_prompt_tokens_of_mixed_passes_apart_from_decoding(name: str) -> None:
+def test_simulation_counts_prompt_tokens_of_mixed_passes_apart_from_decoding(
+    name: str,
+) -> None:
     trace = random_trace(n_sequences=3, n_prefill=4, n_decode=6)
-    first, second, third = (np.flatnonzero(trace.sequence_of == sequence) for sequence in range(3))
+    first, second, third = (
+        np.flatnonzero(trace.sequence_of == sequence) for sequence in range(3)
+    )
     mixed = [np.array([first[4 + i], second[i], third[i]]) for i in range(4)]
-    alone = [np.array([first[8], second[4], third[4]]), np.array([first[9]]), *(third[at : at + 1] for at in (5, 6))]
+    alone = [
+        np.array([first[8], second[4], third[4]]),
+        np.array([first[9]]),
+        *(third[at : at + 1] for at in (5, 6)),
+    ]
     trace = grouped(trace, [first[:4], *mixed, *alone])
     found = Simulation(trace, POLICIES[name](), NoPrediction(SMALL), 40).run()
-    assert found.decode.tokens == np.count_nonzero(trace.phase_of == Phase.DECODE) == 4 + 3 + 1 + 2
+    assert (
+        found.decode.tokens
+        == np.count_nonzero(trace.phase_of == Phase.DECODE)
+        == 4 + 3 + 1 + 2
+    )
     assert found.whole.tokens == trace.n_tokens == 4 + 12 + 6
-    assert found.decode.lookups > found.whole.lookups / 2, "what mixed passes needed counts as decoding"
-    of_passes = np.logical_or.reduceat(used_experts(trace, np.arange(trace.n_tokens)), trace.pass_start[:-1], axis=0)
-    assert found.whole.lookups == of_passes.sum(), "an expert that several sequences use is looked up once in a pass"
+    assert found.decode.lookups > found.whole.lookups / 2, (
+        "what mixed passes needed counts as decoding"
+    )
+    of_passes = np.logical_or.reduceat(
+        used_experts(trace, np.arange(trace.n_tokens)), trace.pass_start[:-1], axis=0
+    )
+    assert found.whole.lookups == of_passes.sum(), (
+        "an expert that several sequences use is looked up once in a pass"
+    )
 
 
 def test_next_use_misses_less_than_lru_with_eight_interleaved_sequences() -> None:
-    """Each pass has one token of each of eight sequences, and the pool has 89 slots for 240 experts."""
+    """Each pass has one token of each of eight sequences, and the pool has 89 slots for
+    240 experts."""
     shape = shape_of("qwen3-30b", 4, 60, 4)
     trace = synthesize("qwen3-30b", shape, 128, 0, 8)
-    # The simulation announces a pass only if its tokens are known, so every token gets the id 0.
+    # The simulation announces a pass only if its tokens are known, so every token gets
+    # the id 0.
     trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))
     trace = grouped(trace, [np.arange(8) * 128 + at for at in range(128)])
     misses = {
-        name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89).run().counters["misses"]
+        name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89)
+        .run()
+        .counters["misses"]
         for name in ("lru", "next-use")
     }
     assert misses["next-use"] < 0.7 * misses["lru"]

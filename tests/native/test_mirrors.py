@@ -1,6 +1,7 @@
 """Tests mirrors: copies of a model's files, which are usually on other drives.
 
-The tests check how reads are divided among the copies, and which copies the store rejects or stops using.
+The tests check how reads are divided among the copies, and which copies the store
+rejects or stops using.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from fake_model import FakeModel, Open, make_model
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.native.store import Store, StoreContext
 from moegguf.quantities import Link
-from moegguf.testing.library import arm_fault, count_operations, limit_faults, slow_drive
+from moegguf.testing.library import (
+    arm_fault,
+    count_operations,
+    limit_faults,
+    slow_drive,
+)
 
 N_EXPERT = 8
 N_SLOTS = 5
@@ -37,8 +43,8 @@ def no_limits() -> Iterator[None]:
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    """Yields `slow(path, seconds)`. From this call to the end of the test, a read of the file takes this latency plus 1
-    ns per byte."""
+    """Yields `slow(path, seconds)`. From this call to the end of the test, a read of
+    the file takes this latency plus 1 ns per byte."""
     slowed = set[Path]()
 
     def slow_one(path: Path, latency_s: float) -> None:
@@ -56,14 +62,18 @@ def mirror(fake: FakeModel) -> list[Path]:
 
 
 def copies(fake: FakeModel, folder: str) -> list[Path]:
-    """Copies the model's files into a new folder beside the first file. Returns the paths of the copies."""
+    """Copies the model's files into a new folder beside the first file. Returns the
+    paths of the copies."""
     to = fake.paths[0].parent / folder
     to.mkdir()
     return [Path(shutil.copy(path, to / path.name)) for path in fake.paths]
 
 
-def read_all(fake: FakeModel, store: Store, context: StoreContext, rounds: int = 2) -> None:
-    """Routes to two experts at a time, until every expert of every layer has been used `rounds` times.
+def read_all(
+    fake: FakeModel, store: Store, context: StoreContext, rounds: int = 2
+) -> None:
+    """Routes to two experts at a time, until every expert of every layer has been used
+    `rounds` times.
 
     Checks the experts' bytes.
     """
@@ -76,7 +86,9 @@ def bytes_of(store: Store) -> list[int]:
     return [drive["bytes"] for drive in store.drives()]
 
 
-def test_store_without_mirrors_reads_every_byte_from_one_drive(fake: FakeModel, open_store: Open) -> None:
+def test_store_without_mirrors_reads_every_byte_from_one_drive(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, N_SLOTS)
     read_all(fake, store, context)
     store.drain(10)
@@ -108,7 +120,9 @@ def test_store_reads_from_every_copy_and_gets_the_files_bytes(
     assert min(read) > sum(read) / 20
 
 
-def test_slower_drive_gets_fewer_reads(fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow) -> None:
+def test_slower_drive_gets_fewer_reads(
+    fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow
+) -> None:
     slow(fake.paths[0], 1e-3)
     slow(mirror[0], 6e-3)
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
@@ -132,10 +146,17 @@ def test_drive_that_becomes_fast_gets_reads_again(
     assert store.drives()[1]["reads"] > before + 100
 
 
-@pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "reason", [errno.EIO, errno.ENOENT, errno.ESTALE], ids=errno.errorcode.get
+)
 @pytest.mark.parametrize("index", [0, 1], ids=["its own file", "the mirror"])
 def test_failing_drive_is_dropped_and_the_other_copy_is_read(
-    fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow, index: int, reason: int
+    fake: FakeModel,
+    mirror: list[Path],
+    open_store: Open,
+    slow: Slow,
+    index: int,
+    reason: int,
 ) -> None:
     for path in (fake.paths[0], mirror[0]):
         slow(path, 1e-3)
@@ -148,7 +169,10 @@ def test_failing_drive_is_dropped_and_the_other_copy_is_read(
     store.drain(10)
     drives = store.drives()
     assert [drive["dropped"] for drive in drives] == [index == 0, index == 1]
-    assert str(failing) in drives[index]["note"] and os.strerror(reason) in drives[index]["note"]
+    assert (
+        str(failing) in drives[index]["note"]
+        and os.strerror(reason) in drives[index]["note"]
+    )
     assert store.counters()["read_errors"] == 0
     read = bytes_of(store)
     read_all(fake, store, context)
@@ -156,7 +180,9 @@ def test_failing_drive_is_dropped_and_the_other_copy_is_read(
     assert bytes_of(store)[1 - index] > read[1 - index]
 
 
-def test_single_read_error_is_retried_and_drops_no_drive(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
+def test_single_read_error_is_retried_and_drops_no_drive(
+    fake: FakeModel, mirror: list[Path], open_store: Open
+) -> None:
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
     arm_fault("read", 3)
     read_all(fake, store, context)
@@ -179,7 +205,9 @@ def test_failure_of_the_last_copy_fails_the_event_and_later_events_read_again(
 
 
 @pytest.mark.parametrize("kind", ["read", "stat", "short_read", "eintr"])
-def test_fault_at_any_operation_on_a_mirror_loses_no_bytes(fake: FakeModel, open_store: Open, kind: str) -> None:
+def test_fault_at_any_operation_on_a_mirror_loses_no_bytes(
+    fake: FakeModel, open_store: Open, kind: str
+) -> None:
     paths = copies(fake, "mirror")
     dropped = 0
     for nth in count(1):
@@ -222,7 +250,12 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("index", [0, 1], ids=["its own file", "the mirror"])
 def test_copy_that_is_written_to_is_dropped(
-    fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow, index: int, change: Callable[[Path], object]
+    fake: FakeModel,
+    mirror: list[Path],
+    open_store: Open,
+    slow: Slow,
+    index: int,
+    change: Callable[[Path], object],
 ) -> None:
     for path in (fake.paths[0], mirror[0]):
         slow(path, 1e-3)
@@ -234,27 +267,42 @@ def test_copy_that_is_written_to_is_dropped(
     assert store.counters()["read_errors"] == 0
 
 
-def test_store_rejects_a_mirror_of_another_size(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
+def test_store_rejects_a_mirror_of_another_size(
+    fake: FakeModel, mirror: list[Path], open_store: Open
+) -> None:
     with mirror[0].open("ab") as file:
         file.write(b"x")
     n_bytes = len(fake.contents[0])
-    with pytest.raises(OptionError, match=rf"'{mirror[0]}' has {n_bytes + 1} bytes instead of {n_bytes}: copy"):
+    with pytest.raises(
+        OptionError,
+        match=rf"'{mirror[0]}' has {n_bytes + 1} bytes instead of {n_bytes}: copy",
+    ):
         open_store(fake, N_SLOTS, mirrors=[mirror])
 
 
-def test_store_rejects_a_mirror_with_other_weights(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
+def test_store_rejects_a_mirror_with_other_weights(
+    fake: FakeModel, mirror: list[Path], open_store: Open
+) -> None:
     matrix = fake.layout.layers[2].matrices[1]
     data = bytearray(mirror[0].read_bytes())
     end = matrix.offset + matrix.n_expert * matrix.expert_bytes
     data[matrix.offset : end] = bytes(255 - byte for byte in data[matrix.offset : end])
     mirror[0].write_bytes(data)
-    with pytest.raises(OptionError, match=r"has other bytes at \d+: copy .* there again, or leave the mirror out"):
+    with pytest.raises(
+        OptionError,
+        match=r"has other bytes at \d+: copy .* there again, or leave the mirror out",
+    ):
         open_store(fake, N_SLOTS, mirrors=[mirror])
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic link", "hard link"])
+@pytest.mark.parametrize(
+    "link", [os.symlink, os.link], ids=["symbolic link", "hard link"]
+)
 def test_store_rejects_a_mirror_that_links_to_the_models_file(
-    fake: FakeModel, tmp_path: Path, open_store: Open, link: Callable[[Path, Path], None]
+    fake: FakeModel,
+    tmp_path: Path,
+    open_store: Open,
+    link: Callable[[Path, Path], None],
 ) -> None:
     other = tmp_path / "other.bin"
     link(fake.paths[0], other)
@@ -262,7 +310,9 @@ def test_store_rejects_a_mirror_that_links_to_the_models_file(
         open_store(fake, N_SLOTS, mirrors=[[other]])
 
 
-def test_missing_mirror_is_dropped_when_the_store_opens(fake: FakeModel, open_store: Open) -> None:
+def test_missing_mirror_is_dropped_when_the_store_opens(
+    fake: FakeModel, open_store: Open
+) -> None:
     missing = fake.paths[0].with_name("unplugged.bin")
     store, context = open_store(fake, N_SLOTS, mirrors=[[missing]])
     drive = store.drives()[1]

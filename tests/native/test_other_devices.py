@@ -1,4 +1,5 @@
-"""Tests slots on devices whose memory is not the host's: one or two simulated links or RPC servers.
+"""Tests slots on devices whose memory is not the host's: one or two simulated links or
+RPC servers.
 
 Some cases also have slots in RAM and staging tensors.
 """
@@ -21,26 +22,35 @@ from moegguf.quantities import Link
 from moegguf.testing.library import ABI
 from moegguf.testing.link_device import add_link_device
 
-Size = tuple[int, int, int]  # numbers of slots per device, slots in RAM (0: no such tier), and staging tensors
+# Numbers of slots per device, slots in RAM (0: no such tier), and staging tensors.
+Size = tuple[int, int, int]
 # Counters of each device, and counters of the tier in RAM (empty without this tier).
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]
 FAST = Link(1e9, 1e-5)
-MIXED: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
+MIXED: tuple[Types, ...] = (
+    {"gate": Q4_K, "up": Q4_K, "down": Q6_K},
+    {"gate_up": Q6_K, "down": Q4_K},
+)
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> FakeModel:
-    """Returns a model of 4 layers with 8 experts each, top-2. Its matrices have the types Q4_K and Q6_K."""
+    """Returns a model of 4 layers with 8 experts each, top-2. Its matrices have the
+    types Q4_K and Q6_K."""
     return make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
 
 
 def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
-    """Runs 40 random passes with prefetches on the devices `names`. Checks bytes, and returns the counters.
+    """Runs 40 random passes with prefetches on the devices `names`. Checks bytes, and
+    returns the counters.
 
     A store without slots in RAM is resized to fewer slots after 30 passes.
     """
     n_slots, n_ram, staging = size
-    devices = [DeviceSlots(name, n_slots, range(d, 4, len(names)), n_ram > 0, staging) for d, name in enumerate(names)]
+    devices = [
+        DeviceSlots(name, n_slots, range(d, 4, len(names)), n_ram > 0, staging)
+        for d, name in enumerate(names)
+    ]
     store = Store(fake.layout, devices, StoreOptions(), n_ram)
     context, rng = store.context, np.random.default_rng(0)
     try:
@@ -53,7 +63,9 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
             for il in range(4):
                 ids = routed(rng, n_tokens)
                 slots = context.acquire(il, ids)
-                fake.check(store, il, ids, slots) if n_tokens == 1 else check_staged(fake, store, il, ids, slots)
+                fake.check(store, il, ids, slots) if n_tokens == 1 else check_staged(
+                    fake, store, il, ids, slots
+                )
                 store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
         context.take_failure()
         store.drain(10)
@@ -61,9 +73,14 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
         if n_ram:
             check_tiers(store)
         if staging:
-            assert store.staging()["lookups"] > 0 and store.staging()["device"] == names[0]
+            assert (
+                store.staging()["lookups"] > 0 and store.staging()["device"] == names[0]
+            )
         found = [store.device(d) for d in range(len(names))]
-        assert all(of["evictions"] > 0 and (of["hits_ready"] > 0 or n_slots < 5) for of in found)
+        assert all(
+            of["evictions"] > 0 and (of["hits_ready"] > 0 or n_slots < 5)
+            for of in found
+        )
         assert [of["device"] for of in found] == list(names)
         return found, store.tier(Tier.RAM) if n_ram else {}
     finally:
@@ -71,17 +88,23 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
 
 
 def on_rpc(fake: FakeModel) -> tuple[list[Figures], Figures]:
-    """Returns the counters of passes on RPC0 alone, for each of six sizes, and of passes on RPC0 and RPC1 together."""
+    """Returns the counters of passes on RPC0 alone, for each of six sizes, and of
+    passes on RPC0 and RPC1 together."""
     names = ["RPC0", "RPC1"]
     sizes = ((5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2))
-    return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)
+    return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(
+        fake, (5, 7, 0), names
+    )
 
 
 def test_rpc_slots_hold_the_files_bytes(mixed: FakeModel) -> None:
     of_one, (devices, ram) = in_child(on_rpc, mixed, n_servers=2)
     with_ram = [below for _, below in of_one if below]
     assert len(with_ram) == 4
-    assert all(of["device"] == "RPC0" and "RPC0 offers no pinned memory" in of["note"] for of in with_ram)
+    assert all(
+        of["device"] == "RPC0" and "RPC0 offers no pinned memory" in of["note"]
+        for of in with_ram
+    )
     assert [of["device"] for of in devices] == ["RPC0", "RPC1"]
     assert "RPC0, RPC1 offers no pinned memory" in ram["note"]
 
@@ -93,12 +116,15 @@ def behind_a_link(fake: FakeModel, strict_seed: int) -> None:
 
 
 @pytest.mark.parametrize("strict_seed", [0, 1])
-def test_store_on_a_device_behind_a_link_holds_the_files_bytes(mixed: FakeModel, strict_seed: int) -> None:
+def test_store_on_a_device_behind_a_link_holds_the_files_bytes(
+    mixed: FakeModel, strict_seed: int
+) -> None:
     in_own_process(behind_a_link, mixed, strict_seed)
 
 
 def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]:
-    """Returns the note of a RAM tier below two devices, and the counters of a RAM tier below only the second device."""
+    """Returns the note of a RAM tier below two devices, and the counters of a RAM tier
+    below only the second device."""
     names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
     _, ram = passes_on(fake, (5, 7, 0), names)
     store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)
@@ -108,9 +134,15 @@ def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize(
-    ("pinned", "why"), [(ABI.PINNED_NOT, "was refused pinned memory"), (ABI.PINNED_FIRST, "offers no pinned memory")]
+    ("pinned", "why"),
+    [
+        (ABI.PINNED_NOT, "was refused pinned memory"),
+        (ABI.PINNED_FIRST, "offers no pinned memory"),
+    ],
 )
-def test_ram_slots_pinned_for_the_first_device_are_pageable_for_others(mixed: FakeModel, pinned: int, why: str) -> None:
+def test_ram_slots_pinned_for_the_first_device_are_pageable_for_others(
+    mixed: FakeModel, pinned: int, why: str
+) -> None:
     note, alone = in_own_process(behind_two_links, mixed, pinned)
     assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
     assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")
@@ -118,7 +150,8 @@ def test_ram_slots_pinned_for_the_first_device_are_pageable_for_others(mixed: Fa
 
 
 def test_a_reserved_port_is_kept_from_other_programs_until_the_server_listens() -> None:
-    """The RPC server sets SO_REUSEADDR, so the server can listen on the port. A program without it cannot."""
+    """The RPC server sets SO_REUSEADDR, so the server can listen on the port. A program
+    without it cannot."""
     with reserved_port() as port, socket.socket() as other, socket.socket() as served:
         with pytest.raises(OSError, match="Address already in use"):
             other.bind(("127.0.0.1", port))

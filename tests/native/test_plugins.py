@@ -1,4 +1,5 @@
-"""Tests that the library finds, checks and loads ggml backends of separately installed packages (plug-ins).
+"""Tests that the library finds, checks and loads ggml backends of separately installed
+packages (plug-ins).
 
 A small compiled backend, whose devices compute nothing, stands in for the real ones.
 """
@@ -81,13 +82,17 @@ Load = Callable[[], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns a function that compiles the stand-in backend and returns the path of the library.
+    """Returns a function that compiles the stand-in backend and returns the path of the
+    library.
 
-    The function takes preprocessor definitions such as N_DEVICES=0. Skips the test if nothing can be compiled.
+    The function takes preprocessor definitions such as N_DEVICES=0. Skips the test if
+    nothing can be compiled.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None or not GGML.exists():
-        pytest.skip("the stand-in needs a C++ compiler and the vendored sources (`make`)")
+        pytest.skip(
+            "the stand-in needs a C++ compiler and the vendored sources (`make`)"
+        )
     folder = library.find_library()
 
     def compile_one(*definitions: str, link: str = "-lggml-base") -> Path:
@@ -112,17 +117,25 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install(site: Path) -> Install:
-    """Returns a function that installs a library as the plug-in `name`, with a file UPSTREAM.
+    """Returns a function that installs a library as the plug-in `name`, with a file
+    UPSTREAM.
 
-    This file contains the pinned versions of the tested library, except for the values in `changes`.
+    This file contains the pinned versions of the tested library, except for the values
+    in `changes`.
     """
 
     def install_one(name: str, built: Path, **changes: str) -> Path:
         folder = site / plugins.NAMESPACE / name
         folder.mkdir(parents=True)
         shutil.copy(built, folder / f"libggml-{name.rstrip('0123456789')}.so")
-        pin = plugins.read_pin(library.find_library()) | {"version": __version__} | changes
-        (folder / "UPSTREAM").write_text("".join(f"{key} = {value}\n" for key, value in pin.items()))
+        pin = (
+            plugins.read_pin(library.find_library())
+            | {"version": __version__}
+            | changes
+        )
+        (folder / "UPSTREAM").write_text(
+            "".join(f"{key} = {value}\n" for key, value in pin.items())
+        )
         return folder
 
     return install_one
@@ -136,9 +149,18 @@ def load(site: Path, tmp_path: Path) -> Load:
     """
 
     def load_all() -> dict[str, Any]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])
+        }
         command = [sys.executable, "-c", SCRIPT]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         return dict(json.loads(done.stdout))
@@ -165,11 +187,17 @@ def test_plugin_built_for_another_ggml_is_refused_with_the_command_to_install(
     found = load()
     assert found["devices"] == ["CPU"]
     (text,) = found["refused"]
-    assert "moegguf-cuda13 0.0.9" in text and "123abc" in text and f"moegguf {__version__}" in text
+    assert (
+        "moegguf-cuda13 0.0.9" in text
+        and "123abc" in text
+        and f"moegguf {__version__}" in text
+    )
     assert text.endswith(f'pip install "moegguf-cuda13=={__version__}".')
 
 
-def test_plugin_without_a_pin_is_refused(compiled: Callable[..., Path], install: Install, load: Load) -> None:
+def test_plugin_without_a_pin_is_refused(
+    compiled: Callable[..., Path], install: Install, load: Load
+) -> None:
     (install("cuda13", compiled()) / "UPSTREAM").unlink()
     found = load()
     assert found["devices"] == ["CPU"]
@@ -180,15 +208,24 @@ def test_cpu_works_if_the_driver_library_of_a_plugin_is_missing(
     compiled: Callable[..., Path], install: Install, load: Load, tmp_path: Path
 ) -> None:
     driver = tmp_path / "libdriver-of-no-card.so"
-    subprocess.run(["c++", "-shared", "-o", driver, "-x", "c++", os.devnull], check=True)
-    install("cuda13", compiled(link=f"-Wl,--no-as-needed,{driver},--allow-shlib-undefined"))
+    subprocess.run(
+        ["c++", "-shared", "-o", driver, "-x", "c++", os.devnull], check=True
+    )
+    install(
+        "cuda13", compiled(link=f"-Wl,--no-as-needed,{driver},--allow-shlib-undefined")
+    )
     driver.unlink()
     found = load()
     assert found["devices"] == ["CPU"]
-    assert "failed to load" in found["errors"][0] and "libdriver-of-no-card.so" in found["errors"][0]
+    assert (
+        "failed to load" in found["errors"][0]
+        and "libdriver-of-no-card.so" in found["errors"][0]
+    )
 
 
-def test_cpu_works_if_the_file_of_a_plugin_is_not_a_library(install: Install, load: Load, tmp_path: Path) -> None:
+def test_cpu_works_if_the_file_of_a_plugin_is_not_a_library(
+    install: Install, load: Load, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     broken.write_bytes(b"no library")
     install("vulkan", broken)
@@ -216,7 +253,11 @@ def test_plugin_folders_lists_the_newest_cuda_first_and_vulkan_last(
     for name in ("vulkan", "cuda12", "cuda13"):
         install(name, empty)
     monkeypatch.syspath_prepend(site)
-    assert [folder.name for folder in plugins.plugin_folders()] == ["cuda13", "cuda12", "vulkan"]
+    assert [folder.name for folder in plugins.plugin_folders()] == [
+        "cuda13",
+        "cuda12",
+        "vulkan",
+    ]
 
 
 def test_build_identity_depends_on_installed_plugins(

@@ -17,26 +17,41 @@ from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 N_TOKENS = (1, 2, 3, 9, 33)
-IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occurs three times
+# Ids of 12 tokens: every expert occurs three times.
+IDS = np.arange(24).reshape(12, 2) * 3 % 8
 
 
-def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
-    """Returns random expert ids (n_tokens, n_used). Experts with lower ids are more likely."""
+def routed(
+    rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2
+) -> Any:
+    """Returns random expert ids (n_tokens, n_used). Experts with lower ids are more
+    likely."""
     share = 1.0 / np.arange(1, n_expert + 1)
-    return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
+    return np.array(
+        [
+            rng.choice(n_expert, n_used, False, share / share.sum())
+            for _ in range(n_tokens)
+        ]
+    )
 
 
-def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
-    """Asserts that the slot ids are the router's expert ids, and that the staging tensor holds the file's bytes at
-    these ids."""
+def check_staged(
+    fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any
+) -> None:
+    """Asserts that the slot ids are the router's expert ids, and that the staging
+    tensor holds the file's bytes at these ids."""
     assert np.array_equal(ids, slot_ids)
     fake.check(store, il, ids, slot_ids)
 
 
-def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
-    """Runs random passes, and checks the experts' bytes. At least every second pass has a single token.
+def events(
+    fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0
+) -> int:
+    """Runs random passes, and checks the experts' bytes. At least every second pass has
+    a single token.
 
-    Returns the number of staged look-ups: the distinct experts of each layer in passes of several tokens.
+    Returns the number of staged look-ups: the distinct experts of each layer in passes
+    of several tokens.
     """
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
@@ -54,19 +69,27 @@ def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, 
 
 
 def check_figures(store: Store, staged: int) -> None:
-    """Waits until no transfer is queued or running. Asserts that the counters of all tiers are consistent.
+    """Waits until no transfer is queued or running. Asserts that the counters of all
+    tiers are consistent.
 
     `staged` is the expected number of look-ups in staging tensors.
     """
     store.drain(10)
     check_tiers(store)
     figures = store.staging()
-    assert figures["lookups"] == figures["hits_ready"] + figures["hits_late"] + figures["misses"] == staged > 0
+    assert (
+        figures["lookups"]
+        == figures["hits_ready"] + figures["hits_late"] + figures["misses"]
+        == staged
+        > 0
+    )
     assert figures["bytes_missed"] > 0
     assert figures["stall_ns"] <= store.tier()["stall_ns"]
 
 
-def test_staged_prompt_fills_slots_only_in_its_last_pass(fake: FakeModel, open_store: Open) -> None:
+def test_staged_prompt_fills_slots_only_in_its_last_pass(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8, n_ram_slots=32, staging=2, fill=False)
     context.announce(0, 0, list(range(24)))
     for il in range(4):
@@ -86,14 +109,22 @@ def test_staged_prompt_fills_slots_only_in_its_last_pass(fake: FakeModel, open_s
 
 
 @pytest.mark.parametrize("n_layer", [4, 5])
-def test_staging_copies_the_next_layer_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
-    """Uses the modelled clock, on which copying a layer's experts takes 1 us less than computing the layer.
+def test_staging_copies_the_next_layer_while_a_layer_computes(
+    tmp_path: Path, open_store: Open, n_layer: int
+) -> None:
+    """Uses the modelled clock, on which copying a layer's experts takes 1 us less than
+    computing the layer.
 
-    A layer's experts are copied while earlier layers are computed. The last of five layers is not computed, as in a
-    pass without logits.
+    A layer's experts are copied while earlier layers are computed. The last of five
+    layers is not computed, as in a pass without logits.
     """
     fake = make_model(tmp_path, n_layer=n_layer)
-    options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
+    options = {
+        "simulate": True,
+        "link_bytes_per_s": 1e12,
+        "copy_bytes_per_s": 1e9,
+        "fill": False,
+    }
     store, context = open_store(fake, 8, n_ram_slots=8 * n_layer, staging=2, **options)
     for n in range(4):
         context.announce(n, 0, list(range(24)))
@@ -108,34 +139,49 @@ def test_staging_copies_the_next_layer_while_a_layer_computes(tmp_path: Path, op
     assert 1 - waited / copied >= 0.8
 
 
-def test_staging_rejects_impossible_numbers_of_tensors_and_a_resize(fake: FakeModel, open_store: Open) -> None:
+def test_staging_rejects_impossible_numbers_of_tensors_and_a_resize(
+    fake: FakeModel, open_store: Open
+) -> None:
     for n in (-1, 3):
         with pytest.raises(OptionError, match=f"at most 2 staging tensors, not {n}"):
             open_store(fake, 8, n_ram_slots=8, staging=n)
     store, _ = open_store(fake, 8, n_ram_slots=8, staging=2)
     with pytest.raises(OptionError, match="keep the size"):
         store.resize(4, abi.STAGING_TIER)
-    store, _ = open_store(fake, 8, staging=2)  # staging needs slots in RAM, and there are none
+    # staging needs slots in RAM, and there are none.
+    store, _ = open_store(fake, 8, staging=2)
     assert store.staging() == {}
 
 
-@pytest.mark.parametrize(("names", "n_tensors"), [((None, None), 2), (("A", "A"), 2), (("A", "B"), 4)])
+@pytest.mark.parametrize(
+    ("names", "n_tensors"), [((None, None), 2), (("A", "A"), 2), (("A", "B"), 4)]
+)
 def test_pools_of_one_device_share_staging_tensors(
     tmp_path: Path, names: tuple[str | None, str | None], n_tensors: int
 ) -> None:
-    """Every second layer has larger experts and larger slots. Devices with names are simulated."""
+    """Every second layer has larger experts and larger slots. Devices with names are
+    simulated."""
     small: Types = {"gate": Q4_0, "up": Q4_0, "down": Q4_0}
     fake = make_model(tmp_path, n_layer=7, types=(small, PLAIN))
     slots = [
         DeviceSlots(name, n, layers, through_ram=True, staging=2)
-        for name, n, layers in zip(names, (6, 5), ((0, 2, 4, 6), (1, 3, 5)), strict=True)
+        for name, n, layers in zip(
+            names, (6, 5), ((0, 2, 4, 6), (1, 3, 5)), strict=True
+        )
     ]
     simulate = names[0] is not None
-    store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_ram_slots=14)
+    store = Store(
+        fake.layout,
+        slots,
+        StoreOptions(repack=False, fill=False, simulate=simulate),
+        n_ram_slots=14,
+    )
     context = store.context
     try:
         sizes = [slot_sizes(fake.layout.only(of.layers)).slot_bytes for of in slots]
-        assert [store.device(d)["slot_bytes"] for d in range(2)] == sizes and sizes[0] < sizes[1]
+        assert [store.device(d)["slot_bytes"] for d in range(2)] == sizes and sizes[
+            0
+        ] < sizes[1]
         assert store.tier()["slot_bytes"] == (6 * sizes[0] + 5 * sizes[1]) // 11
         assert store.tier(Tier.RAM)["slot_bytes"] == slot_sizes(fake.layout).slot_bytes
         if not simulate:

@@ -18,7 +18,9 @@ from moegguf.testing.library import arm_fault
 CHILD_TIMEOUT_S = 10
 
 
-def test_cancel_during_a_slow_read_ends_the_event_soon_and_the_next_works(fake: FakeModel, open_store: Open) -> None:
+def test_cancel_during_a_slow_read_ends_the_event_soon_and_the_next_works(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 4)
     arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
@@ -39,7 +41,9 @@ def test_cancel_during_a_slow_read_ends_the_event_soon_and_the_next_works(fake: 
     fake.token(store, context, [0, 1])
 
 
-def test_cancel_ends_an_event_that_waits_for_a_slot(fake: FakeModel, open_store: Open) -> None:
+def test_cancel_ends_an_event_that_waits_for_a_slot(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 2)
     arm_fault("slow_read", 1, sticky=True)
     store.prefetch([0], [0])
@@ -80,8 +84,11 @@ def refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def test_forked_child_gets_errors_and_never_hangs(fake: FakeModel, open_store: Open) -> None:
-    """Forks 25 times while readers and a second thread use the store, so a fork may happen while its lock is held."""
+def test_forked_child_gets_errors_and_never_hangs(
+    fake: FakeModel, open_store: Open
+) -> None:
+    """Forks 25 times while readers and a second thread use the store, so a fork may
+    happen while its lock is held."""
     store, context = open_store(fake, 6)
     over = threading.Event()
 
@@ -117,12 +124,19 @@ def test_closed_store_raises_closed_error(fake: FakeModel, open_store: Open) -> 
     store, context = open_store(fake, 4)
     store.close()
     store.close()
-    for call in (lambda: context.acquire(0, [0, 1]), store.counters, store.drain, lambda: store.resize(2)):
+    for call in (
+        lambda: context.acquire(0, [0, 1]),
+        store.counters,
+        store.drain,
+        lambda: store.resize(2),
+    ):
         with pytest.raises(ClosedError):
             call()
 
 
-def test_store_closes_while_reads_and_prefetches_are_running(fake: FakeModel, open_store: Open) -> None:
+def test_store_closes_while_reads_and_prefetches_are_running(
+    fake: FakeModel, open_store: Open
+) -> None:
     for _ in range(30):
         store, context = open_store(fake, 20)
         context.acquire(0, [0, 1])

@@ -1,6 +1,8 @@
-"""Tests operations of the store (TYPED) that fail once or permanently, and files that change while a store is open.
+"""Tests operations of the store (TYPED) that fail once or permanently, and files that
+change while a store is open.
 
-In each case, a routing event finds the file's bytes in its slots, or raises a typed error.
+In each case, a routing event finds the file's bytes in its slots, or raises a typed
+error.
 """
 
 import errno
@@ -27,7 +29,8 @@ TYPED = {
 
 
 def n_files() -> int:
-    """Counts this process's open file descriptors after a garbage collection, which closes files of earlier tests."""
+    """Counts this process's open file descriptors after a garbage collection, which
+    closes files of earlier tests."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
@@ -40,11 +43,15 @@ def n_seen(kind: str) -> int:
     return count_operations(kind)
 
 
-def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
-    """Opens a store of 5 slots, and routes up to six events until one fails. `kind` is the armed kind of fault.
+def story(
+    fake: FakeModel, options: StoreOptions, kind: str
+) -> tuple[MoeggufError | None, int]:
+    """Opens a store of 5 slots, and routes up to six events until one fails. `kind` is
+    the armed kind of fault.
 
-    Returns the error (None: nothing failed), and the number of operations of `kind`. If the store has opened, disarms
-    the fault and asserts that later events find the file's bytes in their slots.
+    Returns the error (None: nothing failed), and the number of operations of `kind`. If
+    the store has opened, disarms the fault and asserts that later events find the
+    file's bytes in their slots.
     """
     try:
         store = Store(fake.layout, 5, options)
@@ -89,12 +96,15 @@ def test_fault_at_any_operation_is_typed_and_leaks_no_file_or_thread(
             break
     assert nth > 1, "the fault was never reached"
     assert n_files() <= files
-    until(lambda: n_threads() <= threads)  # a joined thread may still be listed for a moment
+    # A joined thread may still be listed for a moment.
+    until(lambda: n_threads() <= threads)
     harmless = {"short_read"} | (set() if sticky else {"read", "eintr"})
     assert (errors == 0) == (kind in harmless)
 
 
-def test_permanent_disk_error_is_raised_with_its_reason(fake: FakeModel, open_store: Open) -> None:
+def test_permanent_disk_error_is_raised_with_its_reason(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 4)
     arm_fault("read", 1, sticky=True, errno=errno.EIO)
     with pytest.raises(ExpertIOError, match="Input/output error"):
@@ -104,7 +114,9 @@ def test_permanent_disk_error_is_raised_with_its_reason(fake: FakeModel, open_st
     assert store.counters()["read_errors"] > 0
 
 
-def test_store_falls_back_to_buffered_reads_if_a_direct_read_is_refused(fake: FakeModel, open_store: Open) -> None:
+def test_store_falls_back_to_buffered_reads_if_a_direct_read_is_refused(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 4)
     was_direct = store.info()["direct"]
     arm_fault("read", 1, errno=errno.EINVAL)
@@ -113,7 +125,9 @@ def test_store_falls_back_to_buffered_reads_if_a_direct_read_is_refused(fake: Fa
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
-def test_fill_continues_after_an_expert_that_cannot_be_read(fake: FakeModel, open_store: Open, sticky: bool) -> None:
+def test_fill_continues_after_an_expert_that_cannot_be_read(
+    fake: FakeModel, open_store: Open, sticky: bool
+) -> None:
     arm_fault("stat", 5, sticky=sticky)
     store, context = open_store(fake, 32)
     store.drain(5)
@@ -143,9 +157,11 @@ def overwrite_and_hide(path: Path) -> None:
 
 
 def hidden_and(change: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Returns a function that overwrites a file, restores its times, and then calls `change`.
+    """Returns a function that overwrites a file, restores its times, and then calls
+    `change`.
 
-    `change` itself sets the file's change time, so the change time is no evidence of the write.
+    `change` itself sets the file's change time, so the change time is no evidence of
+    the write.
     """
 
     def overwrite_and_change(path: Path) -> None:
@@ -176,14 +192,20 @@ def test_modified_file_is_no_longer_read(
     fake.acquire(store, context, 3, [0, 1])
     fake.acquire(store, context, 0, [0, 1])
     change(fake.paths[0])
-    fake.acquire(store, context, 3, [0, 1])  # needs no read, because both experts are in slots
+    # Needs no read, because both experts are in slots.
+    fake.acquire(store, context, 3, [0, 1])
     for _ in range(2):
-        with pytest.raises(ExpertIOError, match=f"{fake.paths[0].name}' was written to after the model was loaded"):
+        with pytest.raises(
+            ExpertIOError,
+            match=f"{fake.paths[0].name}' was written to after the model was loaded",
+        ):
             context.acquire(3, [6, 7])
         assert context.take_failure() is not None
 
 
-def test_file_with_one_overwritten_matrix_and_another_mode_is_no_longer_read(fake: FakeModel, open_store: Open) -> None:
+def test_file_with_one_overwritten_matrix_and_another_mode_is_no_longer_read(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 4)
     fake.token(store, context, [0, 1])
     path, matrix = fake.paths[0], fake.layout.layers[2].matrices[1]
@@ -195,7 +217,9 @@ def test_file_with_one_overwritten_matrix_and_another_mode_is_no_longer_read(fak
         file.write(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     path.chmod(0o600)
-    with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
+    with pytest.raises(
+        ExpertIOError, match="was written to after the model was loaded"
+    ):
         context.acquire(3, [6, 7])
 
 
@@ -206,10 +230,13 @@ def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) ->
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        # The store compares only samples of the file. None of them covers this position, so none shows the write.
+        # The store compares only samples of the file. None of them covers this
+        # position, so none shows the write.
         file.write(b"x")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
+    with pytest.raises(
+        ExpertIOError, match="was written to after the model was loaded"
+    ):
         context.acquire(0, [0, 1])
 
 

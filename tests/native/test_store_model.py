@@ -1,7 +1,9 @@
-"""Compares the store with a model of it, under random calls, on small files and on the modelled link.
+"""Compares the store with a model of it, under random calls, on small files and on the
+modelled link.
 
-In an exact run, one device has fewer slots than experts, `sweep` and `fill` are off, and all reads finish before the
-next call. The store must then hold the same experts as `reference_store.py`, slot for slot. In every run:
+In an exact run, one device has fewer slots than experts, `sweep` and `fill` are off,
+and all reads finish before the next call. The store must then hold the same experts as
+`reference_store.py`, slot for slot. In every run:
 
 - slots of the last event keep its experts until the next event or the pass's end, unless streaming reuses slots;
 - no tier uses more slots than it has;
@@ -46,27 +48,31 @@ from moegguf.testing.library import arm_fault
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
 
-# Drawn layers and experts are taken modulo the model's numbers of layers and experts. A share becomes a number of
-# slots.
+# Drawn layers and experts are taken modulo the model's numbers of layers and experts. A
+# share becomes a number of slots.
 layers, seeds = st.integers(0, 5), st.integers(0, 1 << 16)
 experts = st.tuples(layers, st.integers(0, 8))
 shares = st.floats(0, 1)
 
 
 def prompt(layout: ExpertLayout) -> Ids:
-    """Returns the expert ids of 12 tokens. They use every expert of a layer; with 5 experts, only expert 0."""
+    """Returns the expert ids of 12 tokens. They use every expert of a layer; with 5
+    experts, only expert 0."""
     n_used = layout.n_expert_used
-    return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(np.int32)
+    return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(
+        np.int32
+    )
 
 
 class StoreMachine(RuleBasedStateMachine):
     """Makes random calls to a store.
 
-    In an exact run, each call is repeated on the reference store, which must then have the same experts in the same
-    slots.
+    In an exact run, each call is repeated on the reference store, which must then have
+    the same experts in the same slots.
     """
 
-    # Each model, and the bytes of a prompt's product that was computed with every expert in a slot.
+    # Each model, and the bytes of a prompt's product that was computed with every
+    # expert in a slot.
     models: Sequence[tuple[FakeModel, bytes]]
 
     @initialize(
@@ -88,9 +94,17 @@ class StoreMachine(RuleBasedStateMachine):
         if self.exact:
             n_ram, ahead, n_devices = 0, {"sweep": False, "fill": False}, 1
         else:
-            ahead = {name: switches.draw(st.booleans(), name) for name in ("sweep", "fill", "stream")}
-            n_devices = switches.draw(st.integers(1, min(2, len(self.layout.layers))), "devices")
-        self.layers = [[layer.il for layer in self.layout.layers[d::n_devices]] for d in range(n_devices)]
+            ahead = {
+                name: switches.draw(st.booleans(), name)
+                for name in ("sweep", "fill", "stream")
+            }
+            n_devices = switches.draw(
+                st.integers(1, min(2, len(self.layout.layers))), "devices"
+            )
+        self.layers = [
+            [layer.il for layer in self.layout.layers[d::n_devices]]
+            for d in range(n_devices)
+        ]
         self.slots = [self.n_of(share, len(layers)) for layers in self.layers]
         self.usable = list(self.slots)  # the number of usable slots on each device
         link = switches.draw(st.sampled_from([0.0, 1e9]), "link") if simulate else 0.0
@@ -108,31 +122,42 @@ class StoreMachine(RuleBasedStateMachine):
             ),
             n_ram,
         )  # fmt: skip
-        self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
+        self.model = (
+            ReferenceStore(MoeShape.of(self.layout), self.slots[0])
+            if self.exact
+            else MagicMock()
+        )
         self.product: Product | None = None
         self.context = self.store.context
-        self.held: tuple[int, Ids, Ids] | None = None  # layer, ids and slots of the last event; None: not checked
+        # Layer, ids and slots of the last event; None: not checked.
+        self.held: tuple[int, Ids, Ids] | None = None
         self.failed: type[MoeggufError] | None = None
 
     def n_of(self, share: float, n_layers: int) -> int:
         """Returns the number of slots for `n_layers` layers.
 
-        Share 0 stands for the experts of one token in one layer, and share 1 for every expert.
+        Share 0 stands for the experts of one token in one layer, and share 1 for every
+        expert.
         """
-        return self.n_used + int(share * (n_layers * self.layout.n_expert - self.n_used))
+        return self.n_used + int(
+            share * (n_layers * self.layout.n_expert - self.n_used)
+        )
 
     def usable_for(self, il: int) -> int:
         return self.usable[self.store.device_of(il)]
 
     def expert(self, of: tuple[int, int]) -> tuple[int, int]:
-        return self.layout.layers[of[0] % len(self.layout.layers)].il, of[1] % self.layout.n_expert
+        return self.layout.layers[of[0] % len(self.layout.layers)].il, of[
+            1
+        ] % self.layout.n_expert
 
     # Routing events.
 
     def end_pass(self) -> None:
         """Ends the pass and clears its failure, as an engine does.
 
-        Asserts that the store has a failure if and only if a call of the pass has raised an error.
+        Asserts that the store has a failure if and only if a call of the pass has
+        raised an error.
         """
         failed, self.held, self.failed = self.failed, None, None
         assert (self.context.take_failure() is None) == (failed is None)
@@ -149,20 +174,27 @@ class StoreMachine(RuleBasedStateMachine):
         except MoeggufError as error:
             self.failed = type(error)
             raise
-        fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
+        fits = (
+            np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
+        )
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            self.held = (il, ids, slots)  # stays None if streaming may have reused this event's slots
+            # Stays None if streaming may have reused this event's slots.
+            self.held = (il, ids, slots)
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
-        """Returns random expert ids (n_tokens, n_used), which name no more experts than layer `il` has usable slots.
+        """Returns random expert ids (n_tokens, n_used), which name no more experts than
+        layer `il` has usable slots.
 
         Some experts are chosen more often than others, so that they stay in slots.
         """
         rng = np.random.default_rng(seed)
         some = np.sort(rng.permutation(self.layout.n_expert)[: self.usable_for(il)])
         share = 1 / (1 + np.arange(some.size))
-        one = [rng.choice(some, self.n_used, replace=False, p=share / share.sum()) for _ in range(n_tokens)]
+        one = [
+            rng.choice(some, self.n_used, replace=False, p=share / share.sum())
+            for _ in range(n_tokens)
+        ]
         return np.array(one, np.int32)
 
     @rule(il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
@@ -200,28 +232,44 @@ class StoreMachine(RuleBasedStateMachine):
     def crowded_event(self, il: int) -> None:
         """Routes an event that may need more experts than there are slots."""
         (il, _), n_expert = self.expert((il, 0)), self.layout.n_expert
-        ids = np.arange(n_expert, dtype=np.int32)[None] if self.exact else prompt(self.layout)
+        ids = (
+            np.arange(n_expert, dtype=np.int32)[None]
+            if self.exact
+            else prompt(self.layout)
+        )
         self.end_pass()
         with suppress(MoeggufError):
             self.acquire(il, ids)
         self.model.acquire(il, ids)
         assert self.failed is None or self.usable_for(il) < n_expert
 
-    @precondition(lambda self: not (self.exact or self.simulate or self.n_ram) and len(self.slots) == 1)
+    @precondition(
+        lambda self: (
+            not (self.exact or self.simulate or self.n_ram) and len(self.slots) == 1
+        )
+    )
     @rule()
     def product_of_a_prompt(self) -> None:
-        """Multiplies a prompt with ggml's kernels, which read one pool, and checks the bytes of the product.
+        """Multiplies a prompt with ggml's kernels, which read one pool, and checks the
+        bytes of the product.
 
         Experts without a slot are streamed.
         """
         self.end_pass()
-        self.product = self.product or Product(self.store, self.context, self.fake, prompt(self.layout))
+        self.product = self.product or Product(
+            self.store, self.context, self.fake, prompt(self.layout)
+        )
         self.product.set_ids(prompt(self.layout))
         self.product.acquire()
         bits = self.product.compute()
-        if aborts(self.context):  # pinned slots of this layer cannot be reused for its other experts if overlap is off
+        # Pinned slots of this layer cannot be reused for its other experts if overlap
+        # is off.
+        if aborts(self.context):
             self.failed = MoeggufError
-            assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
+            assert (
+                self.usable_for(0) < self.layout.n_expert
+                and not self.store.options.overlap
+            )
         else:
             assert bits == self.expected
         self.end_pass()
@@ -264,7 +312,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=st.none() | seeds)
     def set_scores(self, seed: int | None) -> None:
-        table = None if seed is None else np.random.default_rng(seed).integers(0, 4, self.store.shape)
+        table = (
+            None
+            if seed is None
+            else np.random.default_rng(seed).integers(0, 4, self.store.shape)
+        )
         self.model.scores = None if table is None else table.astype(np.float32)
         self.store.set_scores(self.model.scores)
 
@@ -313,8 +365,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(il=layers, seed=seeds)
     def cancelled_event(self, il: int, seed: int) -> None:
-        """Routes an event while the store is cancelled. The event fails, but the experts that it needs are still
-        read."""
+        """Routes an event while the store is cancelled. The event fails, but the
+        experts that it needs are still read."""
         il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
         self.end_pass()
@@ -325,7 +377,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.acquire(il, ids)
 
     @precondition(lambda self: not self.simulate)
-    @rule(il=layers, seed=seeds, kind=st.sampled_from(["read", "copy"]), nth=st.integers(1, 4))
+    @rule(
+        il=layers,
+        seed=seeds,
+        kind=st.sampled_from(["read", "copy"]),
+        nth=st.integers(1, 4),
+    )
     def failing_event(self, il: int, seed: int, kind: str, nth: int) -> None:
         il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
@@ -339,7 +396,9 @@ class StoreMachine(RuleBasedStateMachine):
         arm_fault(kind, 0)
         self.model.acquire(il, ids, reads_fail=True)
         if self.exact:
-            assert (self.failed is not None) == any(slot and slot.broken for slot in self.model.slots)
+            assert (self.failed is not None) == any(
+                slot and slot.broken for slot in self.model.slots
+            )
         self.end_pass()
 
     @precondition(lambda self: not self.simulate)
@@ -351,7 +410,9 @@ class StoreMachine(RuleBasedStateMachine):
         (self.store.warm if warms else self.store.prefetch)([of[0]], [of[1]])
         self.store.drain(10)
         arm_fault("read", 0)
-        self.model.warm([of], reads_fail=True) if warms else self.model.prefetch(of, reads_fail=True)
+        self.model.warm([of], reads_fail=True) if warms else self.model.prefetch(
+            of, reads_fail=True
+        )
 
     # Conditions that hold after each call.
 
@@ -362,7 +423,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def check_held(self, il: int, ids: Ids, slots: Ids) -> None:
         if self.staging and len(ids) > 1:
-            assert np.array_equal(ids, slots), "a prompt's experts are staged by their own ids"
+            assert np.array_equal(ids, slots), (
+                "a prompt's experts are staged by their own ids"
+            )
         elif self.simulate:
             assert (self.store.residency()[il, np.unique(ids)] == 2).all()
         if not self.simulate:
@@ -375,7 +438,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.drain(10)
         assert np.array_equal(self.store.residency(), self.model.residency())
         counters = self.store.counters()
-        assert {name: counters[name] for name in self.model.counters} == self.model.counters
+        assert {
+            name: counters[name] for name in self.model.counters
+        } == self.model.counters
         assert counters["slots_pinned"] == len(self.model.pinned)
         check_counters(counters, sum(self.slots))
         if not self.simulate:
@@ -392,14 +457,20 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            # Slots beyond the limit of a shrunken tier stay occupied while their experts are pinned or still being
-            # read.
+            # Slots beyond the limit of a shrunken tier stay occupied while their
+            # experts are pinned or still being read.
             over = of["slots_pinned"] + n_coming
-            assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
+            assert (
+                of["slots_used"] <= of["n_slots_usable"] + over
+                and of["slots_used"] <= of["n_slots"]
+            )
         counters = self.store.counters()
         n_done = counters["prefetch_started"] + counters["prefetch_dropped"]
         assert n_done <= counters["prefetch_requested"]
-        assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]
+        assert (
+            sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted"))
+            <= counters["prefetch_started"]
+        )
 
     def teardown(self) -> None:
         arm_fault("read", 0)
@@ -407,7 +478,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         try:
-            if sys.exc_info()[0] is None:  # skipped after an error, which pytest reports
+            # Skipped after an error, which pytest reports.
+            if sys.exc_info()[0] is None:
                 self.check_all_that_is_there()
         finally:
             if self.product is not None:
@@ -417,7 +489,8 @@ class StoreMachine(RuleBasedStateMachine):
     def check_all_that_is_there(self) -> None:
         """Asserts that no expert is still being read and no slot is pinned.
 
-        Also asserts that every resident expert is a hit. With files, its slot must hold the file's bytes.
+        Also asserts that every resident expert is a hit. With files, its slot must hold
+        the file's bytes.
         """
         self.end_pass()
         # A pool whose shrinking was postponed has shrunk after this event.
@@ -425,9 +498,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.end_pass()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))
-        whole, of_devices = self.store.tier(), list(map(self.store.device, range(len(self.slots))))
-        for name in ("lookups", "hits_ready", "hits_late", "misses", "evictions", "slots_used"):
-            assert whole[name] == self.store.counters()[name] == sum(of[name] for of in of_devices)
+        whole, of_devices = (
+            self.store.tier(),
+            list(map(self.store.device, range(len(self.slots)))),
+        )
+        for name in (
+            "lookups",
+            "hits_ready",
+            "hits_late",
+            "misses",
+            "evictions",
+            "slots_used",
+        ):
+            assert (
+                whole[name]
+                == self.store.counters()[name]
+                == sum(of[name] for of in of_devices)
+            )
         there = self.store.residency()
         assert (there != 1).all()
         for il, expert in np.argwhere(there == 2).tolist():
@@ -436,11 +523,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.counters()["misses"] == n_misses
             self.check_held(il, np.array([[expert]], np.int32), slots)
         self.end_pass()
-        assert all(self.store.tier(tier)["slots_pinned"] == 0 for tier in self.store.tiers)
+        assert all(
+            self.store.tier(tier)["slots_pinned"] == 0 for tier in self.store.tiers
+        )
 
 
 def bits(model: FakeModel) -> bytes:
-    """Returns the bytes of a prompt's product from a store with a slot for every expert."""
+    """Returns the bytes of a prompt's product from a store with a slot for every
+    expert."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
     context = store.context
     product = Product(store, context, model, prompt(model.layout))
@@ -451,12 +541,28 @@ def bits(model: FakeModel) -> bytes:
     return found
 
 
-def test_store_equals_the_reference_store_under_random_calls(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_store_equals_the_reference_store_under_random_calls(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     made = (
-        make_model(tmp_path_factory.mktemp("model"), n_layer=n_layer, n_expert=n_expert, n_used=n_used, dense_layers=of)
-        for n_layer, n_expert, n_used, of in ((3, 6, 2, ()), (6, 8, 3, (1, 4)), (1, 5, 1, ()))
+        make_model(
+            tmp_path_factory.mktemp("model"),
+            n_layer=n_layer,
+            n_expert=n_expert,
+            n_used=n_used,
+            dense_layers=of,
+        )
+        for n_layer, n_expert, n_used, of in (
+            (3, 6, 2, ()),
+            (6, 8, 3, (1, 4)),
+            (1, 5, 1, ()),
+        )
     )
-    kind = type("StoreMachine", (StoreMachine,), {"models": [(model, bits(model)) for model in made]})
+    kind = type(
+        "StoreMachine",
+        (StoreMachine,),
+        {"models": [(model, bits(model)) for model in made]},
+    )
     options = settings(
         max_examples=EXAMPLES or 120, stateful_step_count=40, derandomize=not EXAMPLES, print_blob=bool(EXAMPLES),
         deadline=None, database=None, suppress_health_check=list(HealthCheck),

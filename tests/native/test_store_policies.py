@@ -1,4 +1,5 @@
-"""Tests the store's eviction policies. The expected victims are computed by hand, or by a policy in Python."""
+"""Tests the store's eviction policies. The expected victims are computed by hand, or by
+a policy in Python."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +17,18 @@ from moegguf.native.events import Float32s
 from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.trace.simulate import layout_of
 
-# Arguments of set_policy. The values are the weight of a layer's distance, and the averages' half-life in tokens.
+# Arguments of set_policy. The values are the weight of a layer's distance, and the
+# averages' half-life in tokens.
 HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)
-# Routed (layer, expert) pairs; the averages are then 0.75 for (0, 0), 0.625 for (1, 0) and 0.25 for (1, 1)
+# Routed (layer, expert) pairs; the averages are then 0.75 for (0, 0), 0.625 for (1, 0)
+# and 0.25 for (1, 1)
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> FakeModel:
-    """Returns a model of two layers with 8 experts each. A token uses one expert of each layer."""
+    """Returns a model of two layers with 8 experts each. A token uses one expert of
+    each layer."""
     return make_model(tmp_path, n_layer=2, n_used=1)
 
 
@@ -33,7 +37,8 @@ Told = Callable[..., tuple[Store, Callable[..., None]]]
 
 @pytest.fixture
 def told(two: FakeModel, open_store: Open) -> Told:
-    """Returns a function that opens a store with 3 slots and routes the events of STORY.
+    """Returns a function that opens a store with 3 slots and routes the events of
+    STORY.
 
     The function returns the store, and a second function, which routes one more event.
     """
@@ -53,14 +58,19 @@ def told(two: FakeModel, open_store: Open) -> Told:
 
 
 def there(store: Store) -> set[tuple[int, int]]:
-    return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
+    return {
+        (int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)
+    }
 
 
-def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, open_store: Open) -> None:
+def test_next_use_starts_counting_when_a_resident_pool_shrinks(
+    two: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(two, 16, fill=False)
     store.set_policy(*HALVING)
     for _ in range(9):
-        two.acquire(store, context, 1, [1])  # no use is counted while every expert is resident
+        # No use is counted while every expert is resident.
+        two.acquire(store, context, 1, [1])
     store.resize(3)
     for il, expert in [*STORY, (0, 2)]:
         two.acquire(store, context, il, [expert])
@@ -70,7 +80,8 @@ def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, o
 def test_forecast_of_a_layer_ends_when_that_layer_is_routed(told: Told) -> None:
     store, event = told()
     store.set_forecast([[0] * 8, [0, 1, *[0] * 6]], [1])
-    event(1, 0)  # ends the forecast of layer 1, which would have kept (1, 1) in its slot
+    # Ends the forecast of layer 1, which would have kept (1, 1) in its slot.
+    event(1, 0)
     event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
@@ -81,9 +92,20 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("name", "values", "rule"),
     [
-        *(("next-use", (1, bad), "half-life must be a finite number of tokens above 0") for bad in (0, -1, NAN, INF)),
         *(
-            ("next-use", (bad,), "weight of the distance must be a finite number of 0 or more")
+            (
+                "next-use",
+                (1, bad),
+                "half-life must be a finite number of tokens above 0",
+            )
+            for bad in (0, -1, NAN, INF)
+        ),
+        *(
+            (
+                "next-use",
+                (bad,),
+                "weight of the distance must be a finite number of 0 or more",
+            )
             for bad in (-1, NAN, INF)
         ),
         ("lfu", (), "no eviction policy 'lfu'; the known policies are .*lru.*next-use"),
@@ -108,7 +130,8 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
 ) -> None:
     """Routes 120 passes: three prompts of three tokens, and single tokens.
 
-    With a probability of 0.8, the experts of a pass's first token follow a repeating pattern.
+    With a probability of 0.8, the experts of a pass's first token follow a repeating
+    pattern.
     """
     fake = make_model(tmp_path, n_layer=3)
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
@@ -134,7 +157,9 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
             ahead = (np.arange(n_row) - row - 2) % n_row + 1
             scores = np.zeros(shape.table, np.float32)
             scores[list(shape.layers)] = (
-                1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
+                1
+                - 1 / rates_of.table[list(shape.layers)]
+                - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
     # Learning has changed some weight by more than its initial value.
     assert (np.abs(rates_of.weights - first_weights) > first_weights).any()
@@ -142,7 +167,9 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])
-def test_next_use_assigns_slots_after_any_forecast_values(told: Told, value: float) -> None:
+def test_next_use_assigns_slots_after_any_forecast_values(
+    told: Told, value: float
+) -> None:
     store, give = told()
     for expert in range(8):
         store.set_forecast(np.full((2, 8), value, np.float32), [0, 1])
@@ -153,12 +180,15 @@ def test_next_use_assigns_slots_after_any_forecast_values(told: Told, value: flo
 @pytest.mark.parametrize(
     ("story", "share", "left"),
     [
-        ([0, 0, 1, 2, 3], 0.8, {0, 2, 3}),  # expert 0, used twice, stays longer than expert 1, used once
+        # Expert 0, used twice, stays longer than expert 1, used once.
+        ([0, 0, 1, 2, 3], 0.8, {0, 2, 3}),
         ([0, 0, 1, 2, 3], 0.0, {1, 2, 3}),  # no slot is protected, as in LRU
-        # One slot is protected: expert 1 replaces expert 0 there, and expert 0 is then evicted before expert 2.
+        # One slot is protected: expert 1 replaces expert 0 there, and expert 0 is then
+        # evicted before expert 2.
         ([0, 0, 1, 1, 2, 3], 0.3, {1, 2, 3}),
         ([0, 0, 1, 1, 2, 3], 0.7, {0, 1, 3}),
-        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # expert 0 is evicted, returns unprotected, and is evicted again
+        # Expert 0 is evicted, returns unprotected, and is evicted again.
+        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),
     ],
 )
 def test_slru_protects_experts_that_are_used_again(
@@ -178,17 +208,21 @@ Expert = tuple[int, int]
 
 
 class Pool:
-    """A simulated store with the policy "locality", and short forms of the calls that a controller makes."""
+    """A simulated store with the policy "locality", and short forms of the calls that a
+    controller makes."""
 
     def __init__(self, n_slots: int) -> None:
         self.store = Store(
-            layout_of(PAPER), n_slots, StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
+            layout_of(PAPER),
+            n_slots,
+            StoreOptions(repack=False, fill=False, simulate=True, sweep=False),
         )
         self.store.set_policy(LOCALITY.name)
         self.context = self.store.context
 
     def route(self, il: int, *experts: int) -> set[Expert]:
-        """Routes layer `il` to these experts. Returns the experts that were evicted for them."""
+        """Routes layer `il` to these experts. Returns the experts that were evicted for
+        them."""
         before = self.there()
         self.context.acquire(il, [list(experts)])
         return before - self.there()
@@ -223,7 +257,8 @@ def pool() -> Iterator[Pool]:
 
 
 def foretell(pool: Pool) -> None:
-    """Routes layer 0 to experts 0 and 1, and predicts and prefetches these experts of layers 1 to 3.
+    """Routes layer 0 to experts 0 and 1, and predicts and prefetches these experts of
+    layers 1 to 3.
 
     The pool is then full.
     """
@@ -235,11 +270,14 @@ def foretell(pool: Pool) -> None:
 
 def test_locality_evicts_a_mispredicted_expert_first(pool: Pool) -> None:
     foretell(pool)
-    # (1, 1) was predicted but not chosen, so it is evicted before experts of other layers.
+    # (1, 1) was predicted but not chosen, so it is evicted before experts of other
+    # layers.
     assert pool.route(1, 0, 2) == {(1, 1)}
 
 
-def test_locality_evicts_completed_layers_next_and_then_the_farthest_prediction(pool: Pool) -> None:
+def test_locality_evicts_completed_layers_next_and_then_the_farthest_prediction(
+    pool: Pool,
+) -> None:
     foretell(pool)
     assert pool.route(1, 2, 3) == {(1, 0), (1, 1)}
     assert pool.route(2, 2, 3) == {(2, 0), (2, 1)}
@@ -254,11 +292,14 @@ def test_locality_keeps_a_hot_expert_after_a_misprediction(pool: Pool) -> None:
             pool.route(il, 0, 1)
     pool.predict(l1=(0, 1, 3))
     pool.prefetch((1, 3))
-    assert pool.route(1, 1, 2) == {(1, 3)}  # (1, 0) and (1, 3) were predicted but not chosen
+    # (1, 0) and (1, 3) were predicted but not chosen.
+    assert pool.route(1, 1, 2) == {(1, 3)}
     assert (1, 0) in pool.there()
 
 
-def test_locality_evicts_a_wasted_prefetch_before_rarely_used_experts(pool: Pool) -> None:
+def test_locality_evicts_a_wasted_prefetch_before_rarely_used_experts(
+    pool: Pool,
+) -> None:
     for _ in range(8):
         for il in range(4):
             pool.route(il, 0, 1)
@@ -268,12 +309,18 @@ def test_locality_evicts_a_wasted_prefetch_before_rarely_used_experts(pool: Pool
     for il in (2, 3, 0):
         pool.route(il, 0, 1)
     assert pool.route(1, 2, 3) == set()
-    assert (1, 0) in pool.route(2, 2, 3), "and not (1, 2) and (1, 3), which were used twice only"
+    assert (1, 0) in pool.route(2, 2, 3), (
+        "and not (1, 2) and (1, 3), which were used twice only"
+    )
 
 
 @pytest.mark.parametrize(
     ("probabilities", "active"),
-    [([0.4, 0.1, 0.3, 0.0], {0, 2}), ([0.9, 0.6, 0.7, 0.4], {0, 1, 2}), ([0.2, 0.0, 0.0, 0.0], {0})],
+    [
+        ([0.4, 0.1, 0.3, 0.0], {0, 2}),
+        ([0.9, 0.6, 0.7, 0.4], {0, 1, 2}),
+        ([0.2, 0.0, 0.0, 0.0], {0}),
+    ],
 )
 def test_locality_keeps_the_top_k_and_all_likely_experts_of_a_forecast(
     probabilities: list[float], active: set[int]
@@ -281,7 +328,9 @@ def test_locality_keeps_the_top_k_and_all_likely_experts_of_a_forecast(
     pool = Pool(4)
     pool.prefetch(*((1, expert) for expert in range(4)))
     pool.store.set_forecast([[0.0] * 4, probabilities, [0.0] * 4, [0.0] * 4], [1])
-    assert pool.route(0, *range(4 - len(active))) == {(1, expert) for expert in range(4) if expert not in active}
+    assert pool.route(0, *range(4 - len(active))) == {
+        (1, expert) for expert in range(4) if expert not in active
+    }
     pool.close()
 
 
@@ -297,12 +346,18 @@ def test_locality_without_forecasts_evicts_by_decayed_frequency(pool: Pool) -> N
 
 
 def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
-    """An expert's predicted share of its layer determines eviction until the layer is predicted again.
+    """An expert's predicted share of its layer determines eviction until the layer is
+    predicted again.
 
-    In prompts, and before the first prediction, the least recently used expert is evicted.
+    In prompts, and before the first prediction, the least recently used expert is
+    evicted.
     """
     shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
-    store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))
+    store = Store(
+        layout_of(shape),
+        3,
+        StoreOptions(repack=False, fill=False, simulate=True, sweep=False),
+    )
     context = store.context
     store.set_policy("sparsity")
 
@@ -315,6 +370,8 @@ def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
         route(il, expert)
     store.set_forecast([[1 / 3, 2 / 3, 0], [0, 1, 0], [0, 1, 0]], [0, 1, 2])
     assert route(0, 1) == {(2, 0)}, "LRU would evict (1, 1)"
-    assert route(1, 0) == {(0, 0)}, "(1/3 + epsilon) * 1; of (1, 1) it is 1 * 2/3, after its layer was routed, too"
+    assert route(1, 0) == {(0, 0)}, (
+        "(1/3 + epsilon) * 1; of (1, 1) it is 1 * 2/3, after its layer was routed, too"
+    )
     assert route(0, 0, 2) == {(1, 1), (0, 1)}, "a prompt takes the least recently used"
     store.close()

@@ -1,6 +1,7 @@
 """Tests stores with two tiers, and stores with several devices.
 
-A layer uses slots on its device. The slots of all devices are filled from the same slots in RAM, if there are any.
+A layer uses slots on its device. The slots of all devices are filled from the same
+slots in RAM, if there are any.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +20,11 @@ from moegguf.testing.library import arm_fault
 EVENT = tuple[int, list[int]]
 
 
-def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
-    """Returns random routing events of one token each, as (layer, expert ids), layer by layer.
+def skewed(
+    n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2
+) -> list[EVENT]:
+    """Returns random routing events of one token each, as (layer, expert ids), layer by
+    layer.
 
     Some experts are chosen far more often than others.
     """
@@ -28,16 +32,24 @@ def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_
     weights = 1.0 / np.arange(1, n_expert + 1)
     share = weights / weights.sum()
     return [
-        (n % n_layer, ((rng.choice(n_expert, n_used, False, share) + n % n_layer) % n_expert).tolist())
+        (
+            n % n_layer,
+            (
+                (rng.choice(n_expert, n_used, False, share) + n % n_layer) % n_expert
+            ).tolist(),
+        )
         for n in range(n_events)
     ]
 
 
 def check_tiers(store: Store) -> None:
-    """Asserts that the counters of the upper tier and of the tier in RAM are consistent. The store must be drained."""
+    """Asserts that the counters of the upper tier and of the tier in RAM are
+    consistent. The store must be drained."""
     upper, lower = store.tier(), store.tier(Tier.RAM)
     counters = store.counters()
-    assert lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]
+    assert (
+        lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]
+    )
     assert lower["lookups"] <= upper["misses"]
     assert lower["slots_pinned"] == 0
     for tier in (upper, lower):
@@ -51,18 +63,25 @@ def held(store: Store, tier: Tier) -> set[tuple[int, int]]:
     return {(int(il), int(e)) for il, e in np.argwhere(store.residency(tier) == 2)}
 
 
-def test_expert_evicted_from_the_device_counts_as_used_in_ram(tmp_path: Path, open_store: Open) -> None:
+def test_expert_evicted_from_the_device_counts_as_used_in_ram(
+    tmp_path: Path, open_store: Open
+) -> None:
     one = make_model(tmp_path, n_layer=1, n_used=1)
     store, context = open_store(one, 2, n_ram_slots=3, fill=False)
-    for expert in (0, 1, 0, 2, 3):  # expert 3 evicts expert 0 from the device, and expert 1 from RAM
+    # expert 3 evicts expert 0 from the device, and expert 1 from RAM.
+    for expert in (0, 1, 0, 2, 3):
         one.acquire(store, context, 0, [[expert]])
     store.drain(10)
     assert held(store, Tier.RAM) == {(0, 0), (0, 2), (0, 3)}
 
 
-def test_ram_evicts_experts_that_stay_on_the_device_first(fake: FakeModel, open_store: Open) -> None:
+def test_ram_evicts_experts_that_stay_on_the_device_first(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 8, n_ram_slots=8)
-    for n in range(60):  # experts 0 and 1 of layers 0 to 2 stay on the device; the second expert of layer 3 changes
+    # Experts 0 and 1 of layers 0 to 2 stay on the device; the second expert of layer 3
+    # changes.
+    for n in range(60):
         il = n % 4
         fake.acquire(store, context, il, [0, 1] if il < 3 else [0, 1 + n // 4 % 7])
     store.drain(10)
@@ -72,12 +91,21 @@ def test_ram_evicts_experts_that_stay_on_the_device_first(fake: FakeModel, open_
     assert {(3, e) for e in range(1, 8)} <= below
 
 
-def test_simulated_clock_overlaps_file_reads_and_copies(fake: FakeModel, open_store: Open) -> None:
+def test_simulated_clock_overlaps_file_reads_and_copies(
+    fake: FakeModel, open_store: Open
+) -> None:
     n_bytes = fake.layout.layers[0].expert_bytes
     store, context = open_store(
-        fake, 8, n_ram_slots=32, fill=False, simulate=True, link_bytes_per_s=1e9, copy_bytes_per_s=4e9
+        fake,
+        8,
+        n_ram_slots=32,
+        fill=False,
+        simulate=True,
+        link_bytes_per_s=1e9,
+        copy_bytes_per_s=4e9,
     )
-    # Both experts are read from the file; while a matrix is read, the previous one is copied.
+    # Both experts are read from the file; while a matrix is read, the previous one is
+    # copied.
     context.acquire(0, [0, 1])
     from_file_ns = store.counters()["sim_clock_ns"]
     assert 2 * n_bytes < from_file_ns < 2 * n_bytes * 1.25
@@ -105,12 +133,16 @@ def test_warm_fills_free_slots_in_the_given_order_and_evicts_nothing(
     assert store.counters()["bytes_missed"] == 0
     fake.acquire(store, context, 0, [3, 5])
     assert store.counters()["misses"] == 0
-    store.warm([0], [0])  # 6 slots are full, so nothing is evicted or read; 32 slots have room for the expert
+    # 6 slots are full, so nothing is evicted or read; 32 slots have room for the
+    # expert.
+    store.warm([0], [0])
     store.drain(10)
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
 
-def test_store_without_ram_slots_rejects_ram_calls_and_notes_unpinned_memory(fake: FakeModel, open_store: Open) -> None:
+def test_store_without_ram_slots_rejects_ram_calls_and_notes_unpinned_memory(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, _ = open_store(fake, 8)
     assert store.tiers == (Tier.COMPUTE,)
     for call in (
@@ -132,21 +164,28 @@ def test_store_without_ram_slots_rejects_ram_calls_and_notes_unpinned_memory(fak
 
 
 @pytest.mark.parametrize("nth", [1, 4])
-def test_failed_allocation_of_either_tier_raises_allocation_error(fake: FakeModel, nth: int) -> None:
+def test_failed_allocation_of_either_tier_raises_allocation_error(
+    fake: FakeModel, nth: int
+) -> None:
     arm_fault("alloc", nth)
     with pytest.raises(AllocationError, match="refused"):
         Store(fake.layout, 8, StoreOptions(repack=False), n_ram_slots=8)
 
 
-def test_reassigned_slot_gets_no_copies_of_its_former_expert(tmp_path: Path, open_store: Open) -> None:
+def test_reassigned_slot_gets_no_copies_of_its_former_expert(
+    tmp_path: Path, open_store: Open
+) -> None:
     fake = make_model(tmp_path, n_layer=1)
     link = {"link_bytes_per_s": 1e9, "copy_bytes_per_s": 1e9}
-    store, context = open_store(fake, 3, n_ram_slots=8, simulate=True, fill=False, preempt=False, **link)
+    store, context = open_store(
+        fake, 3, n_ram_slots=8, simulate=True, fill=False, preempt=False, **link
+    )
     for ids in ([4, 5], [2, 3], [0, 1]):
         context.acquire(0, ids)
     store.prefetch([0], [4])
     store.advance(1)  # the first matrix of the prefetched expert is being copied
-    context.acquire(0, [0, 5])  # copies for this event precede the prefetch's other matrices
+    # Copies for this event precede the prefetch's other matrices.
+    context.acquire(0, [0, 5])
     context.acquire(0, [0, 7])  # expert 7 gets the slot of the prefetched expert
     store.drain()
     assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
@@ -159,30 +198,50 @@ FIGURES = (
 
 
 def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
-    return [DeviceSlots(None, n, of, through_ram=True) for n, of in zip(n_slots, LAYERS, strict=True)]
+    return [
+        DeviceSlots(None, n, of, through_ram=True)
+        for n, of in zip(n_slots, LAYERS, strict=True)
+    ]
 
 
 def figures(store: Store) -> list[dict[str, int]]:
-    """Returns the counters FIGURES of each device, of all devices together, and of the tier in RAM if there is one."""
-    found = [store.device(index) for index in range(len(store.devices))] + [store.tier(tier) for tier in store.tiers]
+    """Returns the counters FIGURES of each device, of all devices together, and of the
+    tier in RAM if there is one."""
+    found = [store.device(index) for index in range(len(store.devices))] + [
+        store.tier(tier) for tier in store.tiers
+    ]
     return [{name: of[name] for name in FIGURES} for of in found]
 
 
 def check_sums(store: Store) -> None:
-    """Asserts that the counters of all devices together are the sums of the counters of each device."""
+    """Asserts that the counters of all devices together are the sums of the counters of
+    each device."""
     *devices, whole = figures(store)[: len(store.devices) + 1]
     assert whole == {name: sum(of[name] for of in devices) for name in FIGURES}
     counters = store.counters()
-    for name in ("lookups", "hits_ready", "hits_late", "misses", "evictions", "slots_used"):
+    for name in (
+        "lookups",
+        "hits_ready",
+        "hits_late",
+        "misses",
+        "evictions",
+        "slots_used",
+    ):
         assert counters[name] == whole[name]
     check_counters(counters, sum(device.n_slots for device in store.devices))
 
 
-def test_simulated_devices_have_links_of_their_own(fake: FakeModel, open_store: Open) -> None:
+def test_simulated_devices_have_links_of_their_own(
+    fake: FakeModel, open_store: Open
+) -> None:
     n_bytes = fake.layout.layers[0].expert_bytes
     links = (Link(1e9), Link(4e9))
-    devices = [replace(of, link=link) for of, link in zip(two((2, 2)), links, strict=True)]
-    store, context = open_store(fake, devices, n_ram_slots=32, fill=False, simulate=True)
+    devices = [
+        replace(of, link=link) for of, link in zip(two((2, 2)), links, strict=True)
+    ]
+    store, context = open_store(
+        fake, devices, n_ram_slots=32, fill=False, simulate=True
+    )
     for experts in ([0, 1], [2, 3]):
         for il in (0, 2):
             context.acquire(il, experts)
@@ -193,7 +252,9 @@ def test_simulated_devices_have_links_of_their_own(fake: FakeModel, open_store: 
         assert took_ns == pytest.approx(2 * n_bytes / link.bytes_per_s * 1e9, abs=6)
 
 
-def test_resize_divides_slots_among_devices_or_resizes_one_device(fake: FakeModel, open_store: Open) -> None:
+def test_resize_divides_slots_among_devices_or_resizes_one_device(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, two((12, 6)), n_ram_slots=8)
     sizes: list[tuple[Callable[[], None], tuple[int, int]]] = [
         (lambda: None, (12, 6)),
@@ -207,8 +268,12 @@ def test_resize_divides_slots_among_devices_or_resizes_one_device(fake: FakeMode
         if n % 40 == 0:
             resize()
         fake.acquire(store, context, il, experts)
-        assert tuple(store.device(index)["n_slots_usable"] for index in (0, 1)) == expected
-        assert all(store.device(index)["slots_used"] <= expected[index] for index in (0, 1))
+        assert (
+            tuple(store.device(index)["n_slots_usable"] for index in (0, 1)) == expected
+        )
+        assert all(
+            store.device(index)["slots_used"] <= expected[index] for index in (0, 1)
+        )
     for n_slots, device in ((3, None), (19, None), (1, 0), (7, 1)):
         with pytest.raises(OptionError, match="slots, not"):
             store.resize(n_slots, device=device)
@@ -220,8 +285,12 @@ def test_resize_divides_slots_among_devices_or_resizes_one_device(fake: FakeMode
     check_sums(store)
 
 
-def test_resize_keeps_pass_slots_in_the_pool_of_each_device(fake: FakeModel, open_store: Open) -> None:
-    devices = [replace(of, pass_slots=n) for of, n in zip(two((14, 6)), (8, 5), strict=True)]
+def test_resize_keeps_pass_slots_in_the_pool_of_each_device(
+    fake: FakeModel, open_store: Open
+) -> None:
+    devices = [
+        replace(of, pass_slots=n) for of, n in zip(two((14, 6)), (8, 5), strict=True)
+    ]
     store, context = open_store(fake, devices, n_ram_slots=8)
     for n_slots in (13, 17, 14, 20):
         store.resize(n_slots)
@@ -230,13 +299,24 @@ def test_resize_keeps_pass_slots_in_the_pool_of_each_device(fake: FakeModel, ope
         usable = tuple(store.device(index)["n_slots_usable"] for index in (0, 1))
         assert sum(usable) == n_slots
         assert usable[0] >= 8 and usable[1] >= 5
-    for call in (lambda: store.resize(12), lambda: store.resize(7, device=0), lambda: store.resize(4, device=1)):
+    for call in (
+        lambda: store.resize(12),
+        lambda: store.resize(7, device=0),
+        lambda: store.resize(4, device=1),
+    ):
         with pytest.raises(OptionError, match="slots, not"):
             call()
 
 
-def test_store_rejects_layers_without_a_device_and_devices_without_layers(fake: FakeModel) -> None:
+def test_store_rejects_layers_without_a_device_and_devices_without_layers(
+    fake: FakeModel,
+) -> None:
     first, second = two((4, 4))
-    for devices in ([first], [first, second, replace(first, layers=())], [first, replace(second, n_slots=0)], []):
+    for devices in (
+        [first],
+        [first, second, replace(first, layers=())],
+        [first, replace(second, n_slots=0)],
+        [],
+    ):
         with pytest.raises(OptionError):
             Store(fake.layout, devices, StoreOptions(repack=False))

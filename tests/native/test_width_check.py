@@ -1,4 +1,5 @@
-"""Tests tools/width_check.py, and thereby that CPU results do not depend on the number of rows computed together.
+"""Tests tools/width_check.py, and thereby that CPU results do not depend on the number
+of rows computed together.
 
 Other tests compare the kernels' products with products in float64.
 """
@@ -20,16 +21,21 @@ from tools.width_check import Array, Case, Ggml, StateCase
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1, 2, 3, 7, 8, 17)
-N_ROWS, N_IN, N_OUT = 17, 512, 40  # 40 columns are five groups of 8, and AVX-512 kernels compute two groups at a time
-N_FLOATS = 37  # not a multiple of 16, the number of values in a float row that kernels compute at a time
+# 40 columns are five groups of 8, and AVX-512 kernels compute two groups at a time.
+N_ROWS, N_IN, N_OUT = 17, 512, 40
+# Not a multiple of 16, the number of values in a float row that kernels compute at a
+# time.
+N_FLOATS = 37
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
 # Types that moegguf's kernels read in the layout of the file.
 PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
 FLOATS = ("f32", "f16", "bf16")
-# Types that are slow to quantise. Tests that quantise weights leave them out or are marked as slow.
+# Types that are slow to quantise. Tests that quantise weights leave them out or are
+# marked as slow.
 SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 
-# A program that writes the bytes of `products` to stdout, with the kernels that MOEGGUF_KERNELS selects.
+# A program that writes the bytes of `products` to stdout, with the kernels that
+# MOEGGUF_KERNELS selects.
 PRODUCTS = """
 import sys
 from tests.native.test_width_check import products
@@ -38,38 +44,62 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Returns the products of random rows with weights of each supported type: [n_types, N_ROWS, N_OUT]."""
+    """Returns the products of random rows with weights of each supported type:
+    [n_types, N_ROWS, N_OUT]."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
-    made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
-    made += [width_check.product(ggml, ggml.types[name], x, N_OUT, None) for name in PLAIN]
-    made += [width_check.product(ggml, ggml.types[name], x[:, :N_FLOATS], N_OUT, None) for name in FLOATS]
+    made = [
+        width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved)
+        for name in INTERLEAVED
+    ]
+    made += [
+        width_check.product(ggml, ggml.types[name], x, N_OUT, None) for name in PLAIN
+    ]
+    made += [
+        width_check.product(ggml, ggml.types[name], x[:, :N_FLOATS], N_OUT, None)
+        for name in FLOATS
+    ]
     return np.stack([compute(range(N_ROWS)) for compute in made if compute])
 
 
 def products_by(kernels: str) -> Array:
-    """Returns `products()`, computed in another process with MOEGGUF_KERNELS=`kernels` (empty: the default kernels)."""
-    environment = os.environ | {"MOEGGUF_KERNELS": kernels, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/native'}"}
+    """Returns `products()`, computed in another process with MOEGGUF_KERNELS=`kernels`
+    (empty: the default kernels)."""
+    environment = os.environ | {
+        "MOEGGUF_KERNELS": kernels,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/native'}",
+    }
     command = [sys.executable, "-c", PRODUCTS]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, check=True
+    )
     return np.frombuffer(ran.stdout, np.float32).reshape(-1, N_ROWS, N_OUT)
 
 
 pytestmark = pytest.mark.skipif(
-    not has_kernels(read_processor(), read_environment().kernels), reason="the processor has no batch-invariant kernels"
+    not has_kernels(read_processor(), read_environment().kernels),
+    reason="the processor has no batch-invariant kernels",
 )
 
 
 def test_operations_have_equal_rows_at_any_width() -> None:
-    """Checks products with weights of many types, attention, norms, rope, softmax, gates and sums.
+    """Checks products with weights of many types, attention, norms, rope, softmax,
+    gates and sums.
 
     Other cases are operations with a recurrent state, each for three sequences.
     """
-    cases = {case.name: case for case in width_check.cases(N_IN, N_OUT, N_ROWS, left_out=SLOW)}
+    cases = {
+        case.name: case
+        for case in width_check.cases(N_IN, N_OUT, N_ROWS, left_out=SLOW)
+    }
     assert len(cases) > 100
     assert sum(isinstance(case, StateCase) for case in cases.values()) == 9
     assert cases.keys() >= set(width_check.CHECKED_BY.values())
-    assert {name: changed for name, case in cases.items() if (changed := case.changed(WIDTHS))} == {}
+    assert {
+        name: changed
+        for name, case in cases.items()
+        if (changed := case.changed(WIDTHS))
+    } == {}
 
 
 @pytest.mark.parametrize("n_in", [N_IN, N_FLOATS])
@@ -99,7 +129,8 @@ def test_products_have_equal_bits_with_and_without_avx512() -> None:
 
 
 def rounded(x: Array, n: int) -> Array:
-    """Rounds activations as kernels do. Each group of n values shares a scale, which is a 16-bit float if n is 32."""
+    """Rounds activations as kernels do. Each group of n values shares a scale, which is
+    a 16-bit float if n is 32."""
     blocks = x.reshape(len(x), -1, n)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     scale = largest / np.float32(127)
@@ -109,18 +140,26 @@ def rounded(x: Array, n: int) -> Array:
 
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
-def test_plain_products_equal_float64_products_of_rounded_activations(name: str) -> None:
-    """Also asserts that a matrix of 11 columns, which do not fill a vector, yields the first columns of a wider
-    matrix's product.
+def test_plain_products_equal_float64_products_of_rounded_activations(
+    name: str,
+) -> None:
+    """Also asserts that a matrix of 11 columns, which do not fill a vector, yields the
+    first columns of a wider matrix's product.
 
     Kernels compute a single row and several rows differently.
     """
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
-    whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
+    whole, few = (
+        width_check.product(ggml, ggml.types[name], x, n_out, None)
+        for n_out in (N_OUT, 11)
+    )
     assert whole is not None
     assert few is not None
-    exact = rounded(x, 256 if name in GRIDS or name.endswith("_K") else 32) @ weights(ggml, ggml.types[name]).T
+    exact = (
+        rounded(x, 256 if name in GRIDS or name.endswith("_K") else 32)
+        @ weights(ggml, ggml.types[name]).T
+    )
     for rows in ([0], range(2), range(N_ROWS)):
         computed = whole(rows)
         assert np.abs(computed - exact[list(rows)]).max() < 1e-5 * np.abs(exact).max()
@@ -129,8 +168,11 @@ def test_plain_products_equal_float64_products_of_rounded_activations(name: str)
 
 @pytest.mark.parametrize("n_rows", [1, 7])
 @pytest.mark.parametrize("name", PLAIN)
-def test_batched_products_multiply_each_matrix_with_the_rows_of_its_plane(name: str, n_rows: int) -> None:
-    """Two planes of x share one matrix, as two query heads share the keys of a KV head."""
+def test_batched_products_multiply_each_matrix_with_the_rows_of_its_plane(
+    name: str, n_rows: int
+) -> None:
+    """Two planes of x share one matrix, as two query heads share the keys of a KV
+    head."""
     ggml = GridBlocks()
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 24, 256))
@@ -141,32 +183,49 @@ def test_batched_products_multiply_each_matrix_with_the_rows_of_its_plane(name: 
         data = ggml.quantized(ggml.types[name], values[first:last])
         w = graph.input(ggml.types[name], (last - first, 24, 256), data, is_weight=True)
         rows = x[2 * first : 2 * last]
-        out = graph.compute(graph.op("mul_mat", w, graph.array(rows)), (len(rows), n_rows, 24))
+        out = graph.compute(
+            graph.op("mul_mat", w, graph.array(rows)), (len(rows), n_rows, 24)
+        )
         graph.close()
         return out
 
-    assert product(0, 3).tobytes() == b"".join(product(i, i + 1).tobytes() for i in range(3))
+    assert product(0, 3).tobytes() == b"".join(
+        product(i, i + 1).tobytes() for i in range(3)
+    )
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
 def test_interleaved_products_are_as_exact_as_plain_products(name: str) -> None:
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
-    compute, plain = (width_check.product(ggml, ggml.types[name], x, N_OUT, at) for at in (ggml.interleaved, None))
+    compute, plain = (
+        width_check.product(ggml, ggml.types[name], x, N_OUT, at)
+        for at in (ggml.interleaved, None)
+    )
     if compute is None or plain is None:
         pytest.skip("the processor has no such layout")
     assert compute(range(N_ROWS)).tobytes() == plain(range(N_ROWS)).tobytes()
     exact = x.astype(np.float64) @ weights(ggml, ggml.types[name]).T
-    errors = [np.sqrt(np.mean((made(range(N_ROWS)) - exact) ** 2)) for made in (compute, plain)]
+    errors = [
+        np.sqrt(np.mean((made(range(N_ROWS)) - exact) ** 2))
+        for made in (compute, plain)
+    ]
     assert errors[0] < 1.001 * errors[1]
 
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow: bool) -> None:
-    """Multiplies weights of quantised types with one row and with 17 rows. `is_slow` selects the types in SLOW."""
+def test_plain_products_differ_from_float64_only_by_rounded_activations(
+    is_slow: bool,
+) -> None:
+    """Multiplies weights of quantised types with one row and with 17 rows. `is_slow`
+    selects the types in SLOW."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
-    quantised = [name for name in ggml.types if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")]
+    quantised = [
+        name
+        for name in ggml.types
+        if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")
+    ]
     assert len(quantised) > 18
     assert set(SLOW) < set(quantised)
     for name in [name for name in quantised if (name in SLOW) == is_slow]:
@@ -179,11 +238,17 @@ def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow:
 
 
 def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN, n_out: int = N_OUT) -> Array:
-    """Returns the quantised weights of width_check.product, converted to float64 [n_out, n_in]."""
-    values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((n_out, n_in)))
+    """Returns the quantised weights of width_check.product, converted to float64
+    [n_out, n_in]."""
+    values = ggml.quantized(
+        ggml_type, np.random.default_rng(1).standard_normal((n_out, n_in))
+    )
     graph = ggml.graph()
     rows = graph.array(np.arange(n_out, dtype=np.int32))
-    out = graph.compute(graph.op("get_rows", graph.input(ggml_type, (n_out, n_in), values), rows), (n_out, n_in))
+    out = graph.compute(
+        graph.op("get_rows", graph.input(ggml_type, (n_out, n_in), values), rows),
+        (n_out, n_in),
+    )
     graph.close()
     return out.astype(np.float64)
 
@@ -199,10 +264,13 @@ def test_case_finds_a_row_that_depends_on_the_width() -> None:
 
 @pytest.mark.parametrize("changes", ["output", "state", "earlier state"])
 def test_state_case_finds_a_state_that_depends_on_the_width(changes: str) -> None:
-    """Uses a state that is a sum. For the second sequence, the second pass of three tokens computes a wrong value."""
+    """Uses a state that is a sum. For the second sequence, the second pass of three
+    tokens computes a wrong value."""
     values = np.arange(3 * 6, dtype=np.float32).reshape(3, 6)
 
-    def advance(states: Array, sequences: Sequence[int], begin: int, end: int) -> tuple[Array, Array]:
+    def advance(
+        states: Array, sequences: Sequence[int], begin: int, end: int
+    ) -> tuple[Array, Array]:
         sums = states + np.cumsum(values[list(sequences), begin:end], axis=1)
         outputs, after = sums.copy(), sums[:, ::-1].T[:2, :, None].copy()
         if end - begin == 3 and begin == 3:
@@ -212,4 +280,6 @@ def test_state_case_finds_a_state_that_depends_on_the_width(changes: str) -> Non
         return outputs, after
 
     wrong = {"output": 3, "state": 5, "earlier state": 4}[changes]
-    assert StateCase("wrong", advance, np.zeros((3, 1), np.float32)).changed((1, 2, 3, 6)) == {3: [wrong]}
+    assert StateCase("wrong", advance, np.zeros((3, 1), np.float32)).changed(
+        (1, 2, 3, 6)
+    ) == {3: [wrong]}

@@ -41,7 +41,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def repo(hub: FakeHub) -> FakeHub:
-    """The hub of the fixture `hub`, plus the repository User/Repo-GGUF with the files of `pull_helpers.FILES`."""
+    """The hub of the fixture `hub`, plus the repository User/Repo-GGUF with the files
+    of `pull_helpers.FILES`."""
     from pull_helpers import FILES
 
     hub.add("User/Repo-GGUF", dict(FILES))
@@ -50,10 +51,15 @@ def repo(hub: FakeHub) -> FakeHub:
 
 @pytest.fixture
 def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    """A catalog whose data folder, Hugging Face cache and Ollama store are in the test's folder."""
+    """A catalog whose data folder, Hugging Face cache and Ollama store are in the
+    test's folder."""
     from moegguf.models.catalog import Catalog
 
-    for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
+    for name, folder in (
+        ("MOEGGUF_HOME", "home"),
+        ("HF_HOME", "hf"),
+        ("OLLAMA_MODELS", "ollama"),
+    ):
         monkeypatch.setenv(name, str(tmp_path / folder))
     for name in ("MOEGGUF_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,5 @@
-"""Tests the folders where a model's artifacts are found and saved, atomic writes, and leftovers of killed writers."""
+"""Tests the folders where a model's artifacts are found and saved, atomic writes, and
+leftovers of killed writers."""
 
 import errno
 import fcntl
@@ -29,7 +30,11 @@ SHAPE = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(0, 1))
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tools.models import PRESETS, write_model
 
-    return write_model(tmp_path_factory.mktemp("artifacts") / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0")[0]
+    return write_model(
+        tmp_path_factory.mktemp("artifacts") / "tiny.gguf",
+        PRESETS["tiny-qwen2moe"],
+        "q4_0",
+    )[0]
 
 
 @pytest.fixture
@@ -47,7 +52,9 @@ def put(folder: Path, name: str, data: bytes = b"") -> Path:
 
 
 def measured(folder: Path, fingerprint: str, about: str = "") -> Path:
-    write_measured(put(folder, MEASURED), Measured(fingerprint, {}, about={"trace": about}))
+    write_measured(
+        put(folder, MEASURED), Measured(fingerprint, {}, about={"trace": about})
+    )
     return folder / MEASURED
 
 
@@ -64,7 +71,10 @@ def test_find_searches_the_given_folder_the_models_folder_and_the_users_folder(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:
     assert artifacts.model_folder == tmp_path / "models" / "tiny.gguf.moegguf"
-    assert artifacts.user_folder == tmp_path / "data" / "moegguf" / "models" / artifacts.fingerprint
+    assert (
+        artifacts.user_folder
+        == tmp_path / "data" / "moegguf" / "models" / artifacts.fingerprint
+    )
     assert len(artifacts.fingerprint) == 32
     with_folder = Artifacts(artifacts.layout, folder=tmp_path / "with_folder")
     last = put(artifacts.user_folder, "x")
@@ -72,7 +82,8 @@ def test_find_searches_the_given_folder_the_models_folder_and_the_users_folder(
     first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
     assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
-    (artifacts.user_folder / "y").mkdir()  # a folder with this name is not treated as a file
+    # A folder with this name is not treated as a file.
+    (artifacts.user_folder / "y").mkdir()
     assert list(artifacts.find("y")) == []
 
 
@@ -88,12 +99,16 @@ def test_find_skips_an_unreadable_folder_with_one_warning(
         return is_file(path)
 
     monkeypatch.setattr(Path, "is_file", refused)
-    with pytest.warns(UserWarning, match=r"tiny\.gguf\.moegguf is not searched \(Permission denied\)") as caught:
+    with pytest.warns(
+        UserWarning, match=r"tiny\.gguf\.moegguf is not searched \(Permission denied\)"
+    ) as caught:
         assert list(artifacts.find("x")) == [readable]
     assert len(caught) == 1
 
 
-def test_find_and_writable_folder_work_for_a_name_too_long_for_a_folder(file: Path, tmp_path: Path) -> None:
+def test_find_and_writable_folder_work_for_a_name_too_long_for_a_folder(
+    file: Path, tmp_path: Path
+) -> None:
     path = tmp_path / ("n" * 245 + ".gguf")
     os.link(file, path)
     artifacts = Artifacts(read_layout(path))
@@ -125,16 +140,25 @@ def test_writable_folder_falls_back_to_the_users_folder(
 ) -> None:
     access = os.access
     models = tmp_path / "models"
-    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(models) and access(path, mode))
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda path, mode: not Path(path).is_relative_to(models) and access(path, mode),
+    )
     assert artifacts.writable_folder() == artifacts.user_folder
     assert artifacts.user_folder.is_dir()
     assert [path.name for path in models.iterdir()] == ["tiny.gguf"]
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode))
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode),
+    )
     assert artifacts.writable_folder() == artifacts.model_folder
     # The model's artifact folder now exists, but is not writable.
     assert artifacts.writable_folder() == artifacts.user_folder
     monkeypatch.setattr(os, "access", access)
-    # The models folder is now treated as part of the package, where moegguf writes nothing.
+    # The models folder is now treated as part of the package, where moegguf writes
+    # nothing.
     monkeypatch.setattr(moegguf, "__path__", [str(models)])
     assert artifacts.writable_folder() == artifacts.user_folder
 
@@ -148,22 +172,36 @@ def test_artifacts_of_a_trace_have_only_a_user_folder() -> None:
         artifacts.routers()
 
 
-def test_measured_skips_another_models_file_and_warns_about_a_damaged_one(artifacts: Artifacts) -> None:
+def test_measured_skips_another_models_file_and_warns_about_a_damaged_one(
+    artifacts: Artifacts,
+) -> None:
     measured(artifacts.model_folder, "cd" * 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert artifacts.measured() is None
         measured(artifacts.user_folder, artifacts.fingerprint, "mine")
-        assert artifacts.measured() == Measured(artifacts.fingerprint, {}, about={"trace": "mine"})
+        assert artifacts.measured() == Measured(
+            artifacts.fingerprint, {}, about={"trace": "mine"}
+        )
     put(artifacts.model_folder, MEASURED, json.dumps({"version": 99}).encode())
-    with pytest.warns(UserWarning, match="measured.json is not a measurement") as caught:
+    with pytest.warns(
+        UserWarning, match="measured.json is not a measurement"
+    ) as caught:
         assert artifacts.measured().about == {"trace": "mine"}
     assert len(caught) == 1
 
 
-def test_collection_skips_a_damaged_or_foreign_file_with_one_warning(artifacts: Artifacts) -> None:
+def test_collection_skips_a_damaged_or_foreign_file_with_one_warning(
+    artifacts: Artifacts,
+) -> None:
     artifacts.user_folder.mkdir(parents=True)
-    weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, collection(2).weights())
+    weights.save(
+        artifacts.user_folder / COLLECTION,
+        "eamc",
+        artifacts.fingerprint,
+        SHAPE,
+        collection(2).weights(),
+    )
     foreign = put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
     for why in ("is not used", "its fingerprint must be"):
         with pytest.warns(UserWarning, match=why) as caught:
@@ -172,7 +210,9 @@ def test_collection_skips_a_damaged_or_foreign_file_with_one_warning(artifacts: 
         weights.save(foreign, "eamc", "cd" * 16, SHAPE, collection(3).weights())
 
 
-def test_save_collection_warns_if_the_folder_cannot_be_written(artifacts: Artifacts) -> None:
+def test_save_collection_warns_if_the_folder_cannot_be_written(
+    artifacts: Artifacts,
+) -> None:
     artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, collection(1).weights())
@@ -187,7 +227,9 @@ def test_write_atomically_keeps_temporary_files_of_live_writers(tmp_path: Path) 
     os.close(handle)
     (tmp_path / ".other.json.abc").write_bytes(b"")
     write_atomically(path, b"new")
-    assert sorted(tmp_path.iterdir()) == [tmp_path / ".other.json.abc", path], "and those of other files"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / ".other.json.abc", path], (
+        "and those of other files"
+    )
 
 
 def test_remove_abandoned_does_not_follow_links(tmp_path: Path) -> None:
@@ -199,7 +241,9 @@ def test_remove_abandoned_does_not_follow_links(tmp_path: Path) -> None:
     assert target.read_bytes() == b"kept" and link.is_symlink()
 
 
-def test_write_atomically_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomically_works_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_handle: int, _how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

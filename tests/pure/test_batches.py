@@ -1,4 +1,5 @@
-"""Tests a server's batches with a scripted endpoint: statuses, restarts, cancelling, full disks and limits."""
+"""Tests a server's batches with a scripted endpoint: statuses, restarts, cancelling,
+full disks and limits."""
 
 import asyncio
 import os
@@ -25,7 +26,9 @@ NOW_S = 1_800_000_000.0
 
 
 @asynccontextmanager
-async def batches_in(folder: Path, endpoint: Any, **options: Any) -> AsyncIterator[Batches]:
+async def batches_in(
+    folder: Path, endpoint: Any, **options: Any
+) -> AsyncIterator[Batches]:
     given = {"max_bytes": 1 << 30, "n_parallel": 4, "window_s": 86400.0, **options}
     async with Batches(folder / "batches", endpoint, **given) as found:
         yield found
@@ -42,13 +45,15 @@ def content(found: Batches, file_id: str | None) -> list[Any]:
 
 
 async def ended(found: Batches, batch: Batch) -> Batch:
-    await until(lambda: found.get(batch.id).status in FINAL and batch.id not in found._tasks)
+    await until(
+        lambda: found.get(batch.id).status in FINAL and batch.id not in found._tasks
+    )
     return found.get(batch.id)
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns a list with the answers in the database, and the ids of files in the folder that the database does not
-    list.
+    """Returns a list with the answers in the database, and the ids of files in the
+    folder that the database does not list.
 
     The list is empty when all batches have ended.
     """
@@ -59,39 +64,77 @@ def left_in(found: Batches) -> list[Any]:
 
 
 def fill_disk(database: Database) -> int:
-    """Limits the database to its current number of pages, as a full disk would. Returns the previous limit in pages."""
+    """Limits the database to its current number of pages, as a full disk would. Returns
+    the previous limit in pages."""
     ((most,),) = database.execute("PRAGMA max_page_count")
     ((n_pages,),) = database.execute("PRAGMA page_count")
     database.execute(f"PRAGMA max_page_count = {n_pages}")
     return most
 
 
-async def test_batch_runs_from_creation_to_output_and_error_files(tmp_path: Path) -> None:
+async def test_batch_runs_from_creation_to_output_and_error_files(
+    tmp_path: Path,
+) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
-        input_id = stored(found, [request("a", "hold"), request("b", "fail"), request("c")])
+        input_id = stored(
+            found, [request("a", "hold"), request("b", "fail"), request("c")]
+        )
         batch = found.create(CHAT, input_id, {"key": "value"}, 7200)
-        assert batch.status == "validating" and batch.expires_at == batch.created_at + 86400
+        assert (
+            batch.status == "validating"
+            and batch.expires_at == batch.created_at + 86400
+        )
         await until(lambda: batch.counts.done == 2)
-        assert (batch.status, batch.total, batch.counts.failed, batch.model) == ("in_progress", 3, 1, "demo")
-        found.files.delete(input_id)  # the running batch keeps the requests of the deleted file
+        assert (batch.status, batch.total, batch.counts.failed, batch.model) == (
+            "in_progress",
+            3,
+            1,
+            "demo",
+        )
+        # The running batch keeps the requests of the deleted file.
+        found.files.delete(input_id)
         endpoint.released.set()
         assert (await ended(found, batch)).status == "completed"
-        assert (batch.counts.completed, batch.counts.failed, batch.counts.output_tokens) == (2, 1, 6)
-        assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
-        assert [entry["custom_id"] for entry in content(found, batch.output_file_id)] == ["a", "c"]
-        assert [entry["custom_id"] for entry in content(found, batch.error_file_id)] == ["b"]
+        assert (
+            batch.counts.completed,
+            batch.counts.failed,
+            batch.counts.output_tokens,
+        ) == (2, 1, 6)
+        assert None not in (
+            batch.in_progress_at,
+            batch.finalizing_at,
+            batch.completed_at,
+        )
+        assert [
+            entry["custom_id"] for entry in content(found, batch.output_file_id)
+        ] == ["a", "c"]
+        assert [
+            entry["custom_id"] for entry in content(found, batch.error_file_id)
+        ] == ["b"]
         output = found.files.get(batch.output_file_id or "")
-        assert (output.purpose, output.expires_at) == ("batch_output", output.created_at + 7200)
+        assert (output.purpose, output.expires_at) == (
+            "batch_output",
+            output.created_at + 7200,
+        )
         assert left_in(found) == []
 
 
 async def test_invalid_lines_fail_the_batch_and_list_each_error(tmp_path: Path) -> None:
     endpoint = Endpoint()
-    lines = [request("a"), b"nonsense\n", request("a"), request("b", url="/v1/embeddings")]
+    lines = [
+        request("a"),
+        b"nonsense\n",
+        request("a"),
+        request("b", url="/v1/embeddings"),
+    ]
     async with batches_in(tmp_path, endpoint) as found:
         batch = await ended(found, found.create(CHAT, stored(found, lines)))
-        assert (batch.status, endpoint.calls, batch.output_file_id) == ("failed", [], None)
+        assert (batch.status, endpoint.calls, batch.output_file_id) == (
+            "failed",
+            [],
+            None,
+        )
         assert [(error["code"], error["line"], error["param"]) for error in batch.errors] == [
             ("invalid_json_line", 2, None), ("duplicate_custom_id", 3, "custom_id"), ("invalid_url", 4, "url"),
         ]  # fmt: skip
@@ -104,44 +147,70 @@ async def test_invalid_lines_fail_the_batch_and_list_each_error(tmp_path: Path) 
 
 async def test_cancelled_batch_keeps_its_finished_answers(tmp_path: Path) -> None:
     endpoint = Endpoint()
-    lines = [request("a"), request("b", "fail"), *(request(f"h{i}", "hold") for i in range(9))]
+    lines = [
+        request("a"),
+        request("b", "fail"),
+        *(request(f"h{i}", "hold") for i in range(9)),
+    ]
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, lines))
         await until(lambda: endpoint.running == 4)
         found.cancel(batch)
         assert batch.status == "cancelling" and batch.cancelling_at
         await ended(found, batch)
-        assert (batch.status, endpoint.running, endpoint.cancelled) == ("cancelled", 0, 4)
+        assert (batch.status, endpoint.running, endpoint.cancelled) == (
+            "cancelled",
+            0,
+            4,
+        )
         assert (batch.counts.completed, batch.counts.failed, batch.total) == (1, 1, 11)
-        assert [entry["custom_id"] for entry in content(found, batch.output_file_id)] == ["a"]
-        codes = [(entry["error"] or {}).get("code") for entry in content(found, batch.error_file_id)]
+        assert [
+            entry["custom_id"] for entry in content(found, batch.output_file_id)
+        ] == ["a"]
+        codes = [
+            (entry["error"] or {}).get("code")
+            for entry in content(found, batch.error_file_id)
+        ]
         assert codes == [None, *["batch_cancelled"] * 9]
 
 
-async def test_batch_expires_after_its_window_and_keeps_its_answers(tmp_path: Path) -> None:
+async def test_batch_expires_after_its_window_and_keeps_its_answers(
+    tmp_path: Path,
+) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         batch.expires_at = batch.created_at + 3  # whole seconds
         await until(lambda: endpoint.running == 1)
-        later = found.create(CHAT, stored(found, [request("c")]))  # this batch expires before its turn
+        # This batch expires before its turn.
+        later = found.create(CHAT, stored(found, [request("c")]))
         later.expires_at = batch.created_at + 2
         for each in (batch, later):
             await ended(found, each)
             assert each.status == "expired" and each.expired_at
-        assert [entry["custom_id"] for entry in content(found, batch.output_file_id)] == ["a"]
+        assert [
+            entry["custom_id"] for entry in content(found, batch.output_file_id)
+        ] == ["a"]
         errors = content(found, batch.error_file_id)
-        assert [(entry["custom_id"], entry["error"]["code"]) for entry in errors] == [("b", "batch_expired")]
+        assert [(entry["custom_id"], entry["error"]["code"]) for entry in errors] == [
+            ("b", "batch_expired")
+        ]
     async with batches_in(tmp_path, endpoint, window_s=float("inf")) as found:
         assert found.create(CHAT, stored(found, [request("a")])).expires_at is None
 
 
-async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path) -> None:
+async def test_restarted_server_continues_batches_of_their_owner(
+    tmp_path: Path,
+) -> None:
     """Restarts the server while "bob" is the current owner.
 
     The batches continue, and still belong to "ann", who created them.
     """
-    lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
+    lines = [
+        request("a", "first"),
+        *(request(f"h{i}", "hold") for i in range(3)),
+        request("z", "last"),
+    ]
     before, endpoint = Endpoint(), Endpoint()
     async with batches_in(tmp_path, before, n_parallel=2) as found:
         current_owner.set("ann")
@@ -155,10 +224,16 @@ async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path)
         assert found.all() == []
         current_owner.set("ann")
         again = await ended(found, found.get(batch.id))
-        assert (again.status, again.counts.completed, again.created_at) == ("completed", 5, batch.created_at)
+        assert (again.status, again.counts.completed, again.created_at) == (
+            "completed",
+            5,
+            batch.created_at,
+        )
         assert endpoint.texts[:4] == ["hold", "hold", "hold", "last"]
         assert (await ended(found, found.get(waiting.id))).status == "completed"
-        assert [entry["custom_id"] for entry in content(found, again.output_file_id)] == ["a", "h0", "h1", "h2", "z"]
+        assert [
+            entry["custom_id"] for entry in content(found, again.output_file_id)
+        ] == ["a", "h0", "h1", "h2", "z"]
     async with batches_in(tmp_path, endpoint) as found:
         assert [each.id for each in found.all()] == [waiting.id, batch.id]
         assert len(content(found, found.get(batch.id).output_file_id)) == 5
@@ -166,7 +241,9 @@ async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path)
 
 
 @pytest.mark.parametrize("status", ["validating", "finalizing", "cancelling"])
-async def test_killed_server_continues_a_batch_of_any_status(tmp_path: Path, status: str) -> None:
+async def test_killed_server_continues_a_batch_of_any_status(
+    tmp_path: Path, status: str
+) -> None:
     async with batches_in(tmp_path, Endpoint()) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await until(lambda: batch.counts.done == 1)
@@ -181,16 +258,22 @@ async def test_killed_server_continues_a_batch_of_any_status(tmp_path: Path, sta
         assert left_in(found) == []
 
 
-async def test_batch_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_waits_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
-        batch = found.create(CHAT, stored(found, [request("a", "y" * 9000), request("b", "y" * 9000)]))
+        batch = found.create(
+            CHAT, stored(found, [request("a", "y" * 9000), request("b", "y" * 9000)])
+        )
         most = fill_disk(found.files.database)
         room_bytes = found.files.room()
         await until(lambda: len(endpoint.calls) > 4)
         assert batch.status == "in_progress"
-        assert found.files.room() == room_bytes, "answers that could not be stored take no space"
+        assert found.files.room() == room_bytes, (
+            "answers that could not be stored take no space"
+        )
         with pytest.raises(StorageError, match=r"disk is full.*make room"):
             found.create(CHAT, batch.input_file_id, {"key": "z" * 9000})
         found.files.database.execute(f"PRAGMA max_page_count = {most}")
@@ -199,21 +282,29 @@ async def test_batch_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: p
         assert len(content(found, batch.output_file_id)) == 2
 
 
-async def test_storage_limit_counts_answers_of_a_running_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_storage_limit_counts_answers_of_a_running_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
-        ask = [request(str(number), "y" * 8000) for number in range(2)] + [request("held", "hold")]
+        ask = [request(str(number), "y" * 8000) for number in range(2)] + [
+            request("held", "hold")
+        ]
         batch = found.create(CHAT, stored(found, ask))
         await until(lambda: batch.counts.completed == 2)
         taken = 60_000 - found.files.room()
-        assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
+        assert taken > sum(map(len, ask)) + 2 * 8000, (
+            "the requests, and two of the answers"
+        )
     # The restarted server recounts the bytes of the answers in the database.
     async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
         assert 60_000 - found.files.room() == taken
         found.cancel(found.get(batch.id))
         await ended(found, found.get(batch.id))
-        assert 0 < 60_000 - found.files.room() - taken < 3 * DESCRIPTION_BYTES, "as much as its two files of answers"
+        assert 0 < 60_000 - found.files.room() - taken < 3 * DESCRIPTION_BYTES, (
+            "as much as its two files of answers"
+        )
 
 
 async def test_batch_waits_for_storage_for_its_answers(
@@ -221,8 +312,12 @@ async def test_batch_waits_for_storage_for_its_answers(
 ) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     async with batches_in(tmp_path, Endpoint(), max_bytes=50_000) as found:
-        input_id = stored(found, [request(str(number), "y" * 4000) for number in range(3)])
-        other = stored(found, [b"x" * (found.files.room() - 11_000 - DESCRIPTION_BYTES)])
+        input_id = stored(
+            found, [request(str(number), "y" * 4000) for number in range(3)]
+        )
+        other = stored(
+            found, [b"x" * (found.files.room() - 11_000 - DESCRIPTION_BYTES)]
+        )
         batch = found.create(CHAT, input_id)
         await until(lambda: batch.counts.completed == 1)
         await until(lambda: caplog.text.count(f"{batch.id} waits for") > 1)
@@ -245,11 +340,15 @@ async def test_create_rejects_unknown_files_wrong_purposes_and_too_many_batches(
         with pytest.raises(BatchFileError, match="batch_output"):
             found.create(CHAT, stored(found, [request("a")], "batch_output"))
         found.create(CHAT, stored(found, [request("a", "hold")]))
-        with pytest.raises(BusyError, match="may be unfinished, and this limit is reached"):
+        with pytest.raises(
+            BusyError, match="may be unfinished, and this limit is reached"
+        ):
             found.create(CHAT, stored(found, [request("a")]))
 
 
-async def test_second_server_is_refused_the_folder_and_an_idle_one_creates_no_file(tmp_path: Path) -> None:
+async def test_second_server_is_refused_the_folder_and_an_idle_one_creates_no_file(
+    tmp_path: Path,
+) -> None:
     async with batches_in(tmp_path, Endpoint()):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -296,15 +395,20 @@ async def test_expired_files_free_their_storage(tmp_path: Path) -> None:
             stored(found, [b"y" * 20_000])
         now.return_value += 3601
         long = stored(found, [b"y" * 20_000])
-        assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
+        assert [
+            path.stem for path in (tmp_path / "batches" / "files").glob("*.data")
+        ] == [long]
 
 
-async def test_deleted_file_counts_as_storage_while_used_by_a_batch(tmp_path: Path) -> None:
+async def test_deleted_file_counts_as_storage_while_used_by_a_batch(
+    tmp_path: Path,
+) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
         batches_of_it = [found.create(CHAT, input_id) for _ in range(2)]
-        stored(found, [b"y" * 2000])  # two batches share the file, so its bytes are counted once
+        # Two batches share the file, so its bytes are counted once.
+        stored(found, [b"y" * 2000])
         await until(lambda: endpoint.running == 1)
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
@@ -337,27 +441,37 @@ async def test_event_loop_is_not_blocked_while_a_journal_is_read(
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await reading.wait()
-        found.cancel(batch)  # Cancelling ends the step that reads the journal. The next step reopens the journal.
+        # Cancelling ends the step that reads the journal. The next step reopens the
+        # journal.
+        found.cancel(batch)
         await asyncio.sleep(0)
         assert batch.status == "cancelling"
         read_on.set()
         assert (await ended(found, batch)).status == "cancelled"
         assert n_opened == 2
-        assert {entry["error"]["code"] for entry in content(found, batch.error_file_id)} == {"batch_cancelled"}
+        assert {
+            entry["error"]["code"] for entry in content(found, batch.error_file_id)
+        } == {"batch_cancelled"}
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-async def test_batch_files_are_readable_only_by_their_owner(tmp_path: Path, umask: int) -> None:
+async def test_batch_files_are_readable_only_by_their_owner(
+    tmp_path: Path, umask: int
+) -> None:
     endpoint, folder = Endpoint(), tmp_path / "batches"
 
     def rights_of_others() -> list[str]:
         found = {path: path.stat().st_mode for path in (folder, *folder.rglob("*"))}
-        return [f"{path.name}: {mode:o}" for path, mode in found.items() if mode & 0o077]
+        return [
+            f"{path.name}: {mode:o}" for path, mode in found.items() if mode & 0o077
+        ]
 
     before = os.umask(umask)
     try:
         async with batches_in(tmp_path, endpoint) as found:
-            input_id = stored(found, [request("a", "hold"), request("b", "fail"), request("c")])
+            input_id = stored(
+                found, [request("a", "hold"), request("b", "fail"), request("c")]
+            )
             batch = found.create(CHAT, input_id)
             with found.files.new() as upload:
                 upload.write(b"x")
@@ -366,7 +480,8 @@ async def test_batch_files_are_readable_only_by_their_owner(tmp_path: Path, umas
             endpoint.released.set()
             await ended(found, batch)
             assert rights_of_others() == []
-        # Makes all files accessible to other users, as files written by older versions may be.
+        # Makes all files accessible to other users, as files written by older versions
+        # may be.
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o666)
         (folder / "link").symlink_to(outside := tmp_path / "outside")

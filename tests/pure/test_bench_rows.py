@@ -1,6 +1,8 @@
-"""Tests `moegguf bench` without running a model: the order of runs, the contents of rows, and the output formats.
+"""Tests `moegguf bench` without running a model: the order of runs, the contents of
+rows, and the output formats.
 
-Memory limits are tested in folders that imitate cgroups. One test drops a file from the page cache.
+Memory limits are tested in folders that imitate cgroups. One test drops a file from the
+page cache.
 """
 
 import csv
@@ -10,6 +12,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,13 @@ from test_machine import GIB, V1_MOUNT, V2_MOUNT
 
 from moegguf.bench import memory_limit as limits
 from moegguf.bench import report
-from moegguf.bench.memory_limit import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
+from moegguf.bench.memory_limit import (
+    LimitError,
+    cached_bytes,
+    drop_page_cache,
+    make_group,
+    memory_limit,
+)
 from moegguf.bench.rows import FIELDS, FORMATS, as_markdown, imitated_routing, make_rows
 from moegguf.bench.series import (
     KILLED,
@@ -48,13 +57,21 @@ LLAMA_BENCH_FIELDS = (
     "fit_target,fit_min_ctx,n_prompt,n_gen,n_depth,test_time,avg_ns,stddev_ns,avg_ts,stddev_ts"
 )
 
-SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, loading={"expert_cache": "50%"})
+SPEC = Spec(
+    "m.gguf",
+    (Test(4, 0), Test(0, 2)),
+    n_threads=2,
+    repetitions=2,
+    loading={"expert_cache": "50%"},
+)
 
 
 def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
-    """Returns a made-up result of a child process, with two repetitions of both tests of SPEC.
+    """Returns a made-up result of a child process, with two repetitions of both tests
+    of SPEC.
 
-    The 4 prompt tokens take `seconds` in total, and each of the 2 generated tokens takes `seconds`.
+    The 4 prompt tokens take `seconds` in total, and each of the 2 generated tokens
+    takes `seconds`.
     """
     ns = int(seconds * 1e9)
     figures = {
@@ -65,7 +82,10 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
         "tokens_per_draft_pass": 0.0,
         "mb_per_accepted_token": 0.0,
     }  # fmt: skip
-    shared = {"test_time": "2026-01-02T03:04:05Z", "figures": [figures] * 2 if store else []}
+    shared = {
+        "test_time": "2026-01-02T03:04:05Z",
+        "figures": [figures] * 2 if store else [],
+    }
     return {
         "build_commit": "abc", "build_number": 0, "cpu_info": "A CPU", "gpu_info": "", "backends": "CPU",
         "model_type": "moe 1B Q4_0", "model_size": 8 << 30, "model_n_params": 14 * 10**9, "routing": "",
@@ -82,8 +102,12 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
 
 
 OWN = BenchedSystem("moegguf", SPEC, compared=True)
-MMAP = BenchedSystem("mmap", replace(SPEC, system="mmap", repack=False), "llama.cpp, no repack")
-RESIDENT = BenchedSystem("resident", replace(SPEC, system="resident"), "llama.cpp, default kernels")
+MMAP = BenchedSystem(
+    "mmap", replace(SPEC, system="mmap", repack=False), "llama.cpp, no repack"
+)
+RESIDENT = BenchedSystem(
+    "resident", replace(SPEC, system="resident"), "llama.cpp, default kernels"
+)
 OUTCOMES = [
     Outcome(OWN, 0, result(0.5), cgroup_peak_bytes=3 << 30),
     Outcome(MMAP, 0, result(5.0, store=False)),
@@ -100,7 +124,10 @@ def test_spec_survives_json_and_imitated_routing_reads_the_locality_field() -> N
     spec = replace(SPEC, store={"readers": 2}, text="a ü.txt")
     assert Spec.from_json(spec.as_json()) == spec
     assert "as published of glm (" in imitated_routing({"moegguf.locality": "glm"})
-    assert {imitated_routing(found) for found in ({"moegguf.locality": "x\n"}, {"moegguf.locality": 3}, {})} == {""}
+    assert {
+        imitated_routing(found)
+        for found in ({"moegguf.locality": "x\n"}, {"moegguf.locality": 3}, {})
+    } == {""}
 
 
 @pytest.mark.parametrize(
@@ -137,11 +164,26 @@ def test_parse_ints_rejects_malformed_lists(text: str) -> None:
 
 def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> None:
     tests = parse_tests(["512,0"], ["128"], ["16,8"], ["0,32"])
-    assert tests == [(512, 0, 0), (0, 128, 0), (16, 8, 0), (512, 0, 32), (0, 128, 32), (16, 8, 32)]
-    names = [name_of({"n_prompt": p, "n_gen": n, "n_depth": d, "n_parallel": 1}) for p, n, d in tests]
+    assert tests == [
+        (512, 0, 0),
+        (0, 128, 0),
+        (16, 8, 0),
+        (512, 0, 32),
+        (0, 128, 32),
+        (16, 8, 32),
+    ]
+    names = [
+        name_of({"n_prompt": p, "n_gen": n, "n_depth": d, "n_parallel": 1})
+        for p, n, d in tests
+    ]
     assert names[2:5] == ["pp16+tg8", "pp512 @ d32", "tg128 @ d32"]
     found = combinations(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
-    assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
+    assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [
+        (64, 1),
+        (64, 2),
+        (128, 1),
+        (128, 2),
+    ]
 
 
 # Tests of the systems to compare, and of the order in which they run
@@ -150,7 +192,10 @@ def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> 
 def test_mmap_system_does_not_repack_if_a_copy_does_not_fit(tiny: Any) -> None:
     layout = read_layout(tiny("tiny-mix"))
     base = replace(SPEC, model=str(tiny("tiny-mix")))
-    small, large = resident_bytes(layout, base), resident_bytes(layout, base) + (1 << 30)
+    small, large = (
+        resident_bytes(layout, base),
+        resident_bytes(layout, base) + (1 << 30),
+    )
     assert compared_system("mmap", base, layout, large).spec.repack
     assert not compared_system("mmap", base, layout, small).spec.repack
     assert "does not fit" in compared_system("mmap", base, layout, small).note
@@ -165,7 +210,13 @@ def test_ablation_steps_add_one_feature_after_the_other(tiny: Any) -> None:
     layout = read_layout(tiny("tiny-mix"))
     base = replace(SPEC, model=str(tiny("tiny-mix")), strategy="promoe")
     off = [
-        {name for name, value in compared_system(step, base, layout, None).spec.store.items() if not value}
+        {
+            name
+            for name, value in compared_system(
+                step, base, layout, None
+            ).spec.store.items()
+            if not value
+        }
         for step in VARIANTS
         if step.startswith("step-")
     ]
@@ -173,12 +224,17 @@ def test_ablation_steps_add_one_feature_after_the_other(tiny: Any) -> None:
 
 
 def test_make_systems_lists_own_budgets_before_llama_cpp_systems(tiny: Any) -> None:
-    group = make_systems(replace(SPEC, model=str(tiny())), ["30%", "100%"], ["mmap", "resident"], 1 << 40)
+    group = make_systems(
+        replace(SPEC, model=str(tiny())), ["30%", "100%"], ["mmap", "resident"], 1 << 40
+    )
     assert [(entry.label, entry.spec.system, entry.is_llama_cpp) for entry in group] == [
         ("moegguf", "moegguf", False), ("moegguf", "moegguf", False),
         ("mmap", "mmap", True), ("resident", "resident", True),
     ]  # fmt: skip
-    assert [entry.spec.loading["expert_cache"] for entry in group[:2]] == ["30%", "100%"]
+    assert [entry.spec.loading["expert_cache"] for entry in group[:2]] == [
+        "30%",
+        "100%",
+    ]
 
 
 def test_run_series_skips_a_system_that_was_killed() -> None:
@@ -186,7 +242,11 @@ def test_run_series_skips_a_system_that_was_killed() -> None:
 
     def run(entry: BenchedSystem) -> Outcome:
         runs.append(entry.label)
-        return Outcome(entry, 0, error=KILLED) if entry is RESIDENT else Outcome(entry, 0, result(1.0))
+        return (
+            Outcome(entry, 0, error=KILLED)
+            if entry is RESIDENT
+            else Outcome(entry, 0, result(1.0))
+        )
 
     said: list[str] = []
     outcomes = list(run_series([OWN, RESIDENT, MMAP], 2, run, said.append))
@@ -199,15 +259,26 @@ def test_run_series_skips_a_system_that_was_killed() -> None:
 
 
 def test_markdown_names_synthetic_routing_and_policies_once() -> None:
-    assert as_markdown(make_rows(OUTCOMES, 4 << 30)) == (Path(__file__).parent / "bench.md").read_text()
+    assert (
+        as_markdown(make_rows(OUTCOMES, 4 << 30))
+        == (Path(__file__).parent / "bench.md").read_text()
+    )
     synthetic = result(0.5) | {"routing": "random weights"}
-    page = as_markdown(make_rows([Outcome(OWN, 0, synthetic), Outcome(MMAP, 0, synthetic)]))
+    page = as_markdown(
+        make_rows([Outcome(OWN, 0, synthetic), Outcome(MMAP, 0, synthetic)])
+    )
     assert page.count("routing: random weights\n") == 1
     others = [
-        BenchedSystem(name, replace(SPEC, loading=SPEC.loading | {"policy": "lru"})) for name in ("lru", "no-chunks")
+        BenchedSystem(name, replace(SPEC, loading=SPEC.loading | {"policy": "lru"}))
+        for name in ("lru", "no-chunks")
     ]
-    page = as_markdown(make_rows([Outcome(entry, 0, result(0.5)) for entry in (OWN, *others)]))
-    assert "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n" in page
+    page = as_markdown(
+        make_rows([Outcome(entry, 0, result(0.5)) for entry in (OWN, *others)])
+    )
+    assert (
+        "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n"
+        in page
+    )
     assert page.count("policy next-use") == 1
     assert "|    stall | same tokens" in page and "|   1.000x | yes, 4 of 4 |" in page
 
@@ -218,7 +289,9 @@ def test_sql_output_fills_a_sqlite_table() -> None:
     database = sqlite3.connect(":memory:")
     for _ in range(2):  # the outputs of two runs, one after the other
         database.executescript(FORMATS["sql"](rows))
-    found = database.execute("SELECT model_filename, n_prompt, avg_ts, typeof(avg_ts) FROM llama_bench").fetchall()
+    found = database.execute(
+        "SELECT model_filename, n_prompt, avg_ts, typeof(avg_ts) FROM llama_bench"
+    ).fetchall()
     assert len(found) == 2 * len(rows)
     assert found[0][0] == "it's.gguf"
     assert found[0][1] == rows[0]["n_prompt"]
@@ -229,7 +302,11 @@ def test_sql_output_fills_a_sqlite_table() -> None:
 def test_csv_json_and_jsonl_output_have_equal_rows() -> None:
     lines = list(csv.DictReader(io.StringIO(FORMATS["csv"](make_rows(OUTCOMES)))))
     assert ",".join(list(lines[0])[: len(FIELDS)]) == LLAMA_BENCH_FIELDS
-    assert (lines[0]["avg_ts"], lines[0]["repack"], lines[0]["n_prompt"]) == ("6.000000", "1", "4")
+    assert (lines[0]["avg_ts"], lines[0]["repack"], lines[0]["n_prompt"]) == (
+        "6.000000",
+        "1",
+        "4",
+    )
     assert lines[3]["against"] == "mmap=7.000;resident="
     rows = make_rows(OUTCOMES)
     objects = json.loads(FORMATS["json"](rows))
@@ -255,12 +332,16 @@ def v1(root: Path, place: str = "/job") -> Path:
 def v2(root: Path, *, leaf_has_processes: bool) -> Path:
     """Writes the files of a cgroup v2 below a slice, and returns the group's folder.
 
-    With leaf_has_processes, the group has no subtree controllers, because a group with processes cannot enable them.
+    With leaf_has_processes, the group has no subtree controllers, because a group with
+    processes cannot enable them.
     """
     write(root / "proc/self/mountinfo", V2_MOUNT)
     write(root / "proc/self/cgroup", "0::/slice/leaf\n")
     leaf = root / "sys/fs/cgroup/slice/leaf"
-    for folder, passed_on in ((leaf.parent, "cpu memory"), (leaf, "" if leaf_has_processes else "memory")):
+    for folder, passed_on in (
+        (leaf.parent, "cpu memory"),
+        (leaf, "" if leaf_has_processes else "memory"),
+    ):
         write(folder / "cgroup.controllers", "cpu memory\n")
         write(folder / "cgroup.subtree_control", passed_on)
     return leaf
@@ -268,7 +349,8 @@ def v2(root: Path, *, leaf_has_processes: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes removing a group's folder also delete the files in it, as the kernel does for cgroups."""
+    """Makes removing a group's folder also delete the files in it, as the kernel does
+    for cgroups."""
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 
@@ -289,7 +371,9 @@ def test_make_group_on_cgroup_v2_nests_or_goes_beside_a_busy_group(
     leaf, real_write = v2(tmp_path, leaf_has_processes=has_processes), limits._write
 
     def busy(path: Path, text: str) -> bool:
-        return not (has_processes and path == leaf / "cgroup.subtree_control") and real_write(path, text)
+        return not (
+            has_processes and path == leaf / "cgroup.subtree_control"
+        ) and real_write(path, text)
 
     monkeypatch.setattr(limits, "_write", busy)
     group = make_group(GIB, tmp_path)
@@ -298,7 +382,9 @@ def test_make_group_on_cgroup_v2_nests_or_goes_beside_a_busy_group(
     assert (group.folder / "memory.swap.max").read_text() == "0"
 
 
-def test_make_group_without_cgroups_raises_and_no_limit_makes_no_group(tmp_path: Path) -> None:
+def test_make_group_without_cgroups_raises_and_no_limit_makes_no_group(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(LimitError, match="systemd-run"):
         make_group(GIB, tmp_path)
     with memory_limit(None, tmp_path) as group:
@@ -310,13 +396,19 @@ def test_make_group_removes_groups_of_dead_processes(tmp_path: Path) -> None:
     (parent / "moegguf-999999999-1").mkdir()
     (parent / f"moegguf-{os.getpid()}-0").mkdir()
     make_group(GIB, tmp_path).remove()
-    assert sorted(path.name for path in parent.glob("moegguf-*")) == [f"moegguf-{os.getpid()}-0"]
+    assert sorted(path.name for path in parent.glob("moegguf-*")) == [
+        f"moegguf-{os.getpid()}-0"
+    ]
 
 
 @pytest.mark.parametrize(
     ("make", "peak", "events"),
     [
-        (v1, "memory.max_usage_in_bytes", ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")),
+        (
+            v1,
+            "memory.max_usage_in_bytes",
+            ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+        ),
         (
             lambda root: v2(root, leaf_has_processes=False),
             "memory.peak",
@@ -324,19 +416,29 @@ def test_make_group_removes_groups_of_dead_processes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_group_reads_peak_bytes_and_oom_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]) -> None:  # noqa: ANN001
+def test_group_reads_peak_bytes_and_oom_kills(
+    tmp_path: Path, make: Callable[[Path], None], peak: str, events: tuple[str, str]
+) -> None:
     make(tmp_path)
     group = make_group(GIB, tmp_path)
-    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # 0 while the files are missing, as on an old kernel
+    # 0 while the files are missing, as on an old kernel.
+    assert (group.peak_bytes, group.oom_kills) == (0, 0)
     write(group.folder / peak, "123456789\n")
     write(group.folder / events[0], events[1])
     assert (group.peak_bytes, group.oom_kills) == (123456789, 2)
 
 
-def test_memory_limit_runs_commands_in_the_group_and_removes_the_group_on_error(tmp_path: Path) -> None:
+def test_memory_limit_runs_commands_in_the_group_and_removes_the_group_on_error(
+    tmp_path: Path,
+) -> None:
     v1(tmp_path)
     with memory_limit(GIB, tmp_path) as group:
-        words = subprocess.run(group.command(["echo", "a b", "$HOME"]), capture_output=True, check=True, text=True)
+        words = subprocess.run(
+            group.command(["echo", "a b", "$HOME"]),
+            capture_output=True,
+            check=True,
+            text=True,
+        )
         assert words.stdout == "a b $HOME\n"
         assert int((group.folder / "cgroup.procs").read_text()) > 0
     v1(tmp_path)

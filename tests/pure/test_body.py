@@ -1,4 +1,5 @@
-"""Tests request bodies: which are accepted, which are refused and with what message, and how long a refusal takes."""
+"""Tests request bodies: which are accepted, which are refused and with what message,
+and how long a refusal takes."""
 
 import asyncio
 import contextlib
@@ -19,7 +20,13 @@ from starlette.types import Receive, Scope, Send
 from moegguf.engine.machine import count_cpus
 from moegguf.models.catalog import Catalog
 from moegguf.server.common import limits
-from moegguf.server.common.body import Bodies, Body, parse_body, parse_object, read_bytes
+from moegguf.server.common.body import (
+    Bodies,
+    Body,
+    parse_body,
+    parse_object,
+    read_bytes,
+)
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Loading, find
 from moegguf.server.ollama.chat import ChatRequest
@@ -43,7 +50,9 @@ def refusal(raw: bytes, kind: type[Body] = Example) -> str:
     return str(caught.value)
 
 
-def test_parse_body_ignores_unknown_fields_and_takes_the_last_of_repeated_keys() -> None:
+def test_parse_body_ignores_unknown_fields_and_takes_the_last_of_repeated_keys() -> (
+    None
+):
     body = parse_body(b'{"text": "a", "other": {"deep": []}, "text": "b"}', Example)
     assert body.text == "b"
     assert not hasattr(body, "other")
@@ -63,7 +72,9 @@ def test_parse_body_ignores_unknown_fields_and_takes_the_last_of_repeated_keys()
     ],
 )
 def test_parse_body_replaces_half_of_a_surrogate_pair(raw: bytes, text: str) -> None:
-    assert parse_body(b'{"text": "' + raw + b'", "n": 5}', Example) == Example(text=text, n=5)
+    assert parse_body(b'{"text": "' + raw + b'", "n": 5}', Example) == Example(
+        text=text, n=5
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,10 @@ def test_parse_object_reads_or_rejects_any_bytes(raw: bytes) -> None:
 finite = st.floats(allow_nan=False, allow_infinity=False)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | finite | st.text(),
-    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=5), children, max_size=4),
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.dictionaries(st.text(max_size=5), children, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -153,7 +167,10 @@ json_values = st.recursive(
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=4))
 def test_parse_object_equals_json_loads(value: dict[str, Any]) -> None:
     assert parse_object(json.dumps(value).encode()) == value
-    assert parse_object(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) is not None
+    assert (
+        parse_object(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        is not None
+    )
 
 
 def parse(kind: type[Body], **fields: Any) -> Any:
@@ -161,7 +178,10 @@ def parse(kind: type[Body], **fields: Any) -> Any:
 
 
 def test_num_thread_is_capped_at_the_number_of_processors() -> None:
-    assert parse(Loading, options={"num_thread": 512}).overrides()["n_threads"] == count_cpus()
+    assert (
+        parse(Loading, options={"num_thread": 512}).overrides()["n_threads"]
+        == count_cpus()
+    )
     assert parse(Loading, options={"num_thread": 1}).overrides()["n_threads"] == 1
 
 
@@ -184,7 +204,11 @@ async def test_bodies_limit_total_bytes_until_their_requests_end() -> None:
 
         async def receive() -> dict[str, Any]:
             part = next(parts, None)
-            return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+            return {
+                "type": "http.request",
+                "body": part or b"",
+                "more_body": part is not None,
+            }
 
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         return asyncio.create_task(bodies(scope, receive, Mock()))
@@ -201,6 +225,11 @@ async def test_bodies_limit_total_bytes_until_their_requests_end() -> None:
     await request(3 << 20)
 
 
-def test_find_puts_the_hint_of_an_unknown_name_into_brackets_without_its_full_stop() -> None:
-    with pytest.raises(HttpError, match=r"^model 'nobody' not found, try pulling it first \(models of .* from\)$"):
+def test_find_puts_the_hint_of_an_unknown_name_into_brackets_without_its_full_stop() -> (
+    None
+):
+    with pytest.raises(
+        HttpError,
+        match=r"^model 'nobody' not found, try pulling it first \(models of .* from\)$",
+    ):
         find(Catalog(), "nobody")

@@ -1,4 +1,5 @@
-"""Tests the sentence about a card that cannot be used. Folders imitate a machine's /dev, /proc and /sys."""
+"""Tests the sentence about a card that cannot be used. Folders imitate a machine's
+/dev, /proc and /sys."""
 
 from pathlib import Path
 
@@ -22,7 +23,12 @@ def nvidia(driver: str = NVRM.format("580.65.06"), *, node: bool = True) -> File
     return files | ({"dev/nvidia0": "", "dev/nvidiactl": ""} if node else {})
 
 
-def pci(vendor: str, address: str = "0000:03:00.0", memory_bytes: int | None = None, kind: str = "0x030000") -> Files:
+def pci(
+    vendor: str,
+    address: str = "0000:03:00.0",
+    memory_bytes: int | None = None,
+    kind: str = "0x030000",
+) -> Files:
     folder = f"sys/bus/pci/devices/{address}"
     files = {f"{folder}/vendor": vendor + "\n", f"{folder}/class": kind + "\n"}
     if memory_bytes is not None:
@@ -35,7 +41,9 @@ WINDOWS = {"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}
 CPU = BackendDevice(1, "CPU", "a processor", "CPU", "CPU")
 CUDA0 = BackendDevice(2, "CUDA0", "NVIDIA H100", "CUDA", "GPU")
 RPC0 = BackendDevice(3, "RPC0", "127.0.0.1:50052", "RPC", "GPU")
-RADEON_8060S = BackendDevice(4, "Vulkan0", "AMD Radeon 8060S", "Vulkan", "integrated GPU")
+RADEON_8060S = BackendDevice(
+    4, "Vulkan0", "AMD Radeon 8060S", "Vulkan", "integrated GPU"
+)
 MUSA0 = BackendDevice(5, "MUSA0", "MTT S80", "MUSA", "GPU")
 NO_PROBLEM = BackendProblems([], [])
 TOO_OLD = "ggml_cuda_init: failed to initialize CUDA: driver version is insufficient for runtime version"
@@ -52,7 +60,11 @@ def machine(root: Path, files: Files) -> Path:
 
 
 def build(
-    *devices: BackendDevice, backends: str = "", error: str = "", refused: str = "", cuda: int | None = None
+    *devices: BackendDevice,
+    backends: str = "",
+    error: str = "",
+    refused: str = "",
+    cuda: int | None = None,
 ) -> Build:
     problems = BackendProblems([refused] if refused else [], [error] if error else [])
     return Build(backends.split(), [CPU, *devices], problems, cuda)
@@ -66,20 +78,31 @@ def build(
         (nvidia(OLD_NVRM), [Card("NVIDIA", "470.256.02")]),
         (nvidia("NVRM version: another text\n"), [Card("NVIDIA", "unknown")]),
         (nvidia(node=False), [Card("NVIDIA", "580.65.06", is_reachable=False)]),
-        ({"proc/driver/nvidia/version": OLD_NVRM}, []),  # the driver is loaded, but there is no card
+        # The driver is loaded, but there is no card.
+        ({"proc/driver/nvidia/version": OLD_NVRM}, []),
         (pci("0x10de"), [Card("NVIDIA", driver="")]),
         (pci("0x10de", kind="0x020000"), []),  # an NVIDIA network card
         (WINDOWS, [Card("NVIDIA")]),
         (pci("0x1002", memory_bytes=16 * GIB) | RENDER, [Card("AMD")]),
-        (pci("0x1002", memory_bytes=192 * GIB, kind="0x120000"), [Card("AMD", is_reachable=False)]),
-        (pci("0x1002", memory_bytes=GIB // 2) | RENDER, []),  # integrated into a processor
-        (pci("0x1002") | RENDER, []),  # not listed: without a driver, the size of this card's memory is unknown
+        (
+            pci("0x1002", memory_bytes=192 * GIB, kind="0x120000"),
+            [Card("AMD", is_reachable=False)],
+        ),
+        # Integrated into a processor.
+        (pci("0x1002", memory_bytes=GIB // 2) | RENDER, []),
+        # Not listed: without a driver, the size of this card's memory is unknown.
+        (pci("0x1002") | RENDER, []),
         (pci("0x8086", "0000:00:02.0") | RENDER, []),  # integrated into a processor
         (pci("0x8086") | RENDER, [Card("Intel")]),
-        (nvidia() | pci("0x8086", "0000:00:02.0") | RENDER, [Card("NVIDIA", "580.65.06")]),
+        (
+            nvidia() | pci("0x8086", "0000:00:02.0") | RENDER,
+            [Card("NVIDIA", "580.65.06")],
+        ),
     ],
 )
-def test_find_cards_lists_what_the_system_has(tmp_path: Path, files: Files, found: list[Card]) -> None:
+def test_find_cards_lists_what_the_system_has(
+    tmp_path: Path, files: Files, found: list[Card]
+) -> None:
     assert find_cards(machine(tmp_path, files)) == found
 
 
@@ -93,19 +116,31 @@ MACHINES: dict[str, tuple[Files, Build, str]] = {
     "no card, CUDA": ({}, build(backends="CUDA", error=TOO_OLD, cuda=13), ""),
     "no card, refused plug-in": ({}, build(refused=REFUSED), REFUSED),
     "NVIDIA that computes": (nvidia(), build(CUDA0, backends="CUDA", cuda=13), ""),
-    "NVIDIA that computes, refused plug-in": (nvidia(), build(CUDA0, backends="CUDA", refused=REFUSED), ""),
+    "NVIDIA that computes, refused plug-in": (
+        nvidia(),
+        build(CUDA0, backends="CUDA", refused=REFUSED),
+        "",
+    ),
     "NVIDIA without a build": (
         nvidia(),
         build(),
         f"This machine has an NVIDIA card (driver 580.65.06), {UNUSABLE}: {INSTALL.format('cuda')}.",
     ),
-    "NVIDIA without a build, old driver": (OLD, build(), f"{UNUSABLE}: {INSTALL.format('cuda12')}."),
+    "NVIDIA without a build, old driver": (
+        OLD,
+        build(),
+        f"{UNUSABLE}: {INSTALL.format('cuda12')}.",
+    ),
     "NVIDIA without a build, very old driver": (
         VERY_OLD,
         build(),
         f"{UNUSABLE}: update the driver to 580 or newer, then {INSTALL.format('cuda')}.",
     ),
-    "NVIDIA without a build beside a remote device": (nvidia(), build(RPC0), f"{INSTALL.format('cuda')}."),
+    "NVIDIA without a build beside a remote device": (
+        nvidia(),
+        build(RPC0),
+        f"{INSTALL.format('cuda')}.",
+    ),
     "NVIDIA, refused plug-in": (nvidia(), build(refused=REFUSED), REFUSED),
     "NVIDIA with CUDA 13, old driver": (
         OLD,
@@ -138,8 +173,16 @@ MACHINES: dict[str, tuple[Files, Build, str]] = {
         build(),
         "an NVIDIA card, but NVIDIA's driver is not loaded: install version 580 or newer.",
     ),
-    "NVIDIA under Windows": (WINDOWS, build(), f"(driver unknown), {UNUSABLE}: {INSTALL.format('cuda')}."),
-    "AMD": (RADEON | RENDER, build(), f"an AMD card, {UNUSABLE}: {INSTALL.format('vulkan')}."),
+    "NVIDIA under Windows": (
+        WINDOWS,
+        build(),
+        f"(driver unknown), {UNUSABLE}: {INSTALL.format('cuda')}.",
+    ),
+    "AMD": (
+        RADEON | RENDER,
+        build(),
+        f"an AMD card, {UNUSABLE}: {INSTALL.format('vulkan')}.",
+    ),
     "AMD with Vulkan that lists none": (
         RADEON | RENDER,
         build(backends="Vulkan"),
@@ -150,18 +193,28 @@ MACHINES: dict[str, tuple[Files, Build, str]] = {
         build(),
         "an AMD card, but /dev/dri is missing: start the container with `--device /dev/dri`",
     ),
-    "Intel": (pci("0x8086") | RENDER, build(), f"an Intel card, {UNUSABLE}: {INSTALL.format('vulkan')}."),
+    "Intel": (
+        pci("0x8086") | RENDER,
+        build(),
+        f"an Intel card, {UNUSABLE}: {INSTALL.format('vulkan')}.",
+    ),
     "integrated": (
         RENDER,
         build(RADEON_8060S, backends="Vulkan"),
         "Vulkan0 (AMD Radeon 8060S) is an integrated GPU, which moegguf does not use",
     ),
-    "MUSA": ({}, build(MUSA0), "Nobody has tried moegguf on MUSA, the backend of MUSA0"),
+    "MUSA": (
+        {},
+        build(MUSA0),
+        "Nobody has tried moegguf on MUSA, the backend of MUSA0",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_describe_cards_returns_one_sentence_for_a_machine_and_a_build(tmp_path: Path, name: str) -> None:
+def test_describe_cards_returns_one_sentence_for_a_machine_and_a_build(
+    tmp_path: Path, name: str
+) -> None:
     files, built, text = MACHINES[name]
     said = describe_cards(find_cards(machine(tmp_path, files)), built)
     assert text in said and bool(text) == bool(said)
@@ -182,7 +235,10 @@ def test_describe_cards_returns_one_sentence_for_a_machine_and_a_build(tmp_path:
     ],
 )
 def test_card_note_is_empty_if_the_user_chose_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, placement: str | None, variables: Files, is_said: bool
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str | None,
+    variables: Files,
+    is_said: bool,
 ) -> None:
     monkeypatch.delenv("MOEGGUF_PLACEMENT", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -25,25 +25,47 @@ pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 # Looking up
 
 
-def test_find_accepts_a_path_as_the_name(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_accepts_a_path_as_the_name(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models").mkdir()
-    for name in ("a.gguf", "models/b-00001-of-00002.gguf", "models/b-00002-of-00002.gguf"):
+    for name in (
+        "a.gguf",
+        "models/b-00001-of-00002.gguf",
+        "models/b-00002-of-00002.gguf",
+    ):
         (tmp_path / name).write_bytes(name.encode())
     monkeypatch.chdir(tmp_path)
     entry = catalog.find("./a.gguf")
-    assert (entry.source, entry.name, entry.size_bytes) == ("path", str(tmp_path / "a.gguf"), 6)
+    assert (entry.source, entry.name, entry.size_bytes) == (
+        "path",
+        str(tmp_path / "a.gguf"),
+        6,
+    )
     assert catalog.find(entry.name).digest == entry.digest
     split = catalog.find("models")
-    assert [path.name for path in split.files] == ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    assert [path.name for path in split.files] == [
+        "b-00001-of-00002.gguf",
+        "b-00002-of-00002.gguf",
+    ]
     assert find_model("models") == Path("models/b-00001-of-00002.gguf")
     assert "a.gguf" not in str(names())
 
 
-def test_catalog_without_paths_opens_and_names_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_without_paths_opens_and_names_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "secret.gguf").write_bytes(b"secret")
     monkeypatch.chdir(tmp_path)
     served = Catalog(paths=False)
-    for name in (str(tmp_path / "secret.gguf"), "./secret.gguf", "../x/secret.gguf", str(tmp_path), ".", "~"):
+    for name in (
+        str(tmp_path / "secret.gguf"),
+        "./secret.gguf",
+        "../x/secret.gguf",
+        str(tmp_path),
+        ".",
+        "~",
+    ):
         with pytest.raises(ModelNameError):
             served.find(name)
     for name in ("secret.gguf", "secre.gguf", "x/secret.gguf"):
@@ -64,20 +86,38 @@ def test_catalog_without_paths_puts_no_path_or_command_into_errors(
     (tmp_path / "gone.gguf").write_bytes(b"GGUF")
     catalog.create("mine", Recipe(from_=str(tmp_path / "gone.gguf")))
     (tmp_path / "gone.gguf").unlink()
-    for name in ("", "xyzzy", "knwn", "demmo", "xyzzy.gguf", "user/repo", "hf.co/user/repo:Q4_K_M", "mine"):
+    for name in (
+        "",
+        "xyzzy",
+        "knwn",
+        "demmo",
+        "xyzzy.gguf",
+        "user/repo",
+        "hf.co/user/repo:Q4_K_M",
+        "mine",
+    ):
         with pytest.raises(ModelNotFoundError) as refused:
             Catalog(paths=False).find(name)
-        assert not re.search(r"path|moegguf |MOEGGUF_|folder|" + re.escape(str(tmp_path)), str(refused.value)), name
-    with pytest.raises(ModelNotFoundError, match="no model named 'demmo'; did you mean 'demo'"):
+        assert not re.search(
+            r"path|moegguf |MOEGGUF_|folder|" + re.escape(str(tmp_path)),
+            str(refused.value),
+        ), name
+    with pytest.raises(
+        ModelNotFoundError, match="no model named 'demmo'; did you mean 'demo'"
+    ):
         Catalog(paths=False).find("demmo")
     monkeypatch.setattr("moegguf.models.sources.demo_path", lambda: None)
-    with pytest.raises(ModelNotFoundError, match=r"^the demo model .* is not in this installation; [^/]*$"):
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"^the demo model .* is not in this installation; [^/]*$",
+    ):
         Catalog(paths=False).find("demo")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sets MOEGGUF_MODELS to a folder with two models, a split model, a model in a subfolder and a text file."""
+    """Sets MOEGGUF_MODELS to a folder with two models, a split model, a model in a
+    subfolder and a text file."""
     big = [f"Big-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
     for name in ("Qwen-Q4_0.gguf", *big, "mix/mix.gguf", "two words.gguf", "notes.txt"):
         path = tmp_path / "models" / name
@@ -87,8 +127,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def test_find_compares_file_names_without_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    split = ["Big-00001-of-00003.GGUF", "Big-00002-of-00003.GGUF", "big-00003-OF-00003.gguf"]
+def test_find_compares_file_names_without_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = [
+        "Big-00001-of-00003.GGUF",
+        "Big-00002-of-00003.GGUF",
+        "big-00003-OF-00003.gguf",
+    ]
     for name in ("one/Chat.GGUF", "one/MMPROJ-Chat.Gguf", "Tiny.Gguf", *split):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"GGUF")
@@ -97,7 +143,10 @@ def test_find_compares_file_names_without_case(tmp_path: Path, monkeypatch: pyte
     catalog = Catalog()
     for name in ("chat", "CHAT.gguf", tmp_path / "one" / "Chat.GGUF", tmp_path / "one"):
         entry = catalog.find(name)
-        assert (entry.path.name, entry.mmproj) == ("Chat.GGUF", tmp_path / "one" / "MMPROJ-Chat.Gguf")
+        assert (entry.path.name, entry.mmproj) == (
+            "Chat.GGUF",
+            tmp_path / "one" / "MMPROJ-Chat.Gguf",
+        )
     assert [path.name for path in catalog.find("big").files] == split
 
 
@@ -106,7 +155,8 @@ def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> No
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
         ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
-        # A file's path finds that file, whatever its kind. A folder's path finds the only model in the folder.
+        # A file's path finds that file, whatever its kind. A folder's path finds the
+        # only model in the folder.
         (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),
     ):  # fmt: skip
         assert find_model(name) == folder / file
@@ -120,7 +170,9 @@ def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> No
             find_model(wrong)
 
 
-def test_entries_list_each_file_of_moegguf_models_once(catalog: Catalog, folder: Path) -> None:
+def test_entries_list_each_file_of_moegguf_models_once(
+    catalog: Catalog, folder: Path
+) -> None:
     listed = [entry for entry in catalog.entries() if entry.source == "folder"]
     assert sorted(entry.name for entry in listed) == [
         "Big-Q8_0:latest", "Qwen-Q4_0:latest", "mix:latest", "two-words:latest"
@@ -136,7 +188,13 @@ def test_entries_list_each_file_of_moegguf_models_once(catalog: Catalog, folder:
 def test_find_resolves_models_in_the_hub_cache(catalog: Catalog) -> None:
     shards = {f"BF16/M-BF16-0000{n}-of-00002.gguf": bytes([n]) * 10 for n in (1, 2)}
     folder = cache(
-        "User/Repo", {"M-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m", **shards, "N-Q2_K-00001-of-00003.gguf": b"1"}
+        "User/Repo",
+        {
+            "M-Q8_0.gguf": b"8",
+            "mmproj-F16.gguf": b"m",
+            **shards,
+            "N-Q2_K-00001-of-00003.gguf": b"1",
+        },
     )
     (folder / "blobs" / ("f" * 64 + ".incomplete")).write_bytes(b"half")
     cache("legacy", {"x-Q4_0.gguf": b"x"})
@@ -144,15 +202,27 @@ def test_find_resolves_models_in_the_hub_cache(catalog: Catalog) -> None:
     entry = catalog.find("user/repo")
     assert entry.name == "hf.co/User/Repo:Q8_0"
     assert entry.digest == hashlib.sha256(b"8").hexdigest()
-    assert entry.mmproj and entry.mmproj.name == "mmproj-F16.gguf" and entry.size_bytes == 2
-    assert [path.name for path in catalog.find("hf.co/user/repo:bf16").files] == [path[5:] for path in shards]
+    assert (
+        entry.mmproj
+        and entry.mmproj.name == "mmproj-F16.gguf"
+        and entry.size_bytes == 2
+    )
+    assert [path.name for path in catalog.find("hf.co/user/repo:bf16").files] == [
+        path[5:] for path in shards
+    ]
     for missing in ("user/repo:Q2_K", "user/repo:Q4_K_M", "user/other"):
-        with pytest.raises(ModelNotFoundError, match=r"fetch it with `moegguf pull hf\.co/user/"):
+        with pytest.raises(
+            ModelNotFoundError, match=r"fetch it with `moegguf pull hf\.co/user/"
+        ):
             catalog.find(missing)
 
 
-def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(catalog: Catalog) -> None:
-    repository = cache("u/r", {"x-Q4_0.gguf": b"old", "x-Q8_0.gguf": b"old 8"}, "a" * 40)
+def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(
+    catalog: Catalog,
+) -> None:
+    repository = cache(
+        "u/r", {"x-Q4_0.gguf": b"old", "x-Q8_0.gguf": b"old 8"}, "a" * 40
+    )
     cache("u/r", {"x-Q4_0.gguf": b"new"}, "b" * 40)
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
@@ -169,7 +239,13 @@ def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
         f"find_model({str(tmp_path / 'x.gguf')!r}); find_model('demo'); Catalog().entries()\n"
         "print([name for name in ('huggingface_hub', 'httpx2', 'httpx', 'tqdm', 'asyncio') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout == "[]\n"
 
 
@@ -177,7 +253,15 @@ def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
 
 
 def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> None:
-    folder = cache("u/r", {"x-Q4_0.gguf": b"4", "x-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m", "README.md": b"r"})
+    folder = cache(
+        "u/r",
+        {
+            "x-Q4_0.gguf": b"4",
+            "x-Q8_0.gguf": b"8",
+            "mmproj-F16.gguf": b"m",
+            "README.md": b"r",
+        },
+    )
     cache("u/r", {"x-Q4_0.gguf": b"4 new"}, "b" * 40)
     assert catalog.remove("u/r:q4_0").name == "hf.co/u/r:Q4_0"
     assert names("hf.co") == ["hf.co/u/r:Q8_0"]
@@ -188,7 +272,9 @@ def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> No
     assert [path.read_bytes() for path in (folder / "blobs").iterdir()] == [b"r"]
 
 
-def test_remove_keeps_cached_files_that_a_copy_still_needs(catalog: Catalog, hub: FakeHub) -> None:
+def test_remove_keeps_cached_files_that_a_copy_still_needs(
+    catalog: Catalog, hub: FakeHub
+) -> None:
     hub.add("u/r", {"x-Q4_K_M.gguf": b"4" * 1000})
     pull("u/r", catalog, lambda status: None)
     folder = hub_cache() / "models--u--r"
@@ -198,11 +284,17 @@ def test_remove_keeps_cached_files_that_a_copy_still_needs(catalog: Catalog, hub
     with pytest.raises(ModelNotFoundError):
         catalog.find("u/r")
     assert catalog.find("mine").path.read_bytes() == b"4" * 1000
-    assert pull("u/r", catalog, lambda status: None).name == "hf.co/u/r:Q4_K_M", "the name comes back"
-    assert names("hf.co") == ["hf.co/u/r:Q4_K_M"] and len(hub.gets("x-Q4_K_M.gguf")) == 1
+    assert pull("u/r", catalog, lambda status: None).name == "hf.co/u/r:Q4_K_M", (
+        "the name comes back"
+    )
+    assert (
+        names("hf.co") == ["hf.co/u/r:Q4_K_M"] and len(hub.gets("x-Q4_K_M.gguf")) == 1
+    )
     catalog.remove("u/r")
     cache("u/r", {"x-Q8_0.gguf": b"8"}, "b" * 40)
-    assert catalog.find("u/r").name == "hf.co/u/r:Q8_0", "a removed name does not hide its neighbours"
+    assert catalog.find("u/r").name == "hf.co/u/r:Q8_0", (
+        "a removed name does not hide its neighbours"
+    )
     catalog.remove("u/r:q8_0")
     catalog.remove("mine")
     assert list((folder / "blobs").iterdir()) == []
@@ -211,19 +303,31 @@ def test_remove_keeps_cached_files_that_a_copy_still_needs(catalog: Catalog, hub
 # Details
 
 
-def test_parameters_of_a_name_override_parameters_of_its_file(catalog: Catalog, tmp_path: Path) -> None:
+def test_parameters_of_a_name_override_parameters_of_its_file(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     assert parameters_of(catalog.find("demo")) == {"temperature": 0.0}
     assert catalog.create("same", Recipe(from_="demo")).parameters == {}
-    warm = catalog.create("warm", Recipe(from_="demo", parameters={"temperature": 0.5, "top_k": 3}))
+    warm = catalog.create(
+        "warm", Recipe(from_="demo", parameters={"temperature": 0.5, "top_k": 3})
+    )
     assert parameters_of(warm) == {"temperature": 0.5, "top_k": 3}
-    odd = moe().add("general.sampling.temp", F32, -3).add("general.sampling.top_k", U32, 20)
-    assert parameters_of(catalog.find(odd.write(tmp_path / "odd.gguf"))) == {"top_k": 20}
+    odd = (
+        moe()
+        .add("general.sampling.temp", F32, -3)
+        .add("general.sampling.top_k", U32, 20)
+    )
+    assert parameters_of(catalog.find(odd.write(tmp_path / "odd.gguf"))) == {
+        "top_k": 20
+    }
     (tmp_path / "cut.gguf").write_bytes(b"GGUF")
     assert parameters_of(catalog.find(tmp_path / "cut.gguf")) == {}
 
 
 @pytest.mark.parametrize("how", ["off", "ngram", "mtp", "auto"])
-def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how: str) -> None:
+def test_draft_method_replaces_the_draft_model_of_the_base(
+    catalog: Catalog, how: str
+) -> None:
     drafted = catalog.create("drafted", Recipe(from_="demo", draft="demo"))
     assert drafted.draft == catalog.find("demo").path
     made = catalog.create("made", Recipe(from_="drafted", draft=how))
@@ -234,7 +338,9 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
 # Tests of the Hugging Face cache's location, and of a removal that fails
 
 
-def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_reads_the_environment_at_each_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert hub_cache() == tmp_path / "hf" / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     assert hub_cache() == tmp_path / "elsewhere"
@@ -252,7 +358,9 @@ def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
     (folder / "refs" / "other").write_text("f" * 40)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))
+        patch.setattr(
+            Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted"))
+        )
         with pytest.raises(PullError, match=r"cannot be removed .*not permitted"):
             catalog.remove("u/r")
     assert names("hf.co") == ["hf.co/u/r:Q4_0"]

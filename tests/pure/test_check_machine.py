@@ -23,15 +23,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(command[-1])
         if command[-1] == "chromium":
             there.add("chromium")
-        return subprocess.CompletedProcess(command, 100 if command[-1] == "chromium-headless-shell" else 0)
+        return subprocess.CompletedProcess(
+            command, 100 if command[-1] == "chromium-headless-shell" else 0
+        )
 
     monkeypatch.setattr(check_machine.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(check_machine.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(
+        check_machine.shutil, "which", lambda name: name if name in there else None
+    )
     monkeypatch.setattr(check_machine.subprocess, "run", run)
     return ran
 
 
-def test_install_chromium_tries_the_next_package_if_one_is_missing(calls: list[str]) -> None:
+def test_install_chromium_tries_the_next_package_if_one_is_missing(
+    calls: list[str],
+) -> None:
     check_machine.install_chromium()
     assert calls == ["update", "chromium-headless-shell", "chromium"]
     check_machine.install_chromium()
@@ -39,7 +45,9 @@ def test_install_chromium_tries_the_next_package_if_one_is_missing(calls: list[s
 
 
 def test_install_chromium_without_root_prints_a_note(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(check_machine.os, "geteuid", lambda: 1000)
     check_machine.install_chromium()

@@ -14,10 +14,14 @@ def test_kill_child_keeps_the_exit_code_and_asyncio_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     polled = []
-    monkeypatch.setattr(subprocess.Popen, "poll", lambda process: polled.append(process.pid))
+    monkeypatch.setattr(
+        subprocess.Popen, "poll", lambda process: polled.append(process.pid)
+    )
 
     async def killed() -> int:
-        child = await asyncio.create_subprocess_exec(*child_command("timeit"), "-s", "import time", "time.sleep(60)")
+        child = await asyncio.create_subprocess_exec(
+            *child_command("timeit"), "-s", "import time", "time.sleep(60)"
+        )
         kill_child(child)
         assert not polled, "poll() would take the exit code that asyncio waits for"
         code = await child.wait()

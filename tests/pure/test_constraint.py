@@ -1,4 +1,5 @@
-"""Tests that constraints are created only if needed, and that following or refusing a schema takes a limited time."""
+"""Tests that constraints are created only if needed, and that following or refusing a
+schema takes a limited time."""
 
 import contextlib
 import functools
@@ -21,7 +22,10 @@ from moegguf.generate.constraint import Constraint, constraint_for
 from moegguf.generate.request import Request
 from moegguf.generate.sampler import Matcher, MatcherTokens, matcher_tokens
 
-TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @functools.cache
@@ -30,7 +34,9 @@ def every_byte() -> MatcherTokens:
     return MatcherTokens(LLTokenizer("byte"), 256, frozenset())
 
 
-def constraint(form: Any = None, template: str | None = None, **options: Any) -> Constraint | None:
+def constraint(
+    form: Any = None, template: str | None = None, **options: Any
+) -> Constraint | None:
     return constraint_for(Request(messages=(), format=form, **options), template)
 
 
@@ -40,10 +46,11 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 
 
 def longest_step_s(form: Any, text: bytes) -> float:
-    """Returns the duration of the longest step, in seconds. A step computes a mask and accepts the next byte of `text`.
+    """Returns the duration of the longest step, in seconds. A step computes a mask and
+    accepts the next byte of `text`.
 
-    Stops at the first byte that the grammar does not allow, or when the schema is refused. The unfinished step is
-    included.
+    Stops at the first byte that the grammar does not allow, or when the schema is
+    refused. The unfinished step is included.
     """
     begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
@@ -65,7 +72,13 @@ def test_constraint_is_none_without_a_format_and_llguidance_is_not_imported() ->
     assert constraint(tools=(TOOL,), tool_choice="none") is None
     assert constraint(tool_choice="required") is None
     code = "import sys, moegguf.generate.sequence; print('llguidance' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert result.stdout.strip() == "False"
 
 
@@ -75,9 +88,11 @@ def chain(n: int) -> dict[str, Any]:
 
 
 def doubling(word: str, n: int) -> dict[str, Any]:
-    """Returns a schema with a chain of definitions, d0 to dn. Each except the last refers to the next one twice, under
-    `word`."""
-    defs: dict[str, Any] = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
+    """Returns a schema with a chain of definitions, d0 to dn. Each except the last
+    refers to the next one twice, under `word`."""
+    defs: dict[str, Any] = {
+        f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)
+    }
     defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
     return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}
 
@@ -219,26 +234,39 @@ COSTLY = (
 
 @pytest.mark.parametrize("pattern", COSTLY)
 def test_costly_pattern_takes_less_than_a_second_per_token(pattern: str) -> None:
-    """An expensive pattern may also be refused. Neither a step nor a refusal takes a second."""
-    assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
+    """An expensive pattern may also be refused. Neither a step nor a refusal takes a
+    second."""
+    assert (
+        longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
+    )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine makes examples slow
+# A busy machine makes examples slow.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
 def test_random_schema_gives_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
         assert matcher(form)
 
 
-@pytest.mark.parametrize("multiple", [1, 1000, 0.01, 10**6, 0.00001, 9973, 99991, 1.0000007])
+@pytest.mark.parametrize(
+    "multiple", [1, 1000, 0.01, 10**6, 0.00001, 9973, 99991, 1.0000007]
+)
 def test_multiple_of_takes_less_than_a_second_per_token(multiple: float) -> None:
     """The lexer may need a state for each remainder of a division by `multiple`."""
-    assert longest_step_s({"type": "number", "multipleOf": multiple}, b"1234567890123456789012345") < 1
+    assert (
+        longest_step_s(
+            {"type": "number", "multipleOf": multiple}, b"1234567890123456789012345"
+        )
+        < 1
+    )
 
 
 def test_schemas_of_all_tools_are_limited_in_characters_and_parts() -> None:
     def tools(n: int, schema: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple({"function": {"name": f"f{i}", "parameters": schema}} for i in range(n))
+        return tuple(
+            {"function": {"name": f"f{i}", "parameters": schema}} for i in range(n)
+        )
 
     long = {"properties": {"p": {"enum": ["x" * 60_000]}}}
     with pytest.raises(SchemaError, match="1048576 characters"):
@@ -246,10 +274,15 @@ def test_schemas_of_all_tools_are_limited_in_characters_and_parts() -> None:
     many = {"properties": {f"p{i}": {} for i in range(1000)}}
     with pytest.raises(SchemaError, match="10000 parts"):
         constraint(tools=tools(20, many), tool_choice="required")
-    assert constraint(tools=tools(100, {"properties": {f"p{i}": {} for i in range(20)}}), tool_choice="required")
+    assert constraint(
+        tools=tools(100, {"properties": {f"p{i}": {} for i in range(20)}}),
+        tool_choice="required",
+    )
 
 
-def test_matcher_raises_schema_error_if_a_token_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matcher_raises_schema_error_if_a_token_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = matcher("json")
     monkeypatch.setattr("moegguf.generate.sampler.MAX_STEP_S", -1.0)
     with pytest.raises(SchemaError, match="for one token"):
@@ -266,13 +299,18 @@ def test_constraint_rejects_too_many_nameless_and_unknown_tools() -> None:
         constraint(tools=(TOOL,), tool_choice="later")
 
 
-BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds that are not whole numbers
+# Bounds that are not whole numbers.
+BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}
 
 
 def test_matcher_allows_only_described_properties_and_keeps_number_bounds() -> None:
-    """A schema with a list of properties refuses other properties, unless it allows or requires them explicitly."""
+    """A schema with a list of properties refuses other properties, unless it allows or
+    requires them explicitly."""
     named = {"type": "object", "properties": {"a": {"type": "null"}}}
-    both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
+    both = {
+        "allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}],
+        "$defs": {"n": named},
+    }
     for form, text, passes in (
         (named, b'{"a":null}', True),
         (named, b'{"b":null}', False),
@@ -305,7 +343,8 @@ def accepts(one: Matcher, text: bytes) -> bool:
 
 
 class FewTokens:
-    """A small vocabulary like SentencePiece's: bytes, words, control tokens. `ends`: the tokens that end an answer."""
+    """A small vocabulary like SentencePiece's: bytes, words, control tokens. `ends`:
+    the tokens that end an answer."""
 
     words = (b" the", b"", b'{"', b"<think>", b"</think>", b'"}', b"\xff\xfe", b"<end>")
     pieces = (*(bytes([n]) for n in range(256)), *words)
@@ -321,18 +360,36 @@ class FewTokens:
 
 
 @pytest.mark.parametrize("ends", [(263,), (263, 257), ()])
-def test_matcher_masks_tokens_of_several_bytes_and_end_tokens(ends: tuple[int, ...]) -> None:
+def test_matcher_masks_tokens_of_several_bytes_and_end_tokens(
+    ends: tuple[int, ...],
+) -> None:
     vocabulary: Any = FewTokens(*ends)
     made = constraint({"type": "object", "maxProperties": 1}, templates.QWEN)
     one = Matcher(made, matcher_tokens(vocabulary))
     first = [vocabulary.pieces[n] for n in np.flatnonzero(one.mask())]
     assert first == [b"<", b"{", b'{"', b"<think>"]
-    for piece in (b"<think>", b" the", "é".encode()[:1], "é".encode()[1:], b"<", b"</think>", b'{"', b"<end>"):
+    for piece in (
+        b"<think>",
+        b" the",
+        "é".encode()[:1],
+        "é".encode()[1:],
+        b"<",
+        b"</think>",
+        b'{"',
+        b"<end>",
+    ):
         allowed = one.allows(vocabulary.pieces.index(piece))
-        assert allowed == (piece != b"<end>" or not ends), "text of the token that ends an answer is no text"
+        assert allowed == (piece != b"<end>" or not ends), (
+            "text of the token that ends an answer is no text"
+        )
         if allowed:
             one.accept(vocabulary.pieces.index(piece))
-    for token in (0xFF, vocabulary.pieces.index(b"\xff\xfe"), vocabulary.pieces.index(b""), 10):
+    for token in (
+        0xFF,
+        vocabulary.pieces.index(b"\xff\xfe"),
+        vocabulary.pieces.index(b""),
+        10,
+    ):
         assert not one.allows(token)
         assert not one.mask()[token]
     for byte in b'x":{}}':

@@ -1,4 +1,5 @@
-"""Tests answers that continue a message: the end of their prompt, their parser and their constraint.
+"""Tests answers that continue a message: the end of their prompt, their parser and
+their constraint.
 
 Other tests check which messages and tokens are kept when a prompt is too long.
 """
@@ -33,7 +34,11 @@ def assistant(content: str | list[dict[str, str]] = "", **more: Any) -> dict[str
         (assistant("so", tool_calls=[CALL]), False, False),
         (assistant([{"type": "text", "text": "so"}]), True, True),
         (assistant([{"type": "text", "text": ""}]), True, False),
-        (assistant([{"type": "image", "data": ""}, {"type": "text", "text": "so"}]), False, False),
+        (
+            assistant([{"type": "image", "data": ""}, {"type": "text", "text": "so"}]),
+            False,
+            False,
+        ),
         (QUESTION, False, False),
         ({"role": "tool", "content": "7"}, False, False),
     ],
@@ -76,28 +81,53 @@ def test_continuation_of_returns_the_end_of_the_prompt(
     assert continuation_of(last, rendered, template_of(name)) == expected
 
 
-def parsed(answer: str, name: str, rendered: str, last: dict[str, Any], **options: Any) -> tuple[str, str]:
+def parsed(
+    answer: str, name: str, rendered: str, last: dict[str, Any], **options: Any
+) -> tuple[str, str]:
     template = template_of(name)
     continuation = continuation_of(last, rendered, template)
-    parser = answer_parser(template, prompt_end=rendered + continuation.text, continuation=continuation, **options)
+    parser = answer_parser(
+        template,
+        prompt_end=rendered + continuation.text,
+        continuation=continuation,
+        **options,
+    )
     deltas = [*map(parser.feed, answer), parser.end()]
-    return "".join(delta.thinking for delta in deltas), "".join(delta.text for delta in deltas)
+    return "".join(delta.thinking for delta in deltas), "".join(
+        delta.text for delta in deltas
+    )
 
 
 def test_parser_of_a_continuation_returns_only_new_text_with_its_blanks() -> None:
     assert parsed(" it is", "QWEN", BEGUN, assistant("so")) == ("", " it is")
-    assert parsed("\n\nbut", "QWEN", BEGUN, assistant("so"), tools=[{}]) == ("", "\n\nbut")
-    assert parsed("\nand\n</think>\n\nso", "QWEN", BEGUN, assistant(thinking="hm")) == ("\nand", "so")
-    assert parsed(" it is", "HARMONY", "<|start|>assistant", assistant("so")) == ("", " it is")
+    assert parsed("\n\nbut", "QWEN", BEGUN, assistant("so"), tools=[{}]) == (
+        "",
+        "\n\nbut",
+    )
+    assert parsed("\nand\n</think>\n\nso", "QWEN", BEGUN, assistant(thinking="hm")) == (
+        "\nand",
+        "so",
+    )
+    assert parsed(" it is", "HARMONY", "<|start|>assistant", assistant("so")) == (
+        "",
+        " it is",
+    )
     more = " more<|end|><|start|>assistant<|channel|>final<|message|>so"
-    assert parsed(more, "HARMONY", "<|start|>assistant", assistant(thinking="hm")) == (" more", "so")
+    assert parsed(more, "HARMONY", "<|start|>assistant", assistant(thinking="hm")) == (
+        " more",
+        "so",
+    )
 
 
 def test_constraint_continues_a_format_and_rejects_a_forced_call() -> None:
     ask = Request(messages=(), format="json")
     begun = constraint_for(ask, templates.QWEN, BEGUN, Continuation('{"a', '{"a'))
-    assert begun is not None and begun.begun == '{"a' and "start: answer\n" in begun.lark
-    thinking = constraint_for(ask, templates.QWEN, "hm", Continuation("hm", in_thinking=True))
+    assert (
+        begun is not None and begun.begun == '{"a' and "start: answer\n" in begun.lark
+    )
+    thinking = constraint_for(
+        ask, templates.QWEN, "hm", Continuation("hm", in_thinking=True)
+    )
     assert thinking is not None and "start: thought" in thinking.lark
     tool = {"type": "function", "function": {"name": "f"}}
     forced = Request(messages=(), tools=(tool,), tool_choice="required")
@@ -108,16 +138,25 @@ def test_constraint_continues_a_format_and_rejects_a_forced_call() -> None:
 def messages(roles: str) -> list[dict[str, Any]]:
     """Returns a message for each letter: s(ystem), u(ser), a(ssistant), t(ool)."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [{"role": names[letter], "content": f"{letter}{i}"} for i, letter in enumerate(roles)]
+    return [
+        {"role": names[letter], "content": f"{letter}{i}"}
+        for i, letter in enumerate(roles)
+    ]
 
 
 def texts(kept: list[dict[str, Any]]) -> str:
     return " ".join(message["content"] for message in kept)
 
 
-@pytest.mark.parametrize(("n_keep", "left"), [(4, 258), (0, 256), (-5, 256), (500, 506), (511, 511), (9999, 511)])
-def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(n_keep: int, left: int) -> None:
-    """Ollama's rule: 512 - (512 - num_keep) / 2 tokens stay, and at least one token is removed."""
+@pytest.mark.parametrize(
+    ("n_keep", "left"),
+    [(4, 258), (0, 256), (-5, 256), (500, 506), (511, 511), (9999, 511)],
+)
+def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(
+    n_keep: int, left: int
+) -> None:
+    """Ollama's rule: 512 - (512 - num_keep) / 2 tokens stay, and at least one token is
+    removed."""
     assert n_after_shift(512, n_keep) == left
     kept = cut_middle(range(2000), 512, n_keep)
     n_first = min(max(n_keep, 0), 511)
@@ -130,14 +169,21 @@ def test_kept_begins_at_a_question_or_a_later_tool_call() -> None:
     conversation = Conversation(messages("suauatauatat"))
     assert conversation.begins == [1, 3, 7, 8, 10]
     assert texts(conversation.kept(3)) == "s0 u3 a4 t5 a6 u7 a8 t9 a10 t11"
-    assert texts(conversation.kept(10)) == "s0 u7 a10 t11", "the question goes, or a result loses its call"
+    assert texts(conversation.kept(10)) == "s0 u7 a10 t11", (
+        "the question goes, or a result loses its call"
+    )
     assert Conversation(messages("s")).steady_begin([0], 5) == 0
-    assert texts(Conversation(messages("sa")).kept(1)) == "s0 a1", "without a question nothing is lost"
-    assert Conversation(messages("uauau")).steady_begin([10, 10, 10, 10, 500], 100) == 4, "larger than the room"
+    assert texts(Conversation(messages("sa")).kept(1)) == "s0 a1", (
+        "without a question nothing is lost"
+    )
+    assert (
+        Conversation(messages("uauau")).steady_begin([10, 10, 10, 10, 500], 100) == 4
+    ), "larger than the room"
 
 
 def test_steady_begin_stays_equal_for_several_turns() -> None:
-    """A prompt that began differently in every turn could not reuse any of the context."""
+    """A prompt that began differently in every turn could not reuse any of the
+    context."""
     turns = messages("ua" * 40 + "u")
     begins = []
     for n in range(1, len(turns) + 1, 2):

@@ -1,4 +1,5 @@
-"""Tests the actions of a controller on its store, their order, and failing policies and predictors."""
+"""Tests the actions of a controller on its store, their order, and failing policies and
+predictors."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ from moegguf.native.store import NativePolicy
 
 def test_observe_updates_predicts_scores_and_prefetches_in_this_order() -> None:
     store = RecordingStore()
-    controller = make_controller(CountingPolicy(store), ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
+    controller = make_controller(
+        CountingPolicy(store),
+        ScriptedPredictor(first_two, store),
+        store,
+        prefetch=AMPLE,
+    )
     controller.announce(announcement())
     assert store.actions == [
         ("announce", 0), ("predict", (1, 1)), ("predict", (2, 2)), ("prefetch", [(1, 0), (1, 1), (2, 0), (2, 1)]),
@@ -55,14 +61,18 @@ def test_observe_updates_predicts_scores_and_prefetches_in_this_order() -> None:
     ]  # fmt: skip
     assert controller.history.last_use[1].tolist() == [1, 1, -1, -1]
     store = RecordingStore()
-    run_pass(make_controller(CountingPolicy(), ScriptedPredictor(first_two, store), store))
+    run_pass(
+        make_controller(CountingPolicy(), ScriptedPredictor(first_two, store), store)
+    )
     assert store.named("prefetch") == []
     assert store.named("predict")[:3] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
     store, policy = RecordingStore(), CountingPolicy()
-    controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE)
+    controller = make_controller(
+        policy, ScriptedPredictor(first_two), store, prefetch=AMPLE
+    )
     run_pass(controller, Phase.PREFILL)
     assert store.actions == []
     run_pass(controller, Phase.DECODE, pass_=1)
@@ -74,13 +84,20 @@ def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
 
 
 FOUR_PERIODS = WatchdogOptions(
-    off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10
+    off_tokens=4,
+    on_tokens=4,
+    periods=2,
+    certainty=float("inf"),
+    warm_tokens=0,
+    pause_tokens=10,
 )
 
 
 def test_stopped_controller_ignores_events_and_errors() -> None:
     store, policy = RecordingStore(), CountingPolicy()
-    controller = make_controller(policy, ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
+    controller = make_controller(
+        policy, ScriptedPredictor(first_two, store), store, prefetch=AMPLE
+    )
     controller.stop()
     run_pass(controller)
     assert store.actions == [] and policy.calls == controller.n_events == 0
@@ -112,12 +129,16 @@ def test_watchdog_periods_without_prefetching_still_predict() -> None:
     assert seen[True] - seen[False] == {"prefetch", "forecast"}
     assert set(predicted[True]) == set(predicted[False])
     assert controller.watchdog.resting and store.named("predict") == []
-    assert store.named("forecast") == []  # the forecast was cleared when the period ended
+    # The forecast was cleared when the period ended.
+    assert store.named("forecast") == []
     assert controller.history.clock == 18 * 3
 
 
-def native_prediction(store: RecordingStore, predictor: Predictor, **options: Any) -> Controller:
-    """Returns a controller with the policy LRU for a store that runs `predictor` itself."""
+def native_prediction(
+    store: RecordingStore, predictor: Predictor, **options: Any
+) -> Controller:
+    """Returns a controller with the policy LRU for a store that runs `predictor`
+    itself."""
     acting = ActingOptions(clock_ns=lambda: store.clock_ns, **options)
     controller = build_controller(SHAPE, NativePolicy("lru"), predictor, store, acting)
     assert controller is not None and controller.native
@@ -126,7 +147,9 @@ def native_prediction(store: RecordingStore, predictor: Predictor, **options: An
 
 def test_native_predictor_is_removed_between_failed_trials() -> None:
     store = RecordingStore()
-    controller = native_prediction(store, previous_token(SHAPE), prefetch=replace(AMPLE, watchdog=True))
+    controller = native_prediction(
+        store, previous_token(SHAPE), prefetch=replace(AMPLE, watchdog=True)
+    )
     assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
     controller.watchdog = Watchdog(FOUR_PERIODS)
     for pass_ in range(17):
@@ -148,7 +171,9 @@ def test_failing_native_predictor_is_removed_from_the_store() -> None:
             raise ValueError("broken")
 
     store = RecordingStore()
-    controller = native_prediction(store, Broken("previous-token", SHAPE, 2), prefetch=AMPLE)
+    controller = native_prediction(
+        store, Broken("previous-token", SHAPE, 2), prefetch=AMPLE
+    )
     with pytest.warns(UserWarning, match="previous-token raised ValueError: broken"):
         run_pass(controller)
     assert store.actions[2:] == [("predictor", None), ("act", False)]
@@ -164,7 +189,9 @@ def test_native_eamc_predictor_gets_requests_collected_by_the_controller() -> No
     for sequence in range(3):
         run_pass(controller, pass_=sequence, sequence=sequence)
     assert predictor.eamc.n_entries == 2
-    assert store.actions[2:] == [("predictor", None), ("predictor", "eamc")] * 2, "read nowhere while it changes"
+    assert store.actions[2:] == [("predictor", None), ("predictor", "eamc")] * 2, (
+        "read nowhere while it changes"
+    )
     learned = predictor.learned(controller.history)
     assert learned.n_entries == 3
     assert learned.state.sum(axis=(1, 2)).tolist() == [6, 6, 6]
@@ -200,14 +227,19 @@ def test_native_policy_gets_a_forecast_only_if_takes_forecast_is_set() -> None:
     for takes in (True, False):
         store = RecordingStore()
         native = NativePolicy("next-use", takes_forecast=takes)
-        made = build_controller(SHAPE, native, ScriptedPredictor(first_two), store, ActingOptions())
+        made = build_controller(
+            SHAPE, native, ScriptedPredictor(first_two), store, ActingOptions()
+        )
         run_pass(made, Phase.PREFILL)
         run_pass(made)
         forecasts = [known for what, known in store.actions if what == "forecast"]
         assert forecasts == ([[1, 2, 3], [2, 3], [3], []] if takes else [])
     store = RecordingStore()
     native = NativePolicy("next-use", takes_forecast=True)
-    assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
+    assert (
+        build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions())
+        is None
+    )
     assert store.actions == [("policy", "next-use")]
 
 
@@ -231,7 +263,10 @@ def raises() -> Any:
 
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (raises, "raised ZeroDivisionError: mine"),
-    "flat": (lambda: np.zeros(16, np.float32), r"the shape \(4, 4\) \(layers, experts\), but have \(16,\)"),
+    "flat": (
+        lambda: np.zeros(16, np.float32),
+        r"the shape \(4, 4\) \(layers, experts\), but have \(16,\)",
+    ),
     "slow": (lambda: time.sleep(0.06), r"took 0\.\d s at one routing event"),
 }
 
@@ -240,8 +275,12 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_bad_policy_is_dropped_with_one_warning_and_lru_takes_over(kind: str) -> None:
     act, why = BAD_ANSWERS[kind]
     store, policy = RecordingStore(), Bad(act)
-    controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE, slowest_s=0.05)
-    with pytest.warns(UserWarning, match=f"the policy bad .*{why}.*; continuing with LRU") as caught:
+    controller = make_controller(
+        policy, ScriptedPredictor(first_two), store, prefetch=AMPLE, slowest_s=0.05
+    )
+    with pytest.warns(
+        UserWarning, match=f"the policy bad .*{why}.*; continuing with LRU"
+    ) as caught:
         run_passes(controller, range(3))
     assert len(caught) == 1
     assert policy.calls == 3
@@ -260,17 +299,29 @@ BAD_CALLS: dict[str, tuple[str, Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_CALLS)
-def test_bad_predictor_is_dropped_with_its_forecast_and_one_warning(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_predictor_is_dropped_with_its_forecast_and_one_warning(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where, act, why = BAD_CALLS[kind]
-    store, policy, predictor = RecordingStore(), CountingPolicy(), ScriptedPredictor(first_two)
-    controller = make_controller(policy, predictor, store, prefetch=AMPLE, slowest_s=0.05)
+    store, policy, predictor = (
+        RecordingStore(),
+        CountingPolicy(),
+        ScriptedPredictor(first_two),
+    )
+    controller = make_controller(
+        policy, predictor, store, prefetch=AMPLE, slowest_s=0.05
+    )
     run_pass(controller)
     n_fetched = len(store.named("prefetch"))
     monkeypatch.setattr(predictor, where, lambda *_: act())
-    with pytest.warns(UserWarning, match=f"the predictor scripted .*{why}.*; continuing without it") as caught:
+    with pytest.warns(
+        UserWarning, match=f"the predictor scripted .*{why}.*; continuing without it"
+    ) as caught:
         run_passes(controller, range(1, 4))
     assert len(caught) == 1
-    assert policy.calls == len(store.named("scores")) == 12, "the policy is not to blame"
+    assert policy.calls == len(store.named("scores")) == 12, (
+        "the policy is not to blame"
+    )
     assert all(known == [] for _, known in policy.seen[3:])
     assert len(store.named("prefetch")) <= n_fetched + 1
     assert not controller.may_prefetch
@@ -278,7 +329,9 @@ def test_bad_predictor_is_dropped_with_its_forecast_and_one_warning(kind: str, m
 
 def test_set_predictor_failure_after_a_pause_gives_one_warning() -> None:
     class Full(RecordingStore):
-        def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
+        def set_predictor(
+            self, predictor: NativePredictor | None, forecast: NativeForecast
+        ) -> None:
             super().set_predictor(predictor, forecast)
             if predictor is not None and len(self.named("predictor")) > 1:
                 raise AllocationError("cannot start the predictor's thread")
@@ -287,14 +340,19 @@ def test_set_predictor_failure_after_a_pause_gives_one_warning() -> None:
     options = ActingOptions(prefetch=PrefetchOptions())
     controller = build_controller(SHAPE, LRU, previous_token(SHAPE), store, options)
     assert controller.native
-    brief = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0, gain=0.9, pause_tokens=4)
+    brief = WatchdogOptions(
+        off_tokens=2, on_tokens=2, periods=1, warm_tokens=0, gain=0.9, pause_tokens=4
+    )
     controller.watchdog = Watchdog(brief)
 
     def decode() -> None:
         for token in range(30):
             controller.count_token(Phase.DECODE, token)
 
-    with pytest.warns(UserWarning, match="the predictor previous-token .*thread; continuing without it") as caught:
+    with pytest.warns(
+        UserWarning,
+        match="the predictor previous-token .*thread; continuing without it",
+    ) as caught:
         decode()
     assert len(caught) == 1
     assert store.named("predictor") == ["previous-token", None, "previous-token", None]

@@ -1,6 +1,8 @@
-"""Tests models that users create under new names: copies, recipes, and models of uploaded blobs.
+"""Tests models that users create under new names: copies, recipes, and models of
+uploaded blobs.
 
-Other tests check the digests of names, and that the index of names survives damage, kills and concurrent writers.
+Other tests check the digests of names, and that the index of names survives damage,
+kills and concurrent writers.
 """
 
 import hashlib
@@ -19,7 +21,13 @@ import crashing
 import pytest
 from catalog_helpers import add_blob, cache, files_of, names, send
 
-from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
+from moegguf.errors import (
+    ModelFormatError,
+    ModelNameError,
+    ModelNotFoundError,
+    OptionError,
+    PullError,
+)
 from moegguf.models import own_store
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
@@ -34,7 +42,12 @@ pytestmark = pytest.mark.usefixtures("catalog")
 
 def test_copy_adds_a_name_and_no_bytes(catalog: Catalog) -> None:
     entry = catalog.copy("demo", "Mine")
-    assert (entry.name, entry.source, entry.path, entry.parent) == ("Mine:latest", "own", demo_path(), "demo:latest")
+    assert (entry.name, entry.source, entry.path, entry.parent) == (
+        "Mine:latest",
+        "own",
+        demo_path(),
+        "demo:latest",
+    )
     assert entry.digest == catalog.find("demo").digest
     assert names() == ["Mine:latest", "demo:latest"]
     assert catalog.find("MINE") == entry
@@ -64,16 +77,40 @@ def test_copy_and_remove_reject_names_of_other_sources(catalog: Catalog) -> None
 
 
 def test_recipe_overrides_and_extends_its_base(catalog: Catalog) -> None:
-    recipe = Recipe(from_="demo", system="Be brief.", parameters={"temperature": 0.1, "stop": ["x"]}, license="MIT")
+    recipe = Recipe(
+        from_="demo",
+        system="Be brief.",
+        parameters={"temperature": 0.1, "stop": ["x"]},
+        license="MIT",
+    )
     first = catalog.create("one", recipe)
-    assert (first.system, first.license, first.parameters) == ("Be brief.", "MIT", {"temperature": 0.1, "stop": ["x"]})
+    assert (first.system, first.license, first.parameters) == (
+        "Be brief.",
+        "MIT",
+        {"temperature": 0.1, "stop": ["x"]},
+    )
     hello = ({"role": "user", "content": "hi"},)
-    second = catalog.create("two", Recipe(from_="one", parameters={"temperature": 0.9, "num_ctx": 512}, messages=hello))
-    assert (second.system, second.parent, second.messages) == ("Be brief.", "one:latest", hello)
+    second = catalog.create(
+        "two",
+        Recipe(
+            from_="one", parameters={"temperature": 0.9, "num_ctx": 512}, messages=hello
+        ),
+    )
+    assert (second.system, second.parent, second.messages) == (
+        "Be brief.",
+        "one:latest",
+        hello,
+    )
     assert second.parameters == {"temperature": 0.9, "num_ctx": 512, "stop": ["x"]}
-    assert catalog.create("two", parse(catalog.modelfile(second))) == catalog.find("two")
+    assert catalog.create("two", parse(catalog.modelfile(second))) == catalog.find(
+        "two"
+    )
     again = catalog.find("two")
-    assert (again.system, again.parameters, again.messages) == (second.system, second.parameters, second.messages)
+    assert (again.system, again.parameters, again.messages) == (
+        second.system,
+        second.parameters,
+        second.messages,
+    )
     catalog.remove("one")
     assert catalog.find("two").path == demo_path()
 
@@ -96,14 +133,24 @@ def test_create_rejects_invalid_recipes(catalog: Catalog) -> None:
     with pytest.raises(ModelNotFoundError):
         catalog.create("mine", Recipe(files={"x.gguf": "sha256:" + "0" * 64}))
     with pytest.warns(UserWarning, match="Go's language"):
-        assert catalog.create("mine", Recipe(from_="demo", template="{{ .Prompt }}")).template is None
+        assert (
+            catalog.create(
+                "mine", Recipe(from_="demo", template="{{ .Prompt }}")
+            ).template
+            is None
+        )
     assert names() == ["mine:latest", "demo:latest"]
 
 
-def test_create_from_blobs_links_the_file_and_removes_unused_blobs(catalog: Catalog, tiny: Any) -> None:
+def test_create_from_blobs_links_the_file_and_removes_unused_blobs(
+    catalog: Catalog, tiny: Any
+) -> None:
     data = tiny().read_bytes()
     digest = send(catalog, data)
-    assert catalog.blobs.has(digest) and catalog.blobs.path(digest.replace(":", "-")).read_bytes() == data
+    assert (
+        catalog.blobs.has(digest)
+        and catalog.blobs.path(digest.replace(":", "-")).read_bytes() == data
+    )
     entry = catalog.create("sent", Recipe(files={"tiny.gguf": digest}, system="Hi"))
     assert entry.path.read_bytes() == data and entry.path.name == "tiny.gguf"
     assert (entry.weights, entry.size_bytes) == (digest[7:], len(data))
@@ -111,7 +158,8 @@ def test_create_from_blobs_links_the_file_and_removes_unused_blobs(catalog: Cata
     assert details(entry).n_expert > 0
     before = entry.path.stat()
     catalog.create("again", Recipe(files={"tiny.gguf": digest}))
-    assert entry.path.stat() == before  # a server that has loaded the file would detect a change
+    # A server that has loaded the file would detect a change.
+    assert entry.path.stat() == before
     catalog.remove("again")
     catalog.copy("sent", "other")
     catalog.remove("sent")
@@ -120,7 +168,9 @@ def test_create_from_blobs_links_the_file_and_removes_unused_blobs(catalog: Cata
     assert files_of(data_folder()) == ["models.json", "models.lock"]
 
 
-def test_create_from_blobs_keeps_the_names_of_shards(catalog: Catalog, tiny: Any) -> None:
+def test_create_from_blobs_keeps_the_names_of_shards(
+    catalog: Catalog, tiny: Any
+) -> None:
     first = tiny(n_split=3)
     shards = sorted(first.parent.glob(first.name.replace("00001", "*")))
     files = {path.name: send(catalog, path.read_bytes()) for path in shards}
@@ -131,7 +181,9 @@ def test_create_from_blobs_keeps_the_names_of_shards(catalog: Catalog, tiny: Any
         catalog.create("cut", Recipe(files={shards[0].name: files[shards[0].name]}))
 
 
-def test_create_rejects_files_that_are_not_gguf(catalog: Catalog, tiny: Any, tmp_path: Path) -> None:
+def test_create_rejects_files_that_are_not_gguf(
+    catalog: Catalog, tiny: Any, tmp_path: Path
+) -> None:
     for data in (b"not a model", tiny().read_bytes()[:5000]):
         digest = send(catalog, data)
         with pytest.raises(ModelFormatError):
@@ -143,7 +195,10 @@ def test_create_rejects_files_that_are_not_gguf(catalog: Catalog, tiny: Any, tmp
         catalog.create("bad", Recipe(from_=str(other)))
     assert names() == ["demo:latest"]
     for name in ("house:30b", "house"):
-        with pytest.raises(ModelNotFoundError, match=r"no model named 'house.*hf\.co/USER/REPOSITORY:Q4_K_M"):
+        with pytest.raises(
+            ModelNotFoundError,
+            match=r"no model named 'house.*hf\.co/USER/REPOSITORY:Q4_K_M",
+        ):
             catalog.find(name)
 
 
@@ -161,7 +216,8 @@ def test_add_blob_keeps_nothing_unless_the_digest_matches_and_the_disk_has_room(
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
-        add_blob(catalog, digest, [b"abc"])  # no size was announced, so only the required free space is checked
+        # No size was announced, so only the required free space is checked.
+        add_blob(catalog, digest, [b"abc"])
     assert files_of(data_folder()) == []
     monkeypatch.undo()
 
@@ -203,7 +259,11 @@ def test_interrupted_create_keeps_a_set_that_another_name_uses(
     assert first.path.exists() and catalog.find("first").path == first.path
 
 
-PIRATE = Recipe(from_="demo", system="You are a pirate.", parameters={"temperature": 0.5, "stop": ["x"]})
+PIRATE = Recipe(
+    from_="demo",
+    system="You are a pirate.",
+    parameters={"temperature": 0.5, "stop": ["x"]},
+)
 
 
 @pytest.fixture
@@ -225,7 +285,9 @@ def test_digest_of_a_name_depends_on_each_field_of_its_recipe(catalog: Catalog) 
         catalog.create("other", Recipe(from_="demo", system="")),
         catalog.create("other", Recipe(from_="demo", template="{% x %}")),
         catalog.create("other", Recipe(from_="demo", license="MIT")),
-        catalog.create("other", Recipe(from_="demo", messages=({"role": "user", "content": "x"},))),
+        catalog.create(
+            "other", Recipe(from_="demo", messages=({"role": "user", "content": "x"},))
+        ),
     ]
     assert len({entry.digest for entry in (demo, pirate, *others)}) == 7
 
@@ -234,24 +296,38 @@ def test_equal_recipes_have_equal_digests(catalog: Catalog) -> None:
     pirate = catalog.create("pirate", PIRATE)
     assert catalog.create("again", PIRATE).digest == pirate.digest
     step = catalog.create("step", Recipe(from_="demo", system="You are a pirate."))
-    two = catalog.create("two", Recipe(from_="step", parameters={"stop": ["x"], "temperature": 0.5}))
+    two = catalog.create(
+        "two", Recipe(from_="step", parameters={"stop": ["x"], "temperature": 0.5})
+    )
     assert two.digest == pirate.digest != step.digest
     assert catalog.copy("pirate", "copy").digest == pirate.digest
-    assert catalog.create("same", Recipe(from_="demo")).digest == catalog.find("demo").digest
-    assert catalog.create("same", Recipe(from_="copy", system="You are a pirate.")).digest == pirate.digest
+    assert (
+        catalog.create("same", Recipe(from_="demo")).digest
+        == catalog.find("demo").digest
+    )
+    assert (
+        catalog.create("same", Recipe(from_="copy", system="You are a pirate.")).digest
+        == pirate.digest
+    )
 
 
 def test_digest_of_a_name_follows_a_changed_file(catalog: Catalog, file: Path) -> None:
     before = catalog.create("mine", Recipe(from_=str(file), system="x"))
-    assert (catalog.find("mine").digest, catalog.find("mine").weights) == (before.digest, before.weights)
-    file.write_bytes(file.read_bytes() + b"more")  # the file's new contents are treated as a different model
+    assert (catalog.find("mine").digest, catalog.find("mine").weights) == (
+        before.digest,
+        before.weights,
+    )
+    # The file's new contents are treated as a different model.
+    file.write_bytes(file.read_bytes() + b"more")
     after = catalog.find("mine")
     assert after.weights == catalog.find(str(file)).digest != before.weights
     assert after.digest != before.digest
 
 
 @pytest.mark.parametrize("kind", ["demo", "hub", "path"])
-def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, file: Path, kind: str) -> None:
+def test_modelfile_recreates_a_model_whose_base_name_is_gone(
+    catalog: Catalog, file: Path, kind: str
+) -> None:
     cache("u/r", {"x-Q4_0.gguf": b"GGUF", "mmproj-F16.gguf": b"m"})
     base = {"demo": "demo:latest", "hub": "hf.co/u/r:Q4_0", "path": str(file)}[kind]
     catalog.create("step", Recipe(from_=base, system="x"))
@@ -259,14 +335,21 @@ def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, f
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the Modelfile names the base's file, because the base has lost its name
+    # The Modelfile names the base's file, because the base has lost its name.
+    if kind == "hub":
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
-        assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files
+        assert (
+            catalog.create("again", parse(catalog.modelfile(made))).files == made.files
+        )
         return
     catalog.remove("mine")
     again = catalog.create("again", parse(text))
-    assert (again.files, again.digest, again.mmproj) == (made.files, made.digest, made.mmproj)
+    assert (again.files, again.digest, again.mmproj) == (
+        made.files,
+        made.digest,
+        made.mmproj,
+    )
 
 
 def test_model_with_a_missing_file_is_listed_and_can_be_removed(
@@ -277,9 +360,15 @@ def test_model_with_a_missing_file_is_listed_and_can_be_removed(
     (found,) = (entry for entry in catalog.entries() if entry.name == "mine:latest")
     assert (found.missing, found.size_bytes, found.digest) == ((file,), 0, made.digest)
     print_model_list([found])
-    assert re.search(rf" missing    .+ ago: {re.escape(str(file))} is no longer there\n", capsys.readouterr().out)
+    assert re.search(
+        rf" missing    .+ ago: {re.escape(str(file))} is no longer there\n",
+        capsys.readouterr().out,
+    )
     for name in ("mine", "MINE:latest"):
-        with pytest.raises(ModelNotFoundError, match=r"words\.gguf', which no longer exists: put it back, or rem"):
+        with pytest.raises(
+            ModelNotFoundError,
+            match=r"words\.gguf', which no longer exists: put it back, or rem",
+        ):
             catalog.find(name)
     with pytest.raises(ModelNotFoundError, match="no longer exists"):
         catalog.copy("mine", "other")
@@ -294,7 +383,9 @@ def test_find_names_the_pull_command_for_a_deleted_download(catalog: Catalog) ->
     folder = cache("u/r", {"x-Q4_0.gguf": b"GGUF"})
     catalog.create("mine", Recipe(from_="u/r", system="x"))
     next((folder / "blobs").iterdir()).unlink()
-    with pytest.raises(ModelNotFoundError, match=r"fetch hf\.co/u/r:Q4_0 again with `moegguf pull`"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"fetch hf\.co/u/r:Q4_0 again with `moegguf pull`"
+    ):
         catalog.find("mine")
     assert names() == ["mine:latest", "demo:latest"]
     catalog.create("mine", PIRATE)  # a name whose file is gone can be created again
@@ -307,7 +398,14 @@ def named(name: str, **values: Any) -> ModelEntry:
     return ModelEntry(name, "own", (demo,), 0, "0" * 64, datetime.now(UTC), **values)
 
 
-OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"', '"what:x"', '"x.gguf"')
+OUTSIDE = (
+    "7",
+    '"hub:../../x.gguf"',
+    '"sets:/etc/passwd"',
+    '"sets:../../x.gguf"',
+    '"what:x"',
+    '"x.gguf"',
+)
 
 
 @pytest.mark.usefixtures("any_file_is_a_model")
@@ -322,12 +420,22 @@ OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"
         (lambda text: text.replace('"version": 1', '"edition": 1'), 2),
         (lambda text: text.replace('"hidden": []', '"hidden": 7'), 2),
         (lambda text: text.replace('"a:latest"', '"../a"'), 1),
-        *((lambda text, place=place: text.replace('"demo:"', place, 1), 1) for place in OUTSIDE),
+        *(
+            (lambda text, place=place: text.replace('"demo:"', place, 1), 1)
+            for place in OUTSIDE
+        ),
         (lambda text: text.replace('"temperature": 0.5', '"temperature": "hot"'), 1),
-        (lambda text: text.replace('"models": [', '"models": [3, null, {"name": "x"}, '), 2),
+        (
+            lambda text: text.replace(
+                '"models": [', '"models": [3, null, {"name": "x"}, '
+            ),
+            2,
+        ),
     ],
 )
-def test_damaged_index_is_set_aside_and_readable_entries_are_kept(damage: Any, kept: int) -> None:
+def test_damaged_index_is_set_aside_and_readable_entries_are_kept(
+    damage: Any, kept: int
+) -> None:
     index = Index(data_folder())
     first = named("a:latest", parameters={"temperature": 0.5})
     with index.changed() as contents:
@@ -350,7 +458,9 @@ def test_concurrent_writers_of_the_index_lose_no_name(tmp_path: Path) -> None:
         "import sys\nfrom moegguf.models.catalog import Catalog\n"
         "for n in range(8): Catalog().copy('demo', f'{sys.argv[1]}-{n}')\n"
     )
-    workers = [subprocess.Popen([sys.executable, "-c", code, f"p{n}"]) for n in range(3)]
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code, f"p{n}"]) for n in range(3)
+    ]
 
     def work(n: int) -> None:
         for i in range(8):
@@ -370,4 +480,6 @@ def test_kill_at_any_write_leaves_the_index_whole(tmp_path: Path) -> None:
     assert int(crashing.run("create", data_folder())) > 25
     assert Catalog().find("kept").system == "new"
     kept = Catalog().find("kept").weights
-    assert [path.name for path in (data_folder() / "blobs").iterdir()] == [f"sha256-{kept}"]
+    assert [path.name for path in (data_folder() / "blobs").iterdir()] == [
+        f"sha256-{kept}"
+    ]

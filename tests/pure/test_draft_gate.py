@@ -1,4 +1,5 @@
-"""Tests DraftGate, which decides how many tokens are drafted. The time of passes is simulated."""
+"""Tests DraftGate, which decides how many tokens are drafted. The time of passes is
+simulated."""
 
 from __future__ import annotations
 
@@ -14,21 +15,35 @@ SOURCE = 1
 
 
 class Simulation:
-    """Decodes with a gate. A pass takes 1 s, and each drafted token adds `cost` seconds.
+    """Decodes with a gate. A pass takes 1 s, and each drafted token adds `cost`
+    seconds.
 
-    `chance` maps the number of decoded tokens to the probability that a drafted token is right. Nothing is drafted
-    while this probability is 0. A pass takes up to `noise` (a fraction) more or less time, at random.
+    `chance` maps the number of decoded tokens to the probability that a drafted token
+    is right. Nothing is drafted while this probability is 0. A pass takes up to `noise`
+    (a fraction) more or less time, at random.
     """
 
-    def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
-        self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
+    def __init__(
+        self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02
+    ) -> None:
+        self.gate, self._cost, self._n_sequences, self._noise = (
+            gate,
+            cost,
+            n_sequences,
+            noise,
+        )
         self._random = random.Random(0)
-        self.widths: list[int] = []  # number of tokens drafted for the first sequence in each pass
+        # Number of tokens drafted for the first sequence in each pass.
+        self.widths: list[int] = []
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
-        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean speed of a sequence in tokens per
-        second."""
-        answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
+        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean speed
+        of a sequence in tokens per second."""
+        answers, seconds, n_done = (
+            [self.gate.of_answer() for _ in range(self._n_sequences)],
+            0.0,
+            0,
+        )
         while n_done < n_tokens:
             if not self.gate.is_due():
                 seconds, n_done = seconds + 1, n_done + 1
@@ -40,8 +55,12 @@ class Simulation:
             for answer, n, right in zip(answers, n_drafted, n_accepted, strict=True):
                 if n:
                     answer[SOURCE].note(n, right)
-            pass_s = (1 + self._cost * sum(n_drafted)) * self._random.uniform(1 - self._noise, 1 + self._noise)
-            self.gate.note_pass(self._n_sequences, sum(n_drafted), sum(n_accepted), pass_s)
+            pass_s = (1 + self._cost * sum(n_drafted)) * self._random.uniform(
+                1 - self._noise, 1 + self._noise
+            )
+            self.gate.note_pass(
+                self._n_sequences, sum(n_drafted), sum(n_accepted), pass_s
+            )
             seconds += pass_s
             n_done += 1 + sum(n_accepted) // self._n_sequences
             self.widths.append(n_drafted[0])
@@ -52,7 +71,8 @@ class Simulation:
 
 
 def measured(gate: DraftGate, cost: float) -> DraftGate:
-    """Returns the gate after passes without drafts, and passes with drafts that were all accepted."""
+    """Returns the gate after passes without drafts, and passes with drafts that were
+    all accepted."""
     for n_drafted in [0] * 9 + [3, 6] * 4:
         gate.note_pass(1, n_drafted, n_drafted, 1 + cost * n_drafted)
         for each in gate.acceptance:
@@ -89,14 +109,21 @@ def test_gate_drafts_widely_if_drafts_are_likely(n_sequences: int) -> None:
 
 @pytest.mark.parametrize("cost", [0.05, 0.3, 1.0])
 @pytest.mark.parametrize("chance", [0.02, 0.2])
-def test_gate_loses_less_than_one_percent_on_bad_drafts(cost: float, chance: float) -> None:
+def test_gate_loses_less_than_one_percent_on_bad_drafts(
+    cost: float, chance: float
+) -> None:
     gate = DraftGate()
     speeds = [Simulation(gate, cost).speed(256, lambda _: chance) for _ in range(8)]
     assert sum(speeds) / len(speeds) > 0.99
 
 
-@pytest.mark.parametrize("steps", [[(1000, 0.05, 0.99), (400, 0.95, 1.5)], [(400, 0.95, 2), (400, 0.05, 0.95)]])
-def test_gate_adapts_when_a_text_starts_or_stops_repeating(steps: list[tuple[int, float, float]]) -> None:
+@pytest.mark.parametrize(
+    "steps",
+    [[(1000, 0.05, 0.99), (400, 0.95, 1.5)], [(400, 0.95, 2), (400, 0.05, 0.95)]],
+)
+def test_gate_adapts_when_a_text_starts_or_stops_repeating(
+    steps: list[tuple[int, float, float]],
+) -> None:
     simulation = Simulation(DraftGate(), 0.06)
     for n_tokens, chance, least in steps:
         assert simulation.speed(n_tokens, lambda _, chance=chance: chance) > least
@@ -108,7 +135,9 @@ def test_gate_does_not_draft_if_drafts_are_likely_but_too_costly() -> None:
     assert sum(1 for width in simulation.widths if width) < 30
 
 
-def test_gate_measures_passes_without_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_measures_passes_without_drafts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(drafting, "RENEW_PASSES", 8)
     simulation = Simulation(DraftGate(), 0.05)
     simulation.speed(600, lambda _: 1.0)

@@ -1,4 +1,5 @@
-"""Tests digests of a model's files. A kept context belongs to one file on this disk (`weights_digest`).
+"""Tests digests of a model's files. A kept context belongs to one file on this disk
+(`weights_digest`).
 
 Learned files belong to every copy of the model (`fingerprint`).
 """
@@ -37,7 +38,8 @@ def set_back(path: Path, before: os.stat_result) -> None:
 
 def rewrite(path: Path) -> None:
     before = path.stat()
-    write(path, path.stat().st_size - 1, b"?")  # neither the fingerprint nor the header's digest reads the last byte
+    # Neither the fingerprint nor the header's digest reads the last byte.
+    write(path, path.stat().st_size - 1, b"?")
     set_back(path, before)
 
 
@@ -65,21 +67,38 @@ def test_weights_digest_depends_on_the_file_and_fingerprint_only_on_content(
     path: Path, change: Callable[[Path], object], is_same: bool
 ) -> None:
     before = read_layout(path)
-    digests = weights_digest(before.shards), header_digest(before.shards), fingerprint(before)
+    digests = (
+        weights_digest(before.shards),
+        header_digest(before.shards),
+        fingerprint(before),
+    )
     change(path)
     after = read_layout(path)
     assert (weights_digest(after.shards) == digests[0]) == is_same
     assert (header_digest(after.shards), fingerprint(after)) == digests[1:]
 
 
-def test_weights_digest_changes_with_any_tensor_although_times_and_inode_agree(path: Path) -> None:
+def test_weights_digest_changes_with_any_tensor_although_times_and_inode_agree(
+    path: Path,
+) -> None:
     def digest(layout: ExpertLayout) -> str:
-        return weights_digest(tuple(replace(shard, ino=1, mtime_ns=1, ctime_ns=1) for shard in layout.shards))
+        return weights_digest(
+            tuple(
+                replace(shard, ino=1, mtime_ns=1, ctime_ns=1) for shard in layout.shards
+            )
+        )
 
     found, data = {digest(read_layout(path))}, path.read_bytes()
     tensors = read_gguf(path).tensors
     for tensor in tensors:
-        write(path, tensor.offset, bytes(byte ^ 1 for byte in data[tensor.offset : tensor.offset + tensor.n_bytes]))
+        write(
+            path,
+            tensor.offset,
+            bytes(
+                byte ^ 1
+                for byte in data[tensor.offset : tensor.offset + tensor.n_bytes]
+            ),
+        )
         found.add(digest(read_layout(path)))
         path.write_bytes(data)
     assert len(found) == len(tensors) + 1

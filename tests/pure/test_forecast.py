@@ -1,7 +1,8 @@
 """Tests the sliding window of forecasts, and requests for prefetches.
 
-Each event predicts certain layers, and invalid predictions raise errors. Prefetches begin with the nearest layer, stay
-within the budget, and leave out experts that are resident or have already been requested.
+Each event predicts certain layers, and invalid predictions raise errors. Prefetches
+begin with the nearest layer, stay within the budget, and leave out experts that are
+resident or have already been requested.
 """
 
 from collections.abc import Callable
@@ -42,18 +43,24 @@ def test_forecast_window_slides_and_nearer_predictions_replace_farther_ones() ->
     forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
     forecast.begin_pass(predictor)
     assert predictor.calls == [(1, 1), (2, 2)] and forecast.known() == [1, 2]
-    np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32))
+    np.testing.assert_array_equal(
+        forecast.probabilities()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32)
+    )
     forecast.advance(predictor, 1)
     assert predictor.calls[2:] == [(2, 1), (3, 2)] and forecast.known() == [2, 3]
-    np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 0, 1 / 2, 1 / 3, 0, 0], np.float32))
+    np.testing.assert_array_equal(
+        forecast.probabilities()[:, 0], np.array([0, 0, 1 / 2, 1 / 3, 0, 0], np.float32)
+    )
     forecast.advance(predictor, 5)
     assert forecast.known() == []
 
 
 def test_forecast_without_again_predicts_each_layer_once() -> None:
-    # A predictor that reads router inputs predicts nothing before the first layer. After the first layer, it predicts
-    # the whole window (ProMoE, footnote 1).
-    predictor = ByDistance(lambda il, distance: by_distance(il, distance) if routed else None)
+    # A predictor that reads router inputs predicts nothing before the first layer.
+    # After the first layer, it predicts the whole window (ProMoE, footnote 1).
+    predictor = ByDistance(
+        lambda il, distance: by_distance(il, distance) if routed else None
+    )
     forecast, routed = Forecast(FIVE, 3, again=False), list[int]()
     forecast.begin_pass(predictor)
     assert forecast.known() == []
@@ -64,7 +71,8 @@ def test_forecast_without_again_predicts_each_layer_once() -> None:
     assert predictor.calls == [(2, 1), (3, 2), (4, 3), (5, 3)]
     np.testing.assert_array_equal(forecast.probabilities()[1:], 0)  # routed by now
     forecast.begin_pass(ByDistance(by_distance))
-    assert forecast.known() == [1, 2, 3]  # a predictor that reads tokens predicts before the pass
+    # A predictor that reads tokens predicts before the pass.
+    assert forecast.known() == [1, 2, 3]
 
 
 def test_forecast_makes_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
@@ -90,18 +98,31 @@ def test_prediction_stays_valid_until_its_layer_is_routed_or_a_pass_begins() -> 
 
 @pytest.mark.parametrize(
     "invalid",
-    [np.zeros(5), np.zeros((1, 4)), np.float32(1), [0, np.nan, 0, 0], "abcd", [None] * 4],
+    [
+        np.zeros(5),
+        np.zeros((1, 4)),
+        np.float32(1),
+        [0, np.nan, 0, 0],
+        "abcd",
+        [None] * 4,
+    ],
     ids=["long", "matrix", "number", "nan", "text", "objects"],
 )
-def test_forecast_rejects_invalid_predictions_and_clips_numbers_out_of_range(invalid: object) -> None:
+def test_forecast_rejects_invalid_predictions_and_clips_numbers_out_of_range(
+    invalid: object,
+) -> None:
     forecast = Forecast(FIVE, 1)
     with pytest.raises((ValueError, TypeError)):
         forecast.begin_pass(ByDistance(lambda il, distance: invalid))
     forecast.begin_pass(ByDistance(lambda il, distance: [-3, 0.5, 2, np.inf]))
-    np.testing.assert_array_equal(forecast.probabilities()[1], np.array([0, 0.5, 1, 1], np.float32))
+    np.testing.assert_array_equal(
+        forecast.probabilities()[1], np.array([0, 0.5, 1, 1], np.float32)
+    )
 
 
-FOUR = MoeShape(n_layer=5, n_expert=6, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=100)
+FOUR = MoeShape(
+    n_layer=5, n_expert=6, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=100
+)
 
 
 def probabilities(**rows: list[float]) -> Float32s:
@@ -112,30 +133,53 @@ def probabilities(**rows: list[float]) -> Float32s:
 
 
 def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
-    forecast, predictor = Forecast(FOUR, window), ScriptedPredictor(lambda il: table[il], shape=FOUR, reach=9)
+    forecast, predictor = (
+        Forecast(FOUR, window),
+        ScriptedPredictor(lambda il: table[il], shape=FOUR, reach=9),
+    )
     forecast.begin_pass(predictor)
     if il is not None:
         forecast.advance(predictor, il)
     return forecast
 
 
-def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s | None = None) -> list[tuple[int, int]]:
-    residency = np.zeros(FOUR.table, np.uint8) if resident is None else resident.astype(np.uint8)
+def requests_of(
+    prefetcher: Prefetcher, forecast: Forecast, resident: Float32s | None = None
+) -> list[tuple[int, int]]:
+    residency = (
+        np.zeros(FOUR.table, np.uint8)
+        if resident is None
+        else resident.astype(np.uint8)
+    )
     return prefetcher.requests(forecast, lambda: residency)
 
 
-SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+SOME = probabilities(
+    l1=[0, 0.9, 0.8, 0.7, 0, 0],
+    l2=[0.3, 0, 0, 0, 0.6, 0],
+    l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
+)
 
 
 def test_prefetcher_requests_half_of_a_tokens_experts_by_default() -> None:
     everything = np.ones(FOUR.table, np.float32)
-    assert len(requests_of(Prefetcher(FOUR, PrefetchOptions()), forecast_of(everything))) == 4
+    assert (
+        len(requests_of(Prefetcher(FOUR, PrefetchOptions()), forecast_of(everything)))
+        == 4
+    )
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 99, -1])
-def test_prefetcher_without_a_budget_does_not_read_the_residency(budget_bytes: int) -> None:
+def test_prefetcher_without_a_budget_does_not_read_the_residency(
+    budget_bytes: int,
+) -> None:
     prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes))
-    assert prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing")) == []
+    assert (
+        prefetcher.requests(
+            forecast_of(SOME), lambda: pytest.fail("requested for nothing")
+        )
+        == []
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1500), st.floats(0, 1))
@@ -143,17 +187,28 @@ def test_prefetcher_keeps_order_budget_and_threshold_for_any_prediction(
     seed: int, budget_bytes: int, least: float
 ) -> None:
     rng = np.random.default_rng(seed)
-    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes, least_probability=least))
+    prefetcher = Prefetcher(
+        FOUR, PrefetchOptions(budget_bytes=budget_bytes, least_probability=least)
+    )
     for _ in range(2):
         prefetcher.begin_pass()
         requested: list[tuple[int, int]] = []
         for il in (None, 1, 2, 3):
-            table, resident = rng.random(FOUR.table, np.float32), rng.integers(0, 3, FOUR.table)
-            table[rng.random(FOUR.table) < 0.5] = 0  # experts with a probability of 0 are never prefetched
+            table, resident = (
+                rng.random(FOUR.table, np.float32),
+                rng.integers(0, 3, FOUR.table),
+            )
+            # Experts with a probability of 0 are never prefetched.
+            table[rng.random(FOUR.table) < 0.5] = 0
             now = requests_of(prefetcher, forecast_of(table, il), resident)
             assert [layer for layer, _ in now] == sorted(layer for layer, _ in now)
             assert all(
-                layer > (il or 0) and table[layer, e] >= max(least, 1e-9) and not resident[layer, e] for layer, e in now
+                layer > (il or 0)
+                and table[layer, e] >= max(least, 1e-9)
+                and not resident[layer, e]
+                for layer, e in now
             )
             requested += now
-        assert len(set(requested)) == len(requested) <= budget_bytes // FOUR.expert_bytes
+        assert (
+            len(set(requested)) == len(requested) <= budget_bytes // FOUR.expert_bytes
+        )

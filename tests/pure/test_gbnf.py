@@ -1,4 +1,5 @@
-"""Tests grammars in GBNF: texts that they accept and reject, and grammars that are refused."""
+"""Tests grammars in GBNF: texts that they accept and reject, and grammars that are
+refused."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ BYTES = MatcherTokens(LLTokenizer("byte"), 256, frozenset())
 
 def matcher(grammar: str, **options: Any) -> Matcher:
     request = Request(messages=(), grammar=grammar, **options)
-    constraint = constraint_for(request, None, token_of=lambda text: {"<x>": ord("x")}.get(text))
+    constraint = constraint_for(
+        request, None, token_of=lambda text: {"<x>": ord("x")}.get(text)
+    )
     assert constraint is not None
     return Matcher(constraint, BYTES)
 
@@ -42,24 +45,60 @@ CASES: dict[str, tuple[str, dict[str, bool]]] = {
     "any number": ('root ::= "a"* "b"+ "c"?', {"b": T, "aabbc": T, "ac": F}),
     "a repetition of a repetition": ('root ::= "a"*? "b"', {"aab": T, "b": T}),
     "alternatives": ('root ::= "a" | "b" "c" |', {"a": T, "bc": T, "": T, "b": F}),
-    "alternatives on lines of their own": ('root ::= "a" |\n "b"\n\n\nx ::= "c"', {"b": T, "c": F}),
-    "lines within parentheses": ('root ::= (\n  "a" # first\n  | "b"\r\n)\n', {"a": T, "b": T}),
+    "alternatives on lines of their own": (
+        'root ::= "a" |\n "b"\n\n\nx ::= "c"',
+        {"b": T, "c": F},
+    ),
+    "lines within parentheses": (
+        'root ::= (\n  "a" # first\n  | "b"\r\n)\n',
+        {"a": T, "b": T},
+    ),
     "comments": ('# first\nroot ::= "#" # "not a rule"\n# last', {"#": T}),
-    "classes": ("root ::= [a-c_] [^a-c] [-a] [a-] [\\]\\[\\\\]", {"ax--]": T, "_d-a\\": T, "aa--]": F}),
-    "characters of a class that are signs elsewhere": ("root ::= [&~^|/]+ [a&&b]+", {"&~^|/&ba": T, "&x": F}),
-    "escapes": ('root ::= "\\x41\\u00e4\\U0001F600\\"\\\\\\n\\t\\r" [\\x00-\\x1F\\u00e4]', {'Aä😀"\\\n\t\r\x01': T}),
+    "classes": (
+        "root ::= [a-c_] [^a-c] [-a] [a-] [\\]\\[\\\\]",
+        {"ax--]": T, "_d-a\\": T, "aa--]": F},
+    ),
+    "characters of a class that are signs elsewhere": (
+        "root ::= [&~^|/]+ [a&&b]+",
+        {"&~^|/&ba": T, "&x": F},
+    ),
+    "escapes": (
+        'root ::= "\\x41\\u00e4\\U0001F600\\"\\\\\\n\\t\\r" [\\x00-\\x1F\\u00e4]',
+        {'Aä😀"\\\n\t\r\x01': T},
+    ),
     "any character": ("root ::= . .", {"ä\n": T, "a": F}),
     "letters beyond ASCII": ("root ::= [ぁ-ゟ]+", {"ひらがな": T, "a": F}),
     "no text": ('root ::= ""', {"": T, "a": F}),
-    "parts that may be divided anyhow": ('root ::= a b\na ::= [ab]*\nb ::= "b"', {"aab": T, "b": T, "a": F}),
-    "a text and a class that begin alike": ('root ::= "abc" | [a-z] "x"', {"abc": T, "ax": T, "ab": F}),
-    "names with signs": ('root ::= my-rule-2 A\nmy-rule-2 ::= "a"\nA ::= "A"\na ::= "b"', {"aA": T, "ab": F}),
+    "parts that may be divided anyhow": (
+        'root ::= a b\na ::= [ab]*\nb ::= "b"',
+        {"aab": T, "b": T, "a": F},
+    ),
+    "a text and a class that begin alike": (
+        'root ::= "abc" | [a-z] "x"',
+        {"abc": T, "ax": T, "ab": F},
+    ),
+    "names with signs": (
+        'root ::= my-rule-2 A\nmy-rule-2 ::= "a"\nA ::= "A"\na ::= "b"',
+        {"aA": T, "ab": F},
+    ),
     "recursion": ('root ::= "(" root ")" | "x"', {"((x))": T, "((x)": F}),
-    "recursion on both sides": ('root ::= s\ns ::= "(" s ")" s | ""', {"(())()": T, "(()": F}),
+    "recursion on both sides": (
+        'root ::= s\ns ::= "(" s ")" s | ""',
+        {"(())()": T, "(()": F},
+    ),
     "recursion on the left": ('root ::= root "a" | "b"', {"baa": T, "ab": F}),
-    "recursion on the right": ('root ::= ws "e"\nws ::= ([ \\t\\n] ws)?', {" \n e": T, "e": T, "  ": F}),
-    "recursion on the right in an alternative": ('root ::= "a" root | "b" root | "c"', {"abac": T, "aba": F}),
-    "a rule that is defined twice": ('root ::= a\na ::= "x"\na ::= "y"', {"y": T, "x": F}),
+    "recursion on the right": (
+        'root ::= ws "e"\nws ::= ([ \\t\\n] ws)?',
+        {" \n e": T, "e": T, "  ": F},
+    ),
+    "recursion on the right in an alternative": (
+        'root ::= "a" root | "b" root | "c"',
+        {"abac": T, "aba": F},
+    ),
+    "a rule that is defined twice": (
+        'root ::= a\na ::= "x"\na ::= "y"',
+        {"y": T, "x": F},
+    ),
     "tokens by number": ("root ::= <[97]> !<[98]>", {"ac": T, "ab": F}),
     "a token by its text": ("root ::= <x> !<x>", {"xy": T, "xx": F}),
 }
@@ -109,7 +148,11 @@ LARGE = {
     "a repetition of a hundred thousand": "root ::= [a-z]{0,100000}",
     "repetitions of repetitions": 'root ::= ((("a"{0,2000}){0,2000}){0,2000}){0,100000}',
     "as many rules as fit": "\n".join(
-        ["root ::= r0", *(f'r{n} ::= "a" r{n + 1}' for n in range(5000)), 'r5000 ::= "b"']
+        [
+            "root ::= r0",
+            *(f'r{n} ::= "a" r{n + 1}' for n in range(5000)),
+            'r5000 ::= "b"',
+        ]
     ),
     "recursion without an end": "root ::= root root | [a-z]",
     "what may be empty many times": 'root ::= (("a"*)*)*',
@@ -156,7 +199,9 @@ FOLDER = vendor.VENDOR / "llama.cpp" / "grammars"
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_pinned_grammar_accepts_a_valid_text_and_rejects_an_invalid_one(name: str) -> None:
+def test_pinned_grammar_accepts_a_valid_text_and_rejects_an_invalid_one(
+    name: str,
+) -> None:
     right, wrong = TEXTS[name]
     grammar = (FOLDER / f"{name}.gbnf").read_text()
     assert accepts(grammar, right)

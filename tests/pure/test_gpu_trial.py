@@ -1,4 +1,5 @@
-"""Tests tools/gpu_trial.py: the packed files, calls that continue an earlier call, and the table of results."""
+"""Tests tools/gpu_trial.py: the packed files, calls that continue an earlier call, and
+the table of results."""
 
 import subprocess
 import sys
@@ -12,7 +13,15 @@ import pytest
 
 from tools import gpu_trial
 from tools.gpu import build, pack, start
-from tools.gpu.rig import ALL_ON_CPU, NO_LIMIT, OURS, RESIDENT, RESIDENT_STORE, SOME_ON_CPU, small
+from tools.gpu.rig import (
+    ALL_ON_CPU,
+    NO_LIMIT,
+    OURS,
+    RESIDENT,
+    RESIDENT_STORE,
+    SOME_ON_CPU,
+    small,
+)
 from tools.gpu.steps import State, Step, StepError, run_steps
 from tools.gpu.table import table
 
@@ -28,9 +37,18 @@ print("\\n".join(name for top, names_ in packages_distributions().items() if top
 
 
 def test_pack_includes_a_wheel_of_every_package_that_steps_import() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
-    imported = {name.lower().replace("_", "-") for name in done.stdout.split()} - {"moegguf", "setuptools"}
+    imported = {name.lower().replace("_", "-") for name in done.stdout.split()} - {
+        "moegguf",
+        "setuptools",
+    }
     assert {"numpy", "gguf", "pytest"} <= imported
     assert imported <= {*pack.PRODUCT, *pack.BESIDE}
     assert len(pack.requirements()) == len({*pack.PRODUCT, *pack.BESIDE})
@@ -49,7 +67,9 @@ def test_pack_includes_the_sources_of_the_build_and_the_steps() -> None:
         "build/vendor/llama.cpp.stamp",
         "build/vendor/llama.cpp/ggml/src/ggml-cuda/mmq.cu",
     } <= files.keys()
-    assert not [name for name in files if name.endswith(".gguf") or "src/ggml-opencl" in name]
+    assert not [
+        name for name in files if name.endswith(".gguf") or "src/ggml-opencl" in name
+    ]
     assert sum(path.stat().st_size for path in files.values()) < pack.MOST_BYTES
 
 
@@ -65,7 +85,9 @@ def test_unpack_runs_once_and_pack_overwrites_no_foreign_folder(
         wheel.writestr("one/__init__.py", "")
     monkeypatch.setattr(start, "HERE", packed)
     start.unpack(work)
-    assert (work / "sources" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (work / "sources" / "LICENSE").read_bytes() == (
+        ROOT / "LICENSE"
+    ).read_bytes()
     assert (work / "site" / "one" / "__init__.py").exists()
     (work / "sources" / "LICENSE").unlink()
     start.unpack(work)
@@ -77,7 +99,8 @@ def test_unpack_runs_once_and_pack_overwrites_no_foreign_folder(
 
 
 class Clock:
-    """A simulated clock. Each step created by `step` advances it by the step's seconds."""
+    """A simulated clock. Each step created by `step` advances it by the step's
+    seconds."""
 
     def __init__(self) -> None:
         self.now, self.ran, self.said = 0.0, list[str](), list[str]()
@@ -85,7 +108,12 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def step(self, name: str, seconds: float, outcome: Callable[[float], dict[str, Any]] = lambda _: {}) -> Step:
+    def step(
+        self,
+        name: str,
+        seconds: float,
+        outcome: Callable[[float], dict[str, Any]] = lambda _: {},
+    ) -> Step:
         def run(left_s: float) -> dict[str, Any]:
             self.ran.append(name)
             self.now += seconds
@@ -94,10 +122,18 @@ class Clock:
         return Step(name, run, seconds)
 
 
-def test_run_steps_runs_steps_that_fit_and_the_next_call_continues(tmp_path: Path) -> None:
+def test_run_steps_runs_steps_that_fit_and_the_next_call_continues(
+    tmp_path: Path,
+) -> None:
     clock = Clock()
-    steps = [clock.step("a", 40), clock.step("b", 50, lambda left_s: {"refused": f"{left_s:.0f}"}), clock.step("c", 30)]
-    assert not run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
+    steps = [
+        clock.step("a", 40),
+        clock.step("b", 50, lambda left_s: {"refused": f"{left_s:.0f}"}),
+        clock.step("c", 30),
+    ]
+    assert not run_steps(
+        steps, State(tmp_path / "state.json"), 100, clock.said.append, clock
+    )
     assert clock.ran == ["a", "b"]
     assert clock.said[-1] == "c: needs up to 30 s, 10 s are left; call again"
     state = State(tmp_path / "state.json")
@@ -119,20 +155,30 @@ def test_run_steps_stops_at_a_failed_step_and_repeats_that_step(tmp_path: Path) 
     with pytest.raises(StepError, match=r"^build: cmake found no cublas$"):
         run_steps(steps, state, 100, clock.said.append, clock)
     assert (clock.ran, state.outcomes) == (["build"], {})
-    assert run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
+    assert run_steps(
+        steps, State(tmp_path / "state.json"), 100, clock.said.append, clock
+    )
     assert clock.ran == ["build", "build", "then"]
 
 
-def test_trial_records_out_of_memory_and_raises_other_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = gpu_trial.Trial(tmp_path, small(), "GPU0", build.Backend("cuda", ()), tmp_path)
+def test_trial_records_out_of_memory_and_raises_other_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = gpu_trial.Trial(
+        tmp_path, small(), "GPU0", build.Backend("cuda", ()), tmp_path
+    )
     case = next(iter(small().cases(small().models[0], tmp_path, "GPU0", 1)))[1]
 
     def ended(stderr: str) -> None:
-        done = subprocess.CompletedProcess([], 1, '{"error": "llama_decode failed"}', stderr)
+        done = subprocess.CompletedProcess(
+            [], 1, '{"error": "llama_decode failed"}', stderr
+        )
         monkeypatch.setattr(gpu_trial.Trial, "_python", lambda *_: done)
 
     ended("ggml: cudaMalloc failed: out of memory\n")
-    assert trial._measure("measure/m", case, 10) == {"refused": "does not fit (ggml: cudaMalloc failed: out of memory)"}
+    assert trial._measure("measure/m", case, 10) == {
+        "refused": "does not fit (ggml: cudaMalloc failed: out of memory)"
+    }
     ended("illegal memory access")
     with pytest.raises(StepError, match="llama_decode failed"):
         trial._measure("measure/m", case, 10)
@@ -143,10 +189,17 @@ def test_cuda_backend_uses_cublas_of_a_wheel_if_the_toolkit_has_none(
 ) -> None:
     compiler, wheel = tmp_path / "cuda/bin/nvcc", tmp_path / "site/nvidia/cu13"
     of_another_version = tmp_path / "site/nvidia/a/lib/libcublas.so.12"
-    for file in (compiler, wheel / "lib/libcublas.so.13", wheel / "include/cublas_v2.h", of_another_version):
+    for file in (
+        compiler,
+        wheel / "lib/libcublas.so.13",
+        wheel / "include/cublas_v2.h",
+        of_another_version,
+    ):
         file.parent.mkdir(parents=True)
         file.touch()
-    compiler.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    compiler.write_text(
+        "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n"
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CUDACXX", str(compiler))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
@@ -156,16 +209,32 @@ def test_cuda_backend_uses_cublas_of_a_wheel_if_the_toolkit_has_none(
     assert backend.environment["LD_LIBRARY_PATH"].startswith(f"{wheel}/lib")
     (tmp_path / "cuda/lib64").mkdir()
     (tmp_path / "cuda/lib64/libcublas.so").touch()
-    assert build.cuda("90") == build.Backend("cuda", ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90"))
+    assert build.cuda("90") == build.Backend(
+        "cuda", ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90")
+    )
 
 
 def measured(tokens_per_s: float, **more: Any) -> dict[str, Any]:
-    return {"prompt_tokens_per_s": 900.0, "first_tokens_per_s": 20.0, "steady_tokens_per_s": tokens_per_s, **more}
+    return {
+        "prompt_tokens_per_s": 900.0,
+        "first_tokens_per_s": 20.0,
+        "steady_tokens_per_s": tokens_per_s,
+        **more,
+    }
 
 
 def test_trial_table_lists_llama_cpps_best_own_speeds_and_predictions() -> None:
-    moved = {"VRAM": {"hit_rate": 0.84, "bytes_per_token": 12.5e6}, "RAM": {"hit_rate": 1.0, "bytes_per_token": 0.0}}
-    predicted = {"resident": 130.0, "layers": 52.0, "cpu": 41.0, "slots": 83.0, "chosen": 83.0}
+    moved = {
+        "VRAM": {"hit_rate": 0.84, "bytes_per_token": 12.5e6},
+        "RAM": {"hit_rate": 1.0, "bytes_per_token": 0.0},
+    }
+    predicted = {
+        "resident": 130.0,
+        "layers": 52.0,
+        "cpu": 41.0,
+        "slots": 83.0,
+        "chosen": 83.0,
+    }
     text = table(
         {
             "facts": {"name": "a card", "seconds": 1},
@@ -173,10 +242,14 @@ def test_trial_table_lists_llama_cpps_best_own_speeds_and_predictions() -> None:
             f"measure/m/{NO_LIMIT}/{RESIDENT}/-": measured(137.0, n_cpu_moe=0),
             f"measure/m/{NO_LIMIT}/{RESIDENT_STORE}/-": measured(125.0),
             f"measure/m/8 GB/{ALL_ON_CPU}/-": measured(43.0, n_cpu_moe=48),
-            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=-1": {"refused": "does not fit (out of memory)"},
+            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=-1": {
+                "refused": "does not fit (out of memory)"
+            },
             f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=0": measured(50.0, n_cpu_moe=36),
             f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=1": measured(48.0, n_cpu_moe=37),
-            f"measure/m/8 GB/{OURS}/-": measured(80.0, steady=moved, predicted=predicted),
+            f"measure/m/8 GB/{OURS}/-": measured(
+                80.0, steady=moved, predicted=predicted
+            ),
             f"measure/m/12 GB/{OURS}/-": {"refused": "does not fit (cudaMalloc)"},
         }
     )

@@ -1,4 +1,5 @@
-"""Compares gradients of each operation, of both losses and of the routing-path network with finite differences."""
+"""Compares gradients of each operation, of both losses and of the routing-path network
+with finite differences."""
 
 from __future__ import annotations
 
@@ -31,15 +32,22 @@ OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
     "softmax": (g.softmax, [draw(2, 3, 4)]),
     "rms_norm": (lambda x: g.rms_norm(x, 1e-6), [draw(2, 3, 4)]),
     "standardize": (lambda x: g.standardize(x, 1e-5), [draw(6, 4)]),
-    "rows_of": (lambda table: g.rows_of(table, np.array([[0, 2], [2, 1]])), [draw(4, 3)]),
+    "rows_of": (
+        lambda table: g.rows_of(table, np.array([[0, 2], [2, 1]])),
+        [draw(4, 3)],
+    ),
     "reshape": (lambda x: g.reshape(x, 4, -1), [draw(2, 3, 4)]),
     "transpose": (lambda x: g.transpose(x, 2, 0, 1), [draw(2, 3, 4)]),
-    "a node that is used twice": (lambda x: g.times(g.relu(x), g.softmax(x)), [draw(3, 4)]),
+    "a node that is used twice": (
+        lambda x: g.times(g.relu(x), g.softmax(x)),
+        [draw(3, 4)],
+    ),
 }
 
 
 def by_differences(of: Callable[[], float], values: Floats) -> Floats:
-    """Returns the gradient of `of()`, a number, with respect to `values`, from finite differences.
+    """Returns the gradient of `of()`, a number, with respect to `values`, from finite
+    differences.
 
     Each value is changed and restored.
     """
@@ -61,7 +69,9 @@ def test_gradient_of_each_operation_equals_finite_differences(name: str) -> None
     weights = draw(*operation(*nodes).value.shape)
     g.backward(operation(*nodes), weights)
     for node, value in zip(nodes, values, strict=True):
-        expected = by_differences(lambda: float((operation(*map(Node, values)).value * weights).sum()), value)
+        expected = by_differences(
+            lambda: float((operation(*map(Node, values)).value * weights).sum()), value
+        )
         assert node.grad == pytest.approx(expected, abs=1e-6)
 
 
@@ -72,7 +82,9 @@ def test_backward_gives_no_gradient_to_constants() -> None:
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy])
-def test_gradient_of_each_loss_equals_finite_differences(loss: Callable[..., object]) -> None:
+def test_gradient_of_each_loss_equals_finite_differences(
+    loss: Callable[..., object],
+) -> None:
     logits, chosen = draw(3, 5), (draw(3, 5) > 0.3).astype(float)
     chosen[:, 0] = 1
     found = loss(Node(logits), chosen)
@@ -84,24 +96,39 @@ def test_unknown_layers_change_neither_loss_nor_gradient() -> None:
     logits, chosen = draw(3, 2, 5), draw(3, 2, 5) > 0.3
     known = np.array([[True, False], [True, True], [False, False]])
     found = binary_cross_entropy(Node(logits), chosen, known)
-    expected = by_differences(lambda: binary_cross_entropy(Node(logits), chosen, known).loss, logits)
+    expected = by_differences(
+        lambda: binary_cross_entropy(Node(logits), chosen, known).loss, logits
+    )
     assert found.gradient == pytest.approx(expected, abs=1e-6)
-    assert found.loss == pytest.approx(binary_cross_entropy(Node(logits[known]), chosen[known]).loss)
+    assert found.loss == pytest.approx(
+        binary_cross_entropy(Node(logits[known]), chosen[known]).loss
+    )
     assert not found.gradient[~known].any()
 
 
 def test_gradient_of_the_routing_path_equals_finite_differences() -> None:
     options = Options(n_embd=8, n_head=2, n_ff=6, window=3, chunk=2, dropout=0.0)
-    model = PathModel(draw(5, 8), draw(8, 2, 3), np.full((2, 3), 0.4), options, np.random.default_rng(1))
-    for node in model.parameters.values():  # float32 is too coarse for finite differences
+    model = PathModel(
+        draw(5, 8),
+        draw(8, 2, 3),
+        np.full((2, 3), 0.4),
+        options,
+        np.random.default_rng(1),
+    )
+    # float32 is too coarse for finite differences.
+    for node in model.parameters.values():
         node.value = node.value.astype(np.float64) + 0.3 * draw(*node.value.shape)
     windows, chunks = np.array([[4, 0, 1], [2, 3, 4]]), np.array([[1, 2], [0, 0]])
     paths, known = draw(2, 2, 2, 3) > 0, np.ones((2, 2, 2), np.bool_)
 
     def loss() -> float:
-        return binary_cross_entropy(model.logits(windows, chunks, True), paths, known).loss
+        return binary_cross_entropy(
+            model.logits(windows, chunks, True), paths, known
+        ).loss
 
     batch = binary_cross_entropy(model.logits(windows, chunks, True), paths, known)
     g.backward(batch.logits, batch.gradient)
     for name, node in model.parameters.items():
-        assert node.grad == pytest.approx(by_differences(loss, node.value), abs=1e-6), name
+        assert node.grad == pytest.approx(by_differences(loss, node.value), abs=1e-6), (
+            name
+        )

@@ -35,8 +35,8 @@ def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 @pytest.fixture
 def gates(hub: FakeHub, data: bytes) -> Iterator[list[Fault]]:
-    """Makes the hub pause the next two downloads of the model after a tenth of the file. Returns the hub's list of
-    faults."""
+    """Makes the hub pause the next two downloads of the model after a tenth of the
+    file. Returns the hub's list of faults."""
     hub.faults[PATH] = list(gates := [Gate(len(data) // 10), Gate(len(data) // 10)])
     yield hub.faults[PATH]
     for gate in gates:
@@ -48,8 +48,13 @@ def test_estimate_of_a_remote_model_equals_the_estimate_of_its_file(
 ) -> None:
     path = tmp_path / PATH
     path.write_bytes(data)
-    remote, local = (estimate_model(name, {"expert_cache": "50%", "n_ctx": 512}) for name in ("hf.co/u/r", str(path)))
-    assert remote["plan"] == local["plan"] | {"available_bytes": remote["plan"]["available_bytes"]}
+    remote, local = (
+        estimate_model(name, {"expert_cache": "50%", "n_ctx": 512})
+        for name in ("hf.co/u/r", str(path))
+    )
+    assert remote["plan"] == local["plan"] | {
+        "available_bytes": remote["plan"]["available_bytes"]
+    }
     assert "not fetched" in remote["path"] and not remote["fetched"]
     assert remote["expected"]["tokens_per_s_low"] is None and remote["disk"] is None
     assert not list(hub_cache().rglob("*.gguf")), "nothing is kept"
@@ -57,7 +62,9 @@ def test_estimate_of_a_remote_model_equals_the_estimate_of_its_file(
     assert gates == [], "a tenth was enough"
 
 
-def test_remote_model_makes_one_request_and_removes_its_folder(hub: FakeHub, data: bytes) -> None:
+def test_remote_model_makes_one_request_and_removes_its_folder(
+    hub: FakeHub, data: bytes
+) -> None:
     with remote_model("u/r") as entry:
         layout = read_layout(entry.path)
         assert layout.n_expert_total == 96 and entry.size_bytes == len(data)
@@ -68,7 +75,10 @@ def test_remote_model_makes_one_request_and_removes_its_folder(hub: FakeHub, dat
 
 def test_remote_model_reads_the_header_of_each_shard(hub: FakeHub) -> None:
     names = [f"m-{n:05d}-of-00002.gguf" for n in (1, 2)]
-    shards = {name: moe(n_layer=2, split=(i, 2, 10), il_range=range(i, i + 1)).build() for i, name in enumerate(names)}
+    shards = {
+        name: moe(n_layer=2, split=(i, 2, 10), il_range=range(i, i + 1)).build()
+        for i, name in enumerate(names)
+    }
     hub.add("u/split", shards)
     with remote_model("u/split") as entry:
         assert [path.name for path in entry.files] == names
@@ -78,13 +88,20 @@ def test_remote_model_reads_the_header_of_each_shard(hub: FakeHub) -> None:
 def test_estimate_counts_a_remote_projector_unless_damaged(
     hub: FakeHub, data: bytes, projector: Callable[[str], Path]
 ) -> None:
-    for repo, content in (("u/see", projector("mlp").read_bytes()), ("u/damaged", b"GGUF" + b"x" * 5000)):
+    for repo, content in (
+        ("u/see", projector("mlp").read_bytes()),
+        ("u/damaged", b"GGUF" + b"x" * 5000),
+    ):
         hub.add(repo, {PATH: data, "mmproj-m.gguf": content})
-        plan = estimate_model(f"hf.co/{repo}", {"expert_cache": "50%", "n_ctx": 512})["plan"]
+        plan = estimate_model(f"hf.co/{repo}", {"expert_cache": "50%", "n_ctx": 512})[
+            "plan"
+        ]
         assert bool(plan["projector_bytes"]) == (repo == "u/see")
 
 
-def test_remote_model_retries_transient_errors_and_raises_others(hub: FakeHub, data: bytes) -> None:
+def test_remote_model_retries_transient_errors_and_raises_others(
+    hub: FakeHub, data: bytes
+) -> None:
     for fault in (status(503), cut_after(500)):
         hub.faults[PATH] = [fault]
         with remote_model("u/r") as entry:
@@ -95,7 +112,9 @@ def test_remote_model_retries_transient_errors_and_raises_others(hub: FakeHub, d
 
 
 @pytest.mark.parametrize("content", [b"GGUF" + b"x" * 5000, b"<html>"])
-def test_remote_model_rejects_files_that_are_not_gguf(hub: FakeHub, content: bytes) -> None:
+def test_remote_model_rejects_files_that_are_not_gguf(
+    hub: FakeHub, content: bytes
+) -> None:
     hub.add("u/bad", {PATH: content})
     with pytest.raises(ModelFormatError), remote_model("u/bad"):
         pass
@@ -105,12 +124,16 @@ def test_remote_model_stops_at_a_header_that_is_too_long(
     hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(downloads, "MOST_BYTES", 1500)
-    hub.add("u/long", {PATH: moe().add("general.description", STR, "x" * 400_000).build()})
+    hub.add(
+        "u/long", {PATH: moe().add("general.description", STR, "x" * 400_000).build()}
+    )
     with pytest.raises(PullError, match="not complete within"), remote_model("u/long"):
         pass
 
 
-def test_estimate_offline_makes_no_request(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_offline_makes_no_request(
+    hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match="moegguf pull"):
         estimate_model("hf.co/u/r")

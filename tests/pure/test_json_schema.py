@@ -1,4 +1,5 @@
-"""Tests grammars made from JSON schemas: texts that they accept and reject, and keywords that they may ignore."""
+"""Tests grammars made from JSON schemas: texts that they accept and reject, and
+keywords that they may ignore."""
 
 from __future__ import annotations
 
@@ -22,19 +23,34 @@ BYTES = LLTokenizer("byte")
 def grammar_of(schema: Any, *, strict: bool = False) -> str:
     schemas = Schemas()
     start = schemas.grammar(schema, strict=strict)
-    return "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *SHARED_RULES, *schemas.rules]) + "\n"
+    return (
+        "\n".join(
+            [
+                '%llguidance {"no_forcing": true}',
+                f"start: {start}",
+                *SHARED_RULES,
+                *schemas.rules,
+            ]
+        )
+        + "\n"
+    )
 
 
 def accepts(grammar: str, text: str) -> bool:
     matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     data = text.encode()
-    return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+    return (
+        matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+    )
 
 
 T, F = True, False
 A_OR_B = {"a": {"type": "null"}, "b": {"type": "null"}}
-KINDS = {"properties": {"k": {"enum": ["a", "b"]}, "x": {"type": "integer"}}, "required": ["k"]}
+KINDS = {
+    "properties": {"k": {"enum": ["a", "b"]}, "x": {"type": "integer"}},
+    "required": ["k"],
+}
 CASES: list[tuple[Any, dict[str, bool]]] = [
     # references
     ({"$ref": "#pet", "$defs": {"p": {"$anchor": "pet", "const": "cat"}}}, {'"cat"': T, '"dog"': F}),
@@ -153,14 +169,23 @@ CASES: list[tuple[Any, dict[str, bool]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "texts"), CASES, ids=lambda value: json.dumps(value)[:60])
-def test_grammar_accepts_exactly_the_texts_that_follow_the_schema(schema: Any, texts: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("schema", "texts"), CASES, ids=lambda value: json.dumps(value)[:60]
+)
+def test_grammar_accepts_exactly_the_texts_that_follow_the_schema(
+    schema: Any, texts: dict[str, bool]
+) -> None:
     grammar = grammar_of(schema, strict=True)
     assert {text: accepts(grammar, text) for text in texts} == texts
 
 
 def test_parameter_kinds_follow_all_references() -> None:
-    root = {"$defs": {"Box<Int>": {"type": "integer"}, "p": {"$anchor": "pet", "type": "null"}}}
+    root = {
+        "$defs": {
+            "Box<Int>": {"type": "integer"},
+            "p": {"$anchor": "pet", "type": "null"},
+        }
+    }
     for reference, kinds in (
         ("#/$defs/Box%3CInt%3E", {"integer"}),
         ("#pet", {"null"}),
@@ -183,7 +208,9 @@ NOT_FOLLOWED = {
 
 
 @pytest.mark.parametrize("keyword", NOT_FOLLOWED)
-def test_unsupported_keyword_is_ignored_unless_the_schema_is_strict(keyword: str) -> None:
+def test_unsupported_keyword_is_ignored_unless_the_schema_is_strict(
+    keyword: str,
+) -> None:
     schema = NOT_FOLLOWED[keyword]
     assert grammar_of(schema)
     with pytest.raises(SchemaError, match=f"strict JSON schema .*{keyword}"):
@@ -200,13 +227,19 @@ PATTERNS = st.sampled_from(["^a", "b$", "^a|b$", "^[ab]{2}$", "a", "^$", "[^a]"]
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
-def some_of(keywords: dict[str, st.SearchStrategy[Any]], **always: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Returns a strategy for schemas with all keywords of `always` and any subset of `keywords`."""
+def some_of(
+    keywords: dict[str, st.SearchStrategy[Any]], **always: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
+    """Returns a strategy for schemas with all keywords of `always` and any subset of
+    `keywords`."""
     return st.fixed_dictionaries(always, optional=keywords)
 
 
@@ -217,7 +250,10 @@ NUMBER = some_of(
     },
     type=st.sampled_from(["number", "integer"]),
 )  # fmt: skip
-STRING = some_of({"minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS}, type=st.just("string"))
+STRING = some_of(
+    {"minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS},
+    type=st.just("string"),
+)
 LEAVES = (
     NUMBER
     | STRING
@@ -225,7 +261,13 @@ LEAVES = (
     | st.booleans()
     | st.fixed_dictionaries({"const": VALUES})
     | st.fixed_dictionaries({"enum": st.lists(VALUES, min_size=1, max_size=4)})
-    | st.fixed_dictionaries({"type": st.lists(st.sampled_from(["null", "boolean", "string", "integer"]), min_size=1)})
+    | st.fixed_dictionaries(
+        {
+            "type": st.lists(
+                st.sampled_from(["null", "boolean", "string", "integer"]), min_size=1
+            )
+        }
+    )
 )
 
 
@@ -246,43 +288,74 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    counts = {"maxItems": COUNTS, "contains": inner, "minContains": COUNTS, "maxContains": COUNTS}
+    counts = {
+        "maxItems": COUNTS,
+        "contains": inner,
+        "minContains": COUNTS,
+        "maxContains": COUNTS,
+    }
     plain = {"type": st.just("array"), "items": inner, "minItems": COUNTS}
     prefix = st.lists(inner, min_size=1, max_size=2)
-    return some_of({**counts, "uniqueItems": st.booleans()}, **plain) | some_of(counts, **plain, prefixItems=prefix)
+    return some_of({**counts, "uniqueItems": st.booleans()}, **plain) | some_of(
+        counts, **plain, prefixItems=prefix
+    )
 
 
 def combinations(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     several = st.lists(inner, min_size=1, max_size=3)
-    condition = st.fixed_dictionaries({"if": inner}, optional={"then": inner, "else": inner})
+    condition = st.fixed_dictionaries(
+        {"if": inner}, optional={"then": inner, "else": inner}
+    )
     words = ("allOf", "anyOf", "oneOf")
     return st.one_of(
-        *(st.fixed_dictionaries({word: several}, optional={"not": inner}) for word in words),
+        *(
+            st.fixed_dictionaries({word: several}, optional={"not": inner})
+            for word in words
+        ),
         st.fixed_dictionaries({"not": inner}),
         condition,
         st.tuples(objects(inner), condition).map(lambda two: {**two[0], **two[1]}),
     )
 
 
-SCHEMAS = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner) | combinations(inner), max_leaves=6)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: objects(inner) | arrays(inner) | combinations(inner),
+    max_leaves=6,
+)
 
 
 def orders(value: Any) -> list[str]:
-    """Returns the JSON texts of a value: one text for each order of the properties in its objects."""
+    """Returns the JSON texts of a value: one text for each order of the properties in
+    its objects."""
     if isinstance(value, dict):
         texts = []
         for items in itertools.permutations(value.items()):
-            parts = ([f"{json.dumps(name)}:{text}" for text in orders(item)] for name, item in items)
-            texts += ["{" + ",".join(choice) + "}" for choice in itertools.product(*parts)]
+            parts = (
+                [f"{json.dumps(name)}:{text}" for text in orders(item)]
+                for name, item in items
+            )
+            texts += [
+                "{" + ",".join(choice) + "}" for choice in itertools.product(*parts)
+            ]
         return texts
     if isinstance(value, list):
-        return ["[" + ",".join(choice) + "]" for choice in itertools.product(*map(orders, value))]
+        return [
+            "[" + ",".join(choice) + "]"
+            for choice in itertools.product(*map(orders, value))
+        ]
     return [json.dumps(value)]
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 @given(SCHEMAS, st.lists(VALUES, min_size=6, max_size=12))
-def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any, values: list[Any]) -> None:
+def test_strict_grammar_accepts_a_random_value_if_the_validator_does(
+    schema: Any, values: list[Any]
+) -> None:
     """All schemas are compiled with strict=True.
 
     If a schema is refused because nothing matches it, no value may be valid.
@@ -295,6 +368,9 @@ def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any
         assert not any(map(is_valid, values))
         return
     matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assume(not matcher.is_error())  # skips a schema with patterns that contradict each other
+    # Skips a schema with patterns that contradict each other.
+    assume(not matcher.is_error())
     for value in values:
-        assert any(accepts(grammar, text) for text in orders(value)) == is_valid(value), (value, grammar)
+        assert any(accepts(grammar, text) for text in orders(value)) == is_valid(
+            value
+        ), (value, grammar)

@@ -1,4 +1,5 @@
-"""Tests keep-alive times, turn-taking between clients, and which models are unloaded when memory is short.
+"""Tests keep-alive times, turn-taking between clients, and which models are unloaded
+when memory is short.
 
 Workers are scripted, and their processes are real.
 """
@@ -12,14 +13,22 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
+from scripted_manager import (
+    FakeCatalog,
+    answer_text,
+    begun,
+    generate,
+    manager_of,
+    until,
+)
 
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
 from moegguf.serving.lease import LeaseRequest, ManagedModel
 from moegguf.serving.model_manager import ModelManager
 
-LOOP = asyncio.new_event_loop()  # the event loop of the futures in Queue, where no manager runs
+# The event loop of the futures in Queue, where no manager runs.
+LOOP = asyncio.new_event_loop()
 
 
 @pytest.fixture
@@ -33,39 +42,65 @@ def names(manager: ModelManager) -> set[str]:
 
 def left_s(manager: ModelManager) -> float:
     (model,) = manager.loaded()
-    return math.inf if model.expires is None else (model.expires - datetime.now(UTC)) / timedelta(seconds=1)
+    return (
+        math.inf
+        if model.expires is None
+        else (model.expires - datetime.now(UTC)) / timedelta(seconds=1)
+    )
 
 
 async def test_each_request_sets_the_keep_alive_time(catalog: FakeCatalog) -> None:
     catalog.add("a")
     async with manager_of(catalog, keep_alive_s=100) as manager:
-        for given, expected in ((None, 100), (20.0, 20), (math.inf, math.inf), (None, 100), (7.5, 7.5)):
+        for given, expected in (
+            (None, 100),
+            (20.0, 20),
+            (math.inf, math.inf),
+            (None, 100),
+            (7.5, 7.5),
+        ):
             await generate(manager, "a", "say x", keep_alive_s=given)
-            assert left_s(manager) == expected or expected - 2 < left_s(manager) <= expected
+            assert (
+                left_s(manager) == expected
+                or expected - 2 < left_s(manager) <= expected
+            )
             await manager.load("a", keep_alive_s=50)
-            assert 48 < left_s(manager) <= 50, "loading a loaded model restarts the time"
+            assert 48 < left_s(manager) <= 50, (
+                "loading a loaded model restarts the time"
+            )
         await generate(manager, "a", "say x", keep_alive_s=0.0)
         await until(lambda: not manager.loaded())
 
 
-async def test_keep_alive_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_keep_alive_time_does_not_run_while_a_model_is_used(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     catalog.add("a")
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x", keep_alive_s=0.01)
         async with manager.lease("a", keep_alive_s=0.01) as lease:
-            await asyncio.sleep(0.02)  # a timer with the earlier keep-alive time would expire during this sleep
+            # A timer with the earlier keep-alive time would expire during this sleep.
+            await asyncio.sleep(0.02)
             assert await answer_text(lease, "say x") == "x"
-            held = asyncio.create_task(generate(manager, "a", f"hold {go}", keep_alive_s=0.0))
-            behind = asyncio.create_task(generate(manager, "a", "say behind", keep_alive_s=60))
+            held = asyncio.create_task(
+                generate(manager, "a", f"hold {go}", keep_alive_s=0.0)
+            )
+            behind = asyncio.create_task(
+                generate(manager, "a", "say behind", keep_alive_s=60)
+            )
             await until(lambda: manager.loaded() and manager.loaded()[0].queue == 1)
         go.touch()
         assert await asyncio.gather(held, behind) == ["held", "behind"]
         assert 58 < left_s(manager) <= 60, "the waiting request sets the time"
-    assert len(catalog.loads("a")) <= 3, "a slow machine unloads it between the requests"
+    assert len(catalog.loads("a")) <= 3, (
+        "a slow machine unloads it between the requests"
+    )
 
 
-async def test_least_recently_used_idle_model_is_unloaded_first(catalog: FakeCatalog) -> None:
+async def test_least_recently_used_idle_model_is_unloaded_first(
+    catalog: FakeCatalog,
+) -> None:
     for name in "abcd":
         catalog.add(name, 400, 400)
     async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
@@ -78,7 +113,9 @@ async def test_least_recently_used_idle_model_is_unloaded_first(catalog: FakeCat
         assert names(manager) == {"c", "d"}
 
 
-async def test_model_loaded_beside_a_busy_one_gets_fewer_slots(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_model_loaded_beside_a_busy_one_gets_fewer_slots(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 200)
     go = tmp_path / "go"
@@ -91,7 +128,9 @@ async def test_model_loaded_beside_a_busy_one_gets_fewer_slots(catalog: FakeCata
     assert catalog.loads("b")[0]["plan"]["slot_bytes"] == 400 << 20
 
 
-async def test_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_model_that_does_not_fit_waits_for_a_busy_one(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 500)
     go = tmp_path / "go"
@@ -104,7 +143,9 @@ async def test_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatalog
         go.touch()
         assert await asyncio.gather(held, later, other) == ["held", "later", "x"]
         assert names(manager) == {"b"}
-    assert len(catalog.loads("a")) == 1, "the later request overtook the load: a was loaded"
+    assert len(catalog.loads("a")) == 1, (
+        "the later request overtook the load: a was loaded"
+    )
 
 
 async def test_requests_queued_before_a_load_are_answered_before_that_load(
@@ -115,19 +156,26 @@ async def test_requests_queued_before_a_load_are_answered_before_that_load(
     catalog.add("b", 800, 500)
     go, done = tmp_path / "go", list[str]()
 
-    async def request(manager: ModelManager, client: str, name: str, prompt: str) -> None:
+    async def request(
+        manager: ModelManager, client: str, name: str, prompt: str
+    ) -> None:
         current_client.set(client)
         done.append(await generate(manager, name, prompt))
 
-    async with manager_of(catalog, memory_bytes=1000 << 20) as manager, asyncio.TaskGroup() as group:
+    async with (
+        manager_of(catalog, memory_bytes=1000 << 20) as manager,
+        asyncio.TaskGroup() as group,
+    ):
         group.create_task(request(manager, "many", "a", f"hold {go}"))
         await until(lambda: manager.loaded() and manager.loaded()[0].busy)
         for number in range(2):
             group.create_task(request(manager, "many", "a", f"say many{number}"))
         await until(lambda: manager.loaded()[0].queue == 2)
         group.create_task(request(manager, "many", "b", "say other"))
-        await until(lambda: manager._short)  # the size of b is known, and its load waits for memory
-        # If clients took turns, this request would come before many1; but it arrived after b's load began to wait.
+        # The size of b is known, and its load waits for memory.
+        await until(lambda: manager._short)
+        # If clients took turns, this request would come before many1; but it arrived
+        # after b's load began to wait.
         group.create_task(request(manager, "one", "a", "say later"))
         await until(lambda: manager.loaded()[0].queue == 3)
         go.touch()
@@ -144,12 +192,15 @@ class Queue:
         self.tickets: list[int] = []
 
     def add(self, client: str) -> None:
-        request = LeaseRequest(cast(Any, None), {}, 0.0, client=client, granted=asyncio.Future(loop=LOOP))
+        request = LeaseRequest(
+            cast(Any, None), {}, 0.0, client=client, granted=asyncio.Future(loop=LOOP)
+        )
         self.model.waiting.append(request)
         self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
-        """Serves the next request from beginning to end. Returns its number in the order of `add`, and its client."""
+        """Serves the next request from beginning to end. Returns its number in the
+        order of `add`, and its client."""
         first = self.model.queue[0]
         self.model.grant(first)
         self.model.release(first)
@@ -165,19 +216,25 @@ def test_idle_clients_save_no_turns_and_cancelled_requests_cost_none() -> None:
         queue.serve()
     for client in ("busy", "idle", "third"):
         queue.add(client)
-    assert [queue.serve()[1] for _ in range(3)] == ["busy", "idle", "third"], "as they came"
+    assert [queue.serve()[1] for _ in range(3)] == ["busy", "idle", "third"], (
+        "as they came"
+    )
     for _ in range(500):
         queue.add("hasty")
     queue.serve()
     queue.model.waiting.clear()
     for client in ("hasty", "other", "hasty"):
         queue.add(client)
-    assert [queue.serve()[1] for _ in range(3)] == ["hasty", "other", "hasty"], "cancelled requests cost nothing"
+    assert [queue.serve()[1] for _ in range(3)] == ["hasty", "other", "hasty"], (
+        "cancelled requests cost nothing"
+    )
     assert not queue.model._served, "of those who wait only"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
-def test_queue_lets_each_other_client_overtake_a_request_at_most_once(steps: list[tuple[int, int]]) -> None:
+def test_queue_lets_each_other_client_overtake_a_request_at_most_once(
+    steps: list[tuple[int, int]],
+) -> None:
     queue, n_overtaken = Queue(), dict[int, dict[str, int]]()
     for number, (client, n_served) in enumerate(steps):
         own = sum(request.client == str(client) for request in queue.model.waiting)

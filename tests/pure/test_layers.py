@@ -14,8 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "moegguf"
 
-# The packages that each package may import, in addition to itself and the "floor". The floor is the set of modules that
-# are in none of these packages.
+# The packages that each package may import, in addition to itself and the "floor". The
+# floor is the set of modules that are in none of these packages.
 ALLOWED: dict[str, set[str]] = {
     "floor": set(),
     "gguf": set(),
@@ -38,11 +38,15 @@ ALLOWED: dict[str, set[str]] = {
     },
 }  # fmt: skip
 
-# Packages within `server` that must not import each other. Shared code is in `server.common`.
+# Packages within `server` that must not import each other. Shared code is in
+# `server.common`.
 DIALECTS = {"openai", "ollama", "anthropic"}
-APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {"llama_server": {"ollama", "anthropic"}}
+APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {
+    "llama_server": {"ollama", "anthropic"}
+}
 
-# The packages that may import each of these libraries. Other libraries may be imported anywhere.
+# The packages that may import each of these libraries. Other libraries may be imported
+# anywhere.
 OWNED: dict[str, set[str]] = {
     "ctypes": {"native", "testing", "engine", "generate", "bench"},
     "llama_cpp": {"native", "engine"},
@@ -62,7 +66,8 @@ OWNED: dict[str, set[str]] = {
     "ray": {"serving"},
 }
 
-# Folders beside the package. Their code imports the package, and the package must not import them.
+# Folders beside the package. Their code imports the package, and the package must not
+# import them.
 BESIDE = ("predictors", "recipes", "tools", "tests")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -76,7 +81,9 @@ def package_of(module: str) -> str:
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(
+        path.relative_to(PACKAGE.parent).with_suffix("").parts
+    ).removesuffix(".__init__")
 
 
 NAMES = {name_of(path) for path in MODULES}
@@ -89,22 +96,27 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(path: Path, *, types: bool = False) -> list[str]:
-    """Returns the names of imported modules, including imports in functions. With `types`, includes imports for type
-    checkers."""
+    """Returns the names of imported modules, including imports in functions. With
+    `types`, includes imports for type checkers."""
     tree = tree_of(path)
     found: list[str] = []
     for node in ast.walk(tree if types else without_type_checking(tree)):
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:  # `from package import module` names the module, not the package
+            # `from package import module` names the module, not the package.
+            for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.append(inner if inner in NAMES else node.module)
     return found
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
-    kept = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    kept = [
+        n
+        for n in tree.body
+        if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
+    ]
     return ast.Module(kept, [])
 
 
@@ -113,8 +125,12 @@ def test_module_imports_only_packages_that_its_package_may_import(path: Path) ->
     package = package_of(name_of(path))
     for name in imports_of(path):
         top = name.split(".")[0]
-        assert package in OWNED.get(top, {package}), f"{name_of(path)} imports {name}, which belongs to {OWNED[top]}"
-        assert top not in BESIDE, f"{name_of(path)} imports {name}, which is no part of the package"
+        assert package in OWNED.get(top, {package}), (
+            f"{name_of(path)} imports {name}, which belongs to {OWNED[top]}"
+        )
+        assert top not in BESIDE, (
+            f"{name_of(path)} imports {name}, which is no part of the package"
+        )
         if top == "moegguf" and name != "moegguf":
             other = package_of(name)
             assert other in ALLOWED[package] | {package, "floor"}, (
@@ -125,24 +141,42 @@ def test_module_imports_only_packages_that_its_package_may_import(path: Path) ->
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_server_packages_do_not_import_each_other(path: Path) -> None:
     _, package, inner, *_ = (*name_of(path).split("."), "", "")
-    forbidden = {f"moegguf.server.{other}" for other in APART.get(inner, ())} if package == "server" else set()
+    forbidden = (
+        {f"moegguf.server.{other}" for other in APART.get(inner, ())}
+        if package == "server"
+        else set()
+    )
     assert not [name for name in imports_of(path) if name.startswith(tuple(forbidden))]
 
 
 def test_packages_import_each_other_in_one_direction_only() -> None:
     order = list(ALLOWED)
-    assert all(order.index(lower) < order.index(upper) for upper, allowed in ALLOWED.items() for lower in allowed)
+    assert all(
+        order.index(lower) < order.index(upper)
+        for upper, allowed in ALLOWED.items()
+        for lower in allowed
+    )
 
 
 def test_only_the_manager_and_its_leases_import_worker_processes() -> None:
-    users = {name_of(path) for path in MODULES if "moegguf.serving.worker_process" in imports_of(path)}
-    starts_early = "moegguf.chat.local"  # this module starts workers itself, and hands them to its manager later
-    assert users == {"moegguf.serving.model_manager", "moegguf.serving.lease", starts_early}
+    users = {
+        name_of(path)
+        for path in MODULES
+        if "moegguf.serving.worker_process" in imports_of(path)
+    }
+    # This module starts workers itself, and hands them to its manager later.
+    starts_early = "moegguf.chat.local"
+    assert users == {
+        "moegguf.serving.model_manager",
+        "moegguf.serving.lease",
+        starts_early,
+    }
 
 
 def test_modules_have_no_circular_imports() -> None:
     arrows = {
-        name_of(path): {name for name in imports_of(path, types=True) if name in NAMES} - {"moegguf"}
+        name_of(path): {name for name in imports_of(path, types=True) if name in NAMES}
+        - {"moegguf"}
         for path in MODULES
     }
     done: set[str] = set()
@@ -160,27 +194,45 @@ def test_modules_have_no_circular_imports() -> None:
 
 @pytest.mark.parametrize("package", [name for name in ALLOWED if name != "floor"])
 def test_package_docstring_states_its_promises_and_limits(package: str) -> None:
-    text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    text = (
+        ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
+        or ""
+    )
     assert "Promises" in text
     assert "not know" in text
 
 
-def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yields the public classes, functions, methods and properties of a module or class. Leaves out setters and
-    overloads."""
+def public(
+    node: ast.Module | ast.ClassDef,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yields the public classes, functions, methods and properties of a module or
+    class. Leaves out setters and overloads."""
     for inner in node.body:
-        if not isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
+        if not isinstance(
+            inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) or inner.name.startswith("_"):
             continue
-        if not any(ast.unparse(decorator).endswith((".setter", "overload")) for decorator in inner.decorator_list):
+        if not any(
+            ast.unparse(decorator).endswith((".setter", "overload"))
+            for decorator in inner.decorator_list
+        ):
             yield inner
         if isinstance(inner, ast.ClassDef):
             yield from public(inner)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+@pytest.mark.parametrize(
+    "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE.parent))
+)
 def test_modules_and_their_public_names_have_docstrings(path: Path) -> None:
     tree = tree_of(path)
     assert ast.get_docstring(tree)
-    assert [f"{node.name}, line {node.lineno}" for node in public(tree) if not ast.get_docstring(node)] == []
+    assert [
+        f"{node.name}, line {node.lineno}"
+        for node in public(tree)
+        if not ast.get_docstring(node)
+    ] == []
     said = (ast.get_docstring(node) or "" for node in public(tree))
-    assert [text for text in said if text.startswith(("Of ", "As "))] == [], "a docstring begins with what it is"
+    assert [text for text in said if text.startswith(("Of ", "As "))] == [], (
+        "a docstring begins with what it is"
+    )

@@ -1,7 +1,7 @@
 """Tests `moegguf.learning`.
 
-Training reduces the loss, and equal seeds give equal results. Strategies are judged on requests that they did not learn
-from. An interrupted training run keeps the old files.
+Training reduces the loss, and equal seeds give equal results. Strategies are judged on
+requests that they did not learn from. An interrupted training run keeps the old files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from traces import random_trace
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.predictors import LEARNED, LEARNT_FOR, make_predictor, prefetch_predictor
+from moegguf.controller.predictors import (
+    LEARNED,
+    LEARNT_FOR,
+    make_predictor,
+    prefetch_predictor,
+)
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.strategies import STRATEGIES
 from moegguf.controller.weights import Weights, read_facts
@@ -28,9 +33,24 @@ from moegguf.gguf.experts import read_layout
 from moegguf.learning import expert_mlp, mlp, routing_path
 from moegguf.learning.counts import collect
 from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
-from moegguf.learning.fitting import Batch, Fitted, Schedule, Trainee, cross_entropy, fit, n_right, rate_at
+from moegguf.learning.fitting import (
+    Batch,
+    Fitted,
+    Schedule,
+    Trainee,
+    cross_entropy,
+    fit,
+    n_right,
+    rate_at,
+)
 from moegguf.learning.gradients import Floats, Node
-from moegguf.learning.learn import INPUT_BYTES, LEARNERS, Learning, check_strategies, most_tokens
+from moegguf.learning.learn import (
+    INPUT_BYTES,
+    LEARNERS,
+    Learning,
+    check_strategies,
+    most_tokens,
+)
 from moegguf.native.predictor import QuantizedMatrix
 from moegguf.trace.trace import Trace
 
@@ -39,8 +59,12 @@ pytestmark = pytest.mark.usefixtures("user")
 N_LAYER, N_EXPERT, N_EMBD = 4, 8, 32
 SMALL = {
     "mlp": mlp.Options(windows=(1, 2, 4), n_hidden=32, epochs=4, batch=64),
-    "expert-mlp": expert_mlp.Options(hidden=(32,) * 6, epochs=2, batch=64, most_samples=1000),
-    "routing-path": routing_path.Options(epochs=4, n_embd=16, n_ff=16, window=8, chunk=4, batch=8),
+    "expert-mlp": expert_mlp.Options(
+        hidden=(32,) * 6, epochs=2, batch=64, most_samples=1000
+    ),
+    "routing-path": routing_path.Options(
+        epochs=4, n_embd=16, n_ff=16, window=8, chunk=4, batch=8
+    ),
 }
 
 
@@ -56,19 +80,26 @@ def artifacts(tmp_path: Path) -> Artifacts:
 @pytest.fixture
 def trace(artifacts: Artifacts) -> Trace:
     assert artifacts.layout is not None
-    found = random_trace(MoeShape.of(artifacts.layout), n_sequences=12, n_decode=20, with_inputs=True)
-    return replace(found, header=replace(found.header, fingerprint=artifacts.fingerprint))
+    found = random_trace(
+        MoeShape.of(artifacts.layout), n_sequences=12, n_decode=20, with_inputs=True
+    )
+    return replace(
+        found, header=replace(found.header, fingerprint=artifacts.fingerprint)
+    )
 
 
 def fitted(seed: int) -> tuple[FeedForward, Fitted]:
-    """Returns a network trained to choose two of six outputs from eight inputs, and the result of its training run."""
+    """Returns a network trained to choose two of six outputs from eight inputs, and the
+    result of its training run."""
     rng = np.random.default_rng(7)
     inputs = rng.standard_normal((600, 8)).astype(np.float32)
     scores = inputs @ rng.standard_normal((8, 6))
     chosen = (scores >= np.sort(scores, axis=1)[:, -2:-1]).astype(np.float32)
     own = np.random.default_rng(seed)
     network = FeedForward((8, 32, 6), own)
-    samples = Samples(np.arange(600) % 5 == 0, lambda numbers: (inputs[numbers], chosen[numbers]))
+    samples = Samples(
+        np.arange(600) % 5 == 0, lambda numbers: (inputs[numbers], chosen[numbers])
+    )
     trainee = FeedForwardTrainee(network, samples, cross_entropy, 32, 0, own)
     return network, fit(trainee, Schedule(epochs=10, lr=1e-2, patience=0, seed=seed))
 
@@ -82,13 +113,16 @@ def test_training_reduces_the_loss_and_generalises() -> None:
 
 def test_training_with_equal_seeds_gives_equal_networks() -> None:
     one, other, third = (fitted(seed)[0].matrices() for seed in (0, 0, 1))
-    for (weight, bias), (same_weight, same_bias), (different, _) in zip(one, other, third, strict=True):
+    for (weight, bias), (same_weight, same_bias), (different, _) in zip(
+        one, other, third, strict=True
+    ):
         assert np.array_equal(weight, same_weight) and np.array_equal(bias, same_bias)
         assert not np.array_equal(weight, different)
 
 
 class Scripted(Trainee):
-    """A trainee without parameters to fit. Its state is the epoch's number, and its accuracies are scripted."""
+    """A trainee without parameters to fit. Its state is the epoch's number, and its
+    accuracies are scripted."""
 
     def __init__(self, *accuracies: float) -> None:
         self.parameters = {}
@@ -113,7 +147,12 @@ class Scripted(Trainee):
 
 @pytest.mark.parametrize(
     ("accuracies", "best"),
-    [((0.5, 0.75, 0.75, 0.25), 2), ((0.5, 0.0, 0.0), 1), ((0.0, 0.25, 0.0), 2), ((0.0, 0.0, 0.0), 3)],
+    [
+        ((0.5, 0.75, 0.75, 0.25), 2),
+        ((0.5, 0.0, 0.0), 1),
+        ((0.0, 0.25, 0.0), 2),
+        ((0.0, 0.0, 0.0), 3),
+    ],
 )
 def test_fit_keeps_the_first_best_epoch_or_the_last_one_without_accuracy(
     accuracies: tuple[float, ...], best: int
@@ -125,7 +164,9 @@ def test_fit_keeps_the_first_best_epoch_or_the_last_one_without_accuracy(
 
 def test_learning_rate_rises_and_falls_to_zero() -> None:
     rates = [rate_at(share) for share in np.linspace(0, 1, 21)]
-    assert rates[0] == 0 and max(rates) == rates[2] == 1 and rates[-1] == pytest.approx(0)
+    assert (
+        rates[0] == 0 and max(rates) == rates[2] == 1 and rates[-1] == pytest.approx(0)
+    )
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
@@ -135,10 +176,22 @@ def test_quantized_mlp_keeps_its_accuracy_for_inputs_that_hardly_change() -> Non
     scores = inputs @ rng.standard_normal((24, 6))
     chosen = (scores >= np.sort(scores, axis=1)[:, -2:-1]).astype(np.float32)
     inputs[:, :4] *= 1e-6
-    arrays, found = mlp.train_pair(inputs, chosen, np.arange(500) % 5 == 0, replace(SMALL["mlp"], epochs=20, lr=1e-2))
-    hidden, out = (QuantizedMatrix(arrays[f"{name}.weight"].astype(np.float32)) for name in ("hidden", "out"))
-    x = np.maximum(inputs @ (hidden.bytes * hidden.scale[:, None]).T + arrays["hidden.bias"], 0)
-    right, total = n_right(x @ (out.bytes * out.scale[:, None]).T + arrays["out.bias"], chosen)
+    arrays, found = mlp.train_pair(
+        inputs,
+        chosen,
+        np.arange(500) % 5 == 0,
+        replace(SMALL["mlp"], epochs=20, lr=1e-2),
+    )
+    hidden, out = (
+        QuantizedMatrix(arrays[f"{name}.weight"].astype(np.float32))
+        for name in ("hidden", "out")
+    )
+    x = np.maximum(
+        inputs @ (hidden.bytes * hidden.scale[:, None]).T + arrays["hidden.bias"], 0
+    )
+    right, total = n_right(
+        x @ (out.bytes * out.scale[:, None]).T + arrays["out.bias"], chosen
+    )
     assert found.best > 0.5
     assert right / total > found.best - 0.05
 
@@ -160,11 +213,20 @@ def test_learned_strategy_is_judged_on_other_requests_saved_and_found(
     steps: list[float] = []
     found = learning.learn(name, lambda step, share: steps.append(share))
     assert steps[-1] == 1 and steps == sorted(steps)
-    judged, training = (set(part.sequences()) for part in (learning.judged, learning.training))
+    judged, training = (
+        set(part.sequences()) for part in (learning.judged, learning.training)
+    )
     assert judged and not judged & training and judged | training == set(range(12))
     assert (found.tokens, found.requests) == (learning.training.n_tokens, len(training))
-    assert {path.stem for path in found.files} == {file for file, of in LEARNT_FOR.items() if of == name}
-    assert 0 < found.right <= 1 and 0 < found.popularity <= 1 and 0 < found.hits <= 1 and 0 < found.lru < 1
+    assert {path.stem for path in found.files} == {
+        file for file, of in LEARNT_FOR.items() if of == name
+    }
+    assert (
+        0 < found.right <= 1
+        and 0 < found.popularity <= 1
+        and 0 < found.hits <= 1
+        and 0 < found.lru < 1
+    )
     if name in ("promoe", "expertflow"):
         assert found.right > found.popularity
     shape = trace.shape
@@ -180,17 +242,25 @@ def test_learned_strategy_is_judged_on_other_requests_saved_and_found(
         assert collection is not None and collection.n_entries == len(training)
 
 
-def test_learned_files_are_equal_for_equal_seeds(trace: Trace, artifacts: Artifacts) -> None:
+def test_learned_files_are_equal_for_equal_seeds(
+    trace: Trace, artifacts: Artifacts
+) -> None:
     def saved() -> dict[str, bytes]:
         learning = Learning(trace, artifacts, SMALL)
-        return {path.name: path.read_bytes() for name in LEARNERS for path in learning.learn(name).files}
+        return {
+            path.name: path.read_bytes()
+            for name in LEARNERS
+            for path in learning.learn(name).files
+        }
 
     first = saved()
     assert len(first) == len(LEARNT_FOR)
     assert saved() == first
 
 
-def test_interrupted_training_keeps_the_old_files(trace: Trace, artifacts: Artifacts) -> None:
+def test_interrupted_training_keeps_the_old_files(
+    trace: Trace, artifacts: Artifacts
+) -> None:
     learning = Learning(trace, artifacts, SMALL)
     before = {path: path.read_bytes() for path in learning.learn("duoserve").files}
 
@@ -198,11 +268,15 @@ def test_interrupted_training_keeps_the_old_files(trace: Trace, artifacts: Artif
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Learning(trace, artifacts, {**SMALL, "expert-mlp": replace(SMALL["expert-mlp"], seed=5)}).learn(
-            "duoserve", interrupt
-        )
+        Learning(
+            trace,
+            artifacts,
+            {**SMALL, "expert-mlp": replace(SMALL["expert-mlp"], seed=5)},
+        ).learn("duoserve", interrupt)
     assert {path: path.read_bytes() for path in before} == before
-    assert {path.name for path in next(iter(before)).parent.iterdir()} >= {path.name for path in before}
+    assert {path.name for path in next(iter(before)).parent.iterdir()} >= {
+        path.name for path in before
+    }
 
 
 def test_learn_names_a_file_that_cannot_be_written(
@@ -212,7 +286,10 @@ def test_learn_names_a_file_that_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights_file, "save", full)
-    with pytest.raises(StorageError, match=r"eamc.safetensors cannot be written \(No space left on device\); make"):
+    with pytest.raises(
+        StorageError,
+        match=r"eamc.safetensors cannot be written \(No space left on device\); make",
+    ):
         Learning(trace, artifacts, SMALL).learn("moe-infinity")
 
 
@@ -222,35 +299,64 @@ def test_learn_names_a_folder_that_cannot_be_created(
     (tmp_path / "home").write_text("in the way")
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(StorageError, match=r"home/models.* cannot be written \(Not a directory\); make"):
+    with pytest.raises(
+        StorageError, match=r"home/models.* cannot be written \(Not a directory\); make"
+    ):
         Learning(trace, artifacts, SMALL).learn("moe-infinity")
 
 
-def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(trace: Trace, artifacts: Artifacts) -> None:
-    with pytest.raises(OptionError, match="held out to test what was learned, but there are 3; give more texts"):
+def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(
+    trace: Trace, artifacts: Artifacts
+) -> None:
+    with pytest.raises(
+        OptionError,
+        match="held out to test what was learned, but there are 3; give more texts",
+    ):
         Learning(trace.select(range(3)), artifacts)
     with pytest.raises(OptionError, match="recorded from another model"):
-        Learning(replace(trace, header=replace(trace.header, fingerprint="0" * 32)), artifacts)
+        Learning(
+            replace(trace, header=replace(trace.header, fingerprint="0" * 32)),
+            artifacts,
+        )
     with pytest.raises(
-        OptionError, match=r"does not state from which model .* import it again with --model FILE\.gguf"
+        OptionError,
+        match=r"does not state from which model .* import it again with --model FILE\.gguf",
     ):
-        Learning(replace(trace, header=replace(trace.header, fingerprint="")), artifacts)
-    with pytest.raises(OptionError, match="held out for the test have none; record longer answers"):
+        Learning(
+            replace(trace, header=replace(trace.header, fingerprint="")), artifacts
+        )
+    with pytest.raises(
+        OptionError, match="held out for the test have none; record longer answers"
+    ):
         Learning(trace.keep(trace.phase_of == 0), artifacts)
     with pytest.raises(OptionError, match="record it with inputs"):
         Learning(replace(trace, inputs=None), artifacts, SMALL).learn("promoe")
 
 
-def test_learning_splits_requests_that_all_have_different_kinds(trace: Trace, artifacts: Artifacts) -> None:
+def test_learning_splits_requests_that_all_have_different_kinds(
+    trace: Trace, artifacts: Artifacts
+) -> None:
     labels = {sequence: f"kind {sequence}" for sequence in trace.sequences()}
-    learning = Learning(replace(trace, header=replace(trace.header, labels=labels)), artifacts, SMALL)
-    assert len(learning.judged.sequences()) == 2 and len(learning.training.sequences()) == 10
+    learning = Learning(
+        replace(trace, header=replace(trace.header, labels=labels)), artifacts, SMALL
+    )
+    assert (
+        len(learning.judged.sequences()) == 2
+        and len(learning.training.sequences()) == 10
+    )
 
 
 def test_check_strategies_rejects_unknown_and_unlearned_strategies() -> None:
-    assert check_strategies([]) == list(LEARNERS) == ["promoe", "expertflow", "duoserve", "moe-infinity"]
+    assert (
+        check_strategies([])
+        == list(LEARNERS)
+        == ["promoe", "expertflow", "duoserve", "moe-infinity"]
+    )
     assert check_strategies(["duoserve", "duoserve"]) == ["duoserve"]
-    with pytest.raises(OptionError, match="the strategy 'lru' needs no learning; these strategies do: promoe"):
+    with pytest.raises(
+        OptionError,
+        match="the strategy 'lru' needs no learning; these strategies do: promoe",
+    ):
         check_strategies(["lru"])
     with pytest.raises(OptionError, match="no strategy 'promo'"):
         check_strategies(["promo"])
@@ -265,23 +371,30 @@ def test_every_strategy_with_a_learned_predictor_has_a_learner() -> None:
 
 
 def test_most_tokens_is_limited_by_the_memory_of_router_inputs() -> None:
-    assert most_tokens(48, 2048, ["promoe"], 8192) == INPUT_BYTES // (48 * 2048 * 2) < 8192
+    assert (
+        most_tokens(48, 2048, ["promoe"], 8192) == INPUT_BYTES // (48 * 2048 * 2) < 8192
+    )
     assert most_tokens(48, 2048, ["duoserve", "expertflow"], 8192) == 8192
     assert most_tokens(4, 64, LEARNERS, 8192) == 8192
 
 
-def test_make_predictor_names_the_command_for_a_missing_file(artifacts: Artifacts) -> None:
+def test_make_predictor_names_the_command_for_a_missing_file(
+    artifacts: Artifacts,
+) -> None:
     assert artifacts.layout is not None
     shape = MoeShape.of(artifacts.layout)
     for name in LEARNED:
         command = f"`moegguf learn MODEL --strategy {LEARNT_FOR[name]}`"
         with pytest.raises(
-            OptionError, match=f"{name!r} has to be trained for this model first: {command}; these need"
+            OptionError,
+            match=f"{name!r} has to be trained for this model first: {command}; these need",
         ):
             make_predictor(name, shape, artifacts)
 
 
-def test_prefetch_predictor_chooses_mlp_unless_skip_was_right_more_often(artifacts: Artifacts) -> None:
+def test_prefetch_predictor_chooses_mlp_unless_skip_was_right_more_often(
+    artifacts: Artifacts,
+) -> None:
     assert artifacts.layout is not None
     shape = MoeShape.of(artifacts.layout)
     folder = artifacts.writable_folder()
@@ -292,7 +405,13 @@ def test_prefetch_predictor_chooses_mlp_unless_skip_was_right_more_often(artifac
         ({"mlp_right": 0.5, "skip_right": 0.6}, "skip"),
         ({"mlp_right": "0.5", "skip_right": 0.6}, "mlp"),
     ):
-        weights_file.save(folder / "mlp.safetensors", "mlp", artifacts.fingerprint, shape, Weights({}, facts))
+        weights_file.save(
+            folder / "mlp.safetensors",
+            "mlp",
+            artifacts.fingerprint,
+            shape,
+            Weights({}, facts),
+        )
         assert prefetch_predictor(artifacts) == expected
 
 
@@ -303,4 +422,6 @@ def test_collect_adds_each_request_once(trace: Trace) -> None:
     collect(trace, eamc)
     collect(trace, eamc)
     assert eamc.n_entries == 12
-    assert (eamc.state.sum(axis=(1, 2)) == 20 * N_LAYER * trace.shape.n_expert_used).all()
+    assert (
+        eamc.state.sum(axis=(1, 2)) == 20 * N_LAYER * trace.shape.n_expert_used
+    ).all()

@@ -1,7 +1,8 @@
 """Tests free memory and CPUs as read from folders that imitate machines.
 
-In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that was compiled for another CPU is
-refused. Other tests check read speeds, and the number of compute threads for made-up times and loads.
+In these folders, cgroups v1 and v2 are nested, mixed, absent or broken. A library that
+was compiled for another CPU is refused. Other tests check read speeds, and the number
+of compute threads for made-up times and loads.
 """
 
 import os
@@ -13,7 +14,13 @@ import psutil
 import pytest
 
 from moegguf.engine import machine
-from moegguf.engine.machine import cgroup_levels, count_cpus, disk_read_speed, memory_read_speed, read_memory
+from moegguf.engine.machine import (
+    cgroup_levels,
+    count_cpus,
+    disk_read_speed,
+    memory_read_speed,
+    read_memory,
+)
 from moegguf.engine.threadpool import MEMORY_S, ThreadGovernor
 from moegguf.errors import LibraryError, ModelNotFoundError
 from moegguf.native import library
@@ -26,7 +33,8 @@ V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,me
 
 
 class FakeMachine:
-    """A folder that imitates a machine with 16 GiB of memory (10 GiB free). At first it has no cgroups."""
+    """A folder that imitates a machine with 16 GiB of memory (10 GiB free). At first it
+    has no cgroups."""
 
     MEMORY = {"MemTotal": 16 << 20, "MemAvailable": 10 << 20} | dict.fromkeys(
         ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab"), 1
@@ -34,7 +42,10 @@ class FakeMachine:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.write("proc/meminfo", "".join(f"{name}: {n} kB\n" for name, n in self.MEMORY.items()))
+        self.write(
+            "proc/meminfo",
+            "".join(f"{name}: {n} kB\n" for name, n in self.MEMORY.items()),
+        )
         self.write("proc/self/cgroup", "")
         self.write("proc/self/mountinfo", "")
 
@@ -49,7 +60,14 @@ class FakeMachine:
         self.write(f"{base}/memory.usage_in_bytes", usage)
         self.write(f"{base}/memory.stat", stat)
 
-    def v2(self, folder: str, limit: str | int, usage: int = 0, stat: str = "", high: str | int = "max") -> None:
+    def v2(
+        self,
+        folder: str,
+        limit: str | int,
+        usage: int = 0,
+        stat: str = "",
+        high: str | int = "max",
+    ) -> None:
         base = f"sys/fs/cgroup/{folder}"
         self.write(f"{base}/memory.max", limit)
         self.write(f"{base}/memory.high", high)
@@ -70,46 +88,88 @@ def test_read_memory_without_cgroups_reports_the_machine(fake: FakeMachine) -> N
     memory = read_memory()
     assert 0 <= memory.available_bytes <= memory.total_bytes
     assert count_cpus() >= 1
-    fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n")
-    assert read_processor(fake.root, "x86_64") == Processor("Some CPU", frozenset({"fpu", "avx2", "fma", "avx512f"}))
+    fake.write(
+        "proc/cpuinfo",
+        "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n",
+    )
+    assert read_processor(fake.root, "x86_64") == Processor(
+        "Some CPU", frozenset({"fpu", "avx2", "fma", "avx512f"})
+    )
 
 
-def test_read_processor_ignores_the_flags_of_an_emulators_x86_machine(fake: FakeMachine) -> None:
-    fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: avx2 fma f16c\n")
+def test_read_processor_ignores_the_flags_of_an_emulators_x86_machine(
+    fake: FakeMachine,
+) -> None:
+    fake.write(
+        "proc/cpuinfo",
+        "processor : 0\nmodel name\t: Some CPU\nflags\t\t: avx2 fma f16c\n",
+    )
     assert has_kernels(read_processor(fake.root, "x86_64"), "")
     assert read_processor(fake.root, "aarch64").flags == frozenset()
 
 
 def test_read_processor_finds_a_model_after_the_features(fake: FakeMachine) -> None:
-    cores = "".join(f"processor\t: {n}\nFeatures\t: fp asimd\nCPU part\t: 0xd08\n\n" for n in range(2))
-    fake.write("proc/cpuinfo", f"{cores}Revision\t: c03111\nModel\t\t: Raspberry Pi 4 Model B\n")
-    assert read_processor(fake.root) == Processor("Raspberry Pi 4 Model B", frozenset({"fp", "asimd"}))
+    cores = "".join(
+        f"processor\t: {n}\nFeatures\t: fp asimd\nCPU part\t: 0xd08\n\n"
+        for n in range(2)
+    )
+    fake.write(
+        "proc/cpuinfo",
+        f"{cores}Revision\t: c03111\nModel\t\t: Raspberry Pi 4 Model B\n",
+    )
+    assert read_processor(fake.root) == Processor(
+        "Raspberry Pi 4 Model B", frozenset({"fp", "asimd"})
+    )
     fake.write("proc/cpuinfo", cores)
-    assert read_processor(fake.root) == Processor("unknown CPU", frozenset({"fp", "asimd"}))
+    assert read_processor(fake.root) == Processor(
+        "unknown CPU", frozenset({"fp", "asimd"})
+    )
 
 
 @pytest.mark.parametrize(
     ("limit", "usage", "stat", "high", "free"),
     [
-        (4 * GIB, 3 * GIB, f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n", "max", 2 * GIB),  # idle page cache
+        # Idle page cache.
+        (
+            4 * GIB,
+            3 * GIB,
+            f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n",
+            "max",
+            2 * GIB,
+        ),
         (8 * GIB, GIB, "", 3 * GIB, 2 * GIB),
         (GIB, 2 * GIB, "", "max", 0),
-        *((bad, 2 * GIB, "inactive_file\nx y z\n", "max", 10 * GIB) for bad in ("", "max", "-1", "abc", "1 2", "\0")),
-        ("\u0663", 2 * GIB, "", "max", 10 * GIB),  # an Arabic digit, which the kernel never writes
+        *(
+            (bad, 2 * GIB, "inactive_file\nx y z\n", "max", 10 * GIB)
+            for bad in ("", "max", "-1", "abc", "1 2", "\0")
+        ),
+        # An Arabic digit, which the kernel never writes.
+        ("\u0663", 2 * GIB, "", "max", 10 * GIB),
     ],
 )
 def test_read_memory_respects_a_cgroup_v2_limit(
-    fake: FakeMachine, limit: str | int, usage: int, stat: str, high: str | int, free: int
+    fake: FakeMachine,
+    limit: str | int,
+    usage: int,
+    stat: str,
+    high: str | int,
+    free: int,
 ) -> None:
     fake.write("proc/self/mountinfo", V2_MOUNT + "broken\n 1 2 3 - \n")
     fake.write("proc/self/cgroup", "0::/app\nnonsense\n:::\n")
     fake.v2("app", limit, usage, stat, high)
     memory = read_memory(fake.root)
-    limited_by = "the machine" if free == 10 * GIB else f"cgroup v2 {fake.root}/sys/fs/cgroup/app"
+    limited_by = (
+        "the machine"
+        if free == 10 * GIB
+        else f"cgroup v2 {fake.root}/sys/fs/cgroup/app"
+    )
     assert (memory.available_bytes, memory.limited_by) == (free, limited_by)
 
 
-def test_read_memory_takes_the_tightest_level_of_nested_cgroups_v2(fake: FakeMachine) -> None:
+def test_read_memory_takes_the_tightest_level_of_nested_cgroups_v2(
+    fake: FakeMachine,
+) -> None:
     fake.write("proc/self/mountinfo", V2_MOUNT)
     fake.write("proc/self/cgroup", "0::/a/b/c\n")
     fake.v2("a/b/c", "max\n", GIB)
@@ -117,10 +177,17 @@ def test_read_memory_takes_the_tightest_level_of_nested_cgroups_v2(fake: FakeMac
     fake.v2("a", 6 * GIB, 5 * GIB)
     fake.v2("", "max")
     assert read_memory(fake.root).available_bytes == GIB
-    assert [path.name for _, path in cgroup_levels("memory", fake.root)] == ["c", "b", "a", "cgroup"]
+    assert [path.name for _, path in cgroup_levels("memory", fake.root)] == [
+        "c",
+        "b",
+        "a",
+        "cgroup",
+    ]
 
 
-def test_read_memory_uses_hierarchical_statistics_of_nested_cgroups_v1(fake: FakeMachine) -> None:
+def test_read_memory_uses_hierarchical_statistics_of_nested_cgroups_v1(
+    fake: FakeMachine,
+) -> None:
     fake.write("proc/self/mountinfo", V1_MOUNT)
     fake.write("proc/self/cgroup", "8:pids:/\n4:cpu,memory:/a/b\n")
     fake.v1("", NO_LIMIT_V1)
@@ -140,7 +207,9 @@ def test_read_memory_takes_the_tighter_of_cgroup_v1_and_v2(fake: FakeMachine) ->
     assert read_memory(fake.root).available_bytes == 2 * GIB
 
 
-def test_read_memory_finds_the_group_of_a_container_at_the_mount(fake: FakeMachine) -> None:
+def test_read_memory_finds_the_group_of_a_container_at_the_mount(
+    fake: FakeMachine,
+) -> None:
     fake.write("proc/self/mountinfo", V1_MOUNT.replace(" / /sys", " /docker/ab /sys"))
     fake.write("proc/self/cgroup", "4:memory:/docker/ab/inner\n")
     fake.v1("", 2 * GIB, GIB)
@@ -183,7 +252,9 @@ def test_disk_read_speed_measures_direct_and_buffered_reads(
         disk_read_speed(tmp_path / "none")
 
 
-def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_read_speed_takes_the_fastest_of_five_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s, turns_s, read_bytes = 0.0, iter([7.0, 9.0, 0.5, 8.0, 9.0]), []
 
     def read(buffer: np.ndarray[Any, Any]) -> None:
@@ -199,23 +270,37 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries that need AVX2 and AVX-512. The imitated CPU has only AVX2 and FMA."""
-    monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
+    """A folder of libraries that need AVX2 and AVX-512. The imitated CPU has only AVX2
+    and FMA."""
+    monkeypatch.setattr(
+        library,
+        "read_processor",
+        lambda: Processor("Some CPU", frozenset({"avx2", "fma"})),
+    )
     (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
     return tmp_path
 
 
-@pytest.mark.parametrize(("load", "words"), [(0.1, ""), (64.0, "load 64.0 on 2 processors")])
-def test_load_warning_names_a_high_load(monkeypatch: pytest.MonkeyPatch, load: float, words: str) -> None:
+@pytest.mark.parametrize(
+    ("load", "words"), [(0.1, ""), (64.0, "load 64.0 on 2 processors")]
+)
+def test_load_warning_names_a_high_load(
+    monkeypatch: pytest.MonkeyPatch, load: float, words: str
+) -> None:
     monkeypatch.setattr(machine, "count_cpus", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert words in machine.load_warning() and bool(words) == bool(machine.load_warning())
+    assert words in machine.load_warning() and bool(words) == bool(
+        machine.load_warning()
+    )
 
 
 def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(LibraryError, match=r"this one \(Some CPU\) has no avx512f\. Install moegguf from source"):
+    with pytest.raises(
+        LibraryError,
+        match=r"this one \(Some CPU\) has no avx512f\. Install moegguf from source",
+    ):
         library.check_processor(folder)
     for features in ("avx2\n", ""):
         (folder / "CPU_FEATURES").write_text(features)
@@ -229,7 +314,8 @@ def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
 
 
 class Governed:
-    """A governor of threads and its clock. Each decision moves the clock forward by 0.25 s."""
+    """A governor of threads and its clock. Each decision moves the clock forward by
+    0.25 s."""
 
     def __init__(self, n_cpu: int, n_max: int | None = None) -> None:
         self.governor = ThreadGovernor(n_cpu, n_max or n_cpu)
@@ -237,9 +323,13 @@ class Governed:
 
     def decide(self, others: float, token_s: dict[int, float] | None = None) -> int:
         self.now_s += 0.25
-        return self.governor.decide(self.now_s, others, token_s[self.governor.n_threads] if token_s else None)
+        return self.governor.decide(
+            self.now_s, others, token_s[self.governor.n_threads] if token_s else None
+        )
 
-    def steps(self, n: int, others: float, token_s: dict[int, float] | None = None) -> list[int]:
+    def steps(
+        self, n: int, others: float, token_s: dict[int, float] | None = None
+    ) -> list[int]:
         return [self.decide(others, token_s) for _ in range(n)]
 
 
@@ -267,7 +357,8 @@ def test_governor_yields_one_thread_to_a_busy_process_and_reclaims_the_thread() 
 
 def test_governor_measures_once_more_after_a_load_within_the_last_step() -> None:
     machine = Governed(2)
-    assert machine.decide(0.5, {2: 0.012}) == 1  # most of this time was measured before the other process started
+    # Most of this time was measured before the other process started.
+    assert machine.decide(0.5, {2: 0.012}) == 1
     assert machine.decide(1.0, BUSY) == 2  # slower than that
     assert machine.steps(30, 1.0, BUSY) == [1] * 30
 
@@ -279,8 +370,12 @@ def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     assert 1 <= n_fewer <= 12  # tries fewer threads about once every MEMORY_S seconds
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])
-def test_governor_leaves_a_processor_to_each_busy_process(others: float, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)]
+)
+def test_governor_leaves_a_processor_to_each_busy_process(
+    others: float, expected: int
+) -> None:
     assert Governed(8).decide(others) == expected
 
 
@@ -299,5 +394,7 @@ def test_governor_keeps_its_quota_while_other_processors_are_free() -> None:
         (set(), "", False),
     ],
 )
-def test_has_kernels_depends_on_flags_and_chosen_kernels(flags: set[str], chosen: str, expected: bool) -> None:
+def test_has_kernels_depends_on_flags_and_chosen_kernels(
+    flags: set[str], chosen: str, expected: bool
+) -> None:
     assert has_kernels(Processor("a processor", frozenset(flags)), chosen) is expected

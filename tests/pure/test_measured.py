@@ -1,4 +1,5 @@
-"""Tests the choice of a policy and predictor from measured hit rates, and the file of measurements."""
+"""Tests the choice of a policy and predictor from measured hit rates, and the file of
+measurements."""
 
 import json
 from contextlib import suppress
@@ -8,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.controller.hit_rates import LEAST_GAIN, ControllerChoice, Measured, read_measured, write_measured
+from moegguf.controller.hit_rates import (
+    LEAST_GAIN,
+    ControllerChoice,
+    Measured,
+    read_measured,
+    write_measured,
+)
 from moegguf.errors import OptionError
 
 RATES = {
@@ -16,13 +23,16 @@ RATES = {
     "next-use": {0.1: 0.36, 0.25: 0.53, 0.5: 0.70},
     "lfu": {0.1: 0.38, 0.25: 0.45, 0.5: 0.60},
 }
-MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t", "tokens": 1000})
+MEASURED = Measured(
+    "ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t", "tokens": 1000}
+)
 
 
 @pytest.mark.parametrize(
     ("share", "choice"),
     [
-        # Lfu is better at the nearest share but worse than LRU at others, so next-use is chosen.
+        # Lfu is better at the nearest share but worse than LRU at others, so next-use
+        # is chosen.
         (0.02, ControllerChoice("next-use", "skip")),
         (0.12, ControllerChoice("next-use", "skip")),
         (0.3, ControllerChoice("next-use", "skip")),
@@ -30,20 +40,33 @@ MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t",
         (1.0, ControllerChoice()),
     ],
 )
-def test_choose_returns_the_best_policy_at_the_nearest_measured_share(share: float, choice: ControllerChoice) -> None:
+def test_choose_returns_the_best_policy_at_the_nearest_measured_share(
+    share: float, choice: ControllerChoice
+) -> None:
     assert MEASURED.choose(share) == choice
 
 
 def test_choose_ignores_a_gain_within_the_noise_or_without_lru() -> None:
     for gain, policy in ((LEAST_GAIN * 0.9, "lru"), (LEAST_GAIN * 1.1, "lfu")):
-        assert Measured("", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.5 + gain}}).choose(0.5).policy == policy
-    for rates in ({"lfu": {0.5: 0.9}}, {}, {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}}):
+        assert (
+            Measured("", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.5 + gain}})
+            .choose(0.5)
+            .policy
+            == policy
+        )
+    for rates in (
+        {"lfu": {0.5: 0.9}},
+        {},
+        {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}},
+    ):
         assert Measured("", rates).choose(0.5) == ControllerChoice()
 
 
 def test_range_at_interpolates_and_stays_below_belady() -> None:
     ranges = {"lru": {0.25: (0.3, 0.5), 0.5: (0.6, 0.8)}}
-    measured = Measured("", {"lru": {0.5: 0.7}}, ranges=ranges, bound={0.25: 0.6, 0.5: 0.75})
+    measured = Measured(
+        "", {"lru": {0.5: 0.7}}, ranges=ranges, bound={0.25: 0.6, 0.5: 0.75}
+    )
     assert measured.range_at(0.25) == (0.3, 0.5)
     assert measured.range_at(0.375) == pytest.approx((0.45, 0.65))
     assert measured.range_at(0.5) == pytest.approx((0.6, 0.75))
@@ -55,8 +78,15 @@ def test_range_at_interpolates_and_stays_below_belady() -> None:
 RATE = st.floats(0, 1)
 
 
-@given(st.dictionaries(st.sampled_from(["lru", "a", "b", "c"]), st.dictionaries(st.sampled_from([0.1, 0.5]), RATE)))
-def test_choose_never_returns_a_policy_that_loses_to_lru(rates: dict[str, dict[float, float]]) -> None:
+@given(
+    st.dictionaries(
+        st.sampled_from(["lru", "a", "b", "c"]),
+        st.dictionaries(st.sampled_from([0.1, 0.5]), RATE),
+    )
+)
+def test_choose_never_returns_a_policy_that_loses_to_lru(
+    rates: dict[str, dict[float, float]],
+) -> None:
     for share in (0.1, 0.2, 0.5, 0.9):
         policy = Measured("", rates).choose(share).policy
         lru = rates.get("lru", {})
@@ -76,7 +106,9 @@ def test_written_measurement_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     write_measured(path, MEASURED)
     assert read_measured(path) == MEASURED
-    ranged = Measured("ab", RATES, ranges={"lru": {0.5: (0.25, 0.75)}}, bound={0.5: 0.875})
+    ranged = Measured(
+        "ab", RATES, ranges={"lru": {0.5: (0.25, 0.75)}}, bound={0.5: 0.875}
+    )
     write_measured(path, ranged)
     assert read_measured(path) == ranged
     write_measured(path, Measured("cd", {"lru": {0.5: 0.123456789}}))
@@ -85,7 +117,13 @@ def test_written_measurement_is_read_back(tmp_path: Path) -> None:
 
 
 def good() -> dict[str, object]:
-    return {"version": 1, "fingerprint": "ab", "hit_rates": {"lru": {"0.5": 0.5}}, "predictors": {}, "about": {}}
+    return {
+        "version": 1,
+        "fingerprint": "ab",
+        "hit_rates": {"lru": {"0.5": 0.5}},
+        "predictors": {},
+        "about": {},
+    }
 
 
 WRONG: list[dict[str, object]] = [
@@ -95,25 +133,45 @@ WRONG: list[dict[str, object]] = [
     {"hit_rates": {"lru": {"0.5": None}}}, {"predictors": []}, {"predictors": 3}, {"ranges": {"lru": {"0.5": [0.5]}}},
     {"ranges": {"lru": {"0.5": [0.5, 1.5]}}}, {"bound": {"0.5": 2}},
 ]  # fmt: skip
-OTHERS = b"", b"{", b"[]", b"null", b"7", b'"text"', b"\xff\xfe\x00", b"[" * 100_000, b"\x80\x04N."
+OTHERS = (
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"7",
+    b'"text"',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b"\x80\x04N.",
+)
 
 
 @pytest.mark.parametrize(
     "data",
     [
         *(json.dumps(good() | wrong).encode() for wrong in WRONG),
-        *(json.dumps({name: value for name, value in good().items() if name != key}).encode() for key in good()),
+        *(
+            json.dumps(
+                {name: value for name, value in good().items() if name != key}
+            ).encode()
+            for key in good()
+        ),
         *OTHERS,
     ],
     ids=lambda data: repr(data[:90]),
 )
-def test_read_measured_rejects_files_that_are_not_measurements(tmp_path: Path, data: bytes) -> None:
+def test_read_measured_rejects_files_that_are_not_measurements(
+    tmp_path: Path, data: bytes
+) -> None:
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(good()))
     assert read_measured(path).fingerprint == "ab"
     path.write_bytes(data)
     for found in (path, tmp_path, tmp_path / "nothing"):
-        with pytest.raises(OptionError, match=f"{found.name} is not a measurement .* delete it or measure again"):
+        with pytest.raises(
+            OptionError,
+            match=f"{found.name} is not a measurement .* delete it or measure again",
+        ):
             read_measured(found)
 
 

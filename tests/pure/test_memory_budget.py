@@ -1,4 +1,5 @@
-"""Tests which models are unloaded to make room for another, when a load has to wait, and plans for less memory."""
+"""Tests which models are unloaded to make room for another, when a load has to wait,
+and plans for less memory."""
 
 import json
 from collections.abc import Callable
@@ -64,15 +65,21 @@ def used(name: str, ram: int, idle: bool, on_device: int = 0) -> MemoryUse:
         (60, 10, [("a", 40, False), ("b", 30, True)], Admission(unload=("b",))),
         (80, 10, [("a", 40, False)], reserve(60)), (80, 70, [("a", 40, False)], Admission()),
         (80, 70, [("a", 40, False), ("b", 10, True)], Admission()),
-        (5, 5, [("a", 1, True), ("b", 1, True), ("c", 1, True)], Admission(unload=("a",))),  # three at most
+        # Three at most.
+        (5, 5, [("a", 1, True), ("b", 1, True), ("c", 1, True)], Admission(unload=("a",))),
         (5, 5, [("a", 1, False), ("b", 1, False), ("c", 1, False)], Admission()),
     ],
 )  # fmt: skip
 def test_admit_reserves_memory_or_unloads_idle_models(
     wanted: int, minimum: int, models: list[tuple[Any, ...]], admission: Admission
 ) -> None:
-    assert admit(size(wanted, minimum), {RAM: 100}, [used(*model) for model in models], 3) == admission
-    with pytest.raises(BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"):
+    assert (
+        admit(size(wanted, minimum), {RAM: 100}, [used(*model) for model in models], 3)
+        == admission
+    )
+    with pytest.raises(
+        BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"
+    ):
         admit(size(3 * GIB, 2 * GIB), {RAM: GIB}, [used(*model) for model in models], 3)
 
 
@@ -80,17 +87,31 @@ def test_admit_reserves_memory_or_unloads_idle_models(
     ("wanted", "models", "admission"),
     [
         # Only the GPU's memory is short, so the model on the CPU stays loaded.
-        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, True, 40)], Admission(unload=("gpu",))),
-        ((80, 10), [("gpu", 5, True, 40), ("cpu", 40, True, 0)], Admission(unload=("gpu", "cpu"))),
+        (
+            (10, 80),
+            [("cpu", 40, True, 0), ("gpu", 5, True, 40)],
+            Admission(unload=("gpu",)),
+        ),
+        (
+            (80, 10),
+            [("gpu", 5, True, 40), ("cpu", 40, True, 0)],
+            Admission(unload=("gpu", "cpu")),
+        ),
         ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 40)], reserve(10, GPU=60)),
         ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 95)], Admission()),
         ((10, 50), [("gpu", 5, False, 40)], reserve(10, GPU=50)),
     ],
 )
 def test_admit_unloads_models_for_the_memory_that_is_short(
-    wanted: tuple[int, int], models: list[tuple[str, int, bool, int]], admission: Admission
+    wanted: tuple[int, int],
+    models: list[tuple[str, int, bool, int]],
+    admission: Admission,
 ) -> None:
-    on_device = replace(size(*wanted), wanted={RAM: wanted[0], "GPU": wanted[1]}, minimum={RAM: 10, "GPU": 10})
+    on_device = replace(
+        size(*wanted),
+        wanted={RAM: wanted[0], "GPU": wanted[1]},
+        minimum={RAM: 10, "GPU": 10},
+    )
     uses = [used(*model) for model in models]
     assert admit(on_device, {RAM: 100, "GPU": 100}, uses) == admission
     with pytest.raises(BudgetError, match=r"at least .* on GPU"):
@@ -115,7 +136,10 @@ def test_admit_keeps_the_memory_and_model_limits(
     assert all(m.idle for m in unloaded)
     assert not (admission.reserve and admission.unload)
     if admission.reserve:
-        assert minimum <= admission.reserve[RAM] <= wanted and n_used + admission.reserve[RAM] <= 100
+        assert (
+            minimum <= admission.reserve[RAM] <= wanted
+            and n_used + admission.reserve[RAM] <= 100
+        )
         assert len(models) < max_models
     elif admission.unload:
         assert n_used - sum(m.used[RAM] for m in unloaded) + minimum <= 100
@@ -131,7 +155,10 @@ def test_memory_limit_is_the_setting_or_the_free_memory() -> None:
     def memory() -> Memory:
         return Memory(16 * GIB, free[0], "the machine")
 
-    assert memory_budget.MemoryLimits(Settings(memory_bytes=GIB), memory).of(RAM, 5 * GIB) == GIB
+    assert (
+        memory_budget.MemoryLimits(Settings(memory_bytes=GIB), memory).of(RAM, 5 * GIB)
+        == GIB
+    )
     limit = memory_budget.MemoryLimits(Settings(), memory)
     at_start = limit.of(RAM, 0)
     assert at_start == 10 * GIB - GIB // 2
@@ -148,11 +175,23 @@ def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) ->
 
     Each has a plan that fits, and the worker receives this plan.
     """
-    found = measure(file_entry(path, "path", "m"), {}, Settings(loading={"placement": "cpu"}), memory_of(64 * GIB))
+    found = measure(
+        file_entry(path, "path", "m"),
+        {},
+        Settings(loading={"placement": "cpu"}),
+        memory_of(64 * GIB),
+    )
     whole = found.plan_within(found.wanted)
-    assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted[RAM]
+    assert (
+        whole.resident
+        and whole.n_ubatch == 512
+        and whole.total_bytes == found.wanted[RAM]
+    )
     least, most = found.minimum[RAM], found.wanted[RAM]
-    plans = [found.plan_within({RAM: n_bytes}) for n_bytes in range(least, most, (most - least) // 20)]
+    plans = [
+        found.plan_within({RAM: n_bytes})
+        for n_bytes in range(least, most, (most - least) // 20)
+    ]
     for i, plan in enumerate(plans):
         assert plan.total_bytes <= least + i * ((most - least) // 20)
         assert found.load_config(plan).plan == plan
@@ -165,7 +204,8 @@ GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes loads assume that the machine has a GPU, with the speeds STOPS_ARE_SLOW instead of measured ones."""
+    """Makes loads assume that the machine has a GPU, with the speeds STOPS_ARE_SLOW
+    instead of measured ones."""
     monkeypatch.setattr(load_spec, "has_gpu", lambda: True)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
 
@@ -183,7 +223,9 @@ def path(tmp_path: Path) -> Path:
 
 def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
     settings, memory = Settings(loading=loading), memory_of(16 * GIB)
-    return measure(file_entry(path, "path", "m"), {"n_ctx": 512}, settings, memory, lambda: [GPU])
+    return measure(
+        file_entry(path, "path", "m"), {"n_ctx": 512}, settings, memory, lambda: [GPU]
+    )
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
@@ -196,14 +238,24 @@ def test_plan_within_places_slots_on_a_device_and_the_worker_gets_the_plan(
 ) -> None:
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "75%")
-    found = measure_on_gpu(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    found = measure_on_gpu(
+        moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    )
     ram, vram = found.wanted[RAM], found.wanted["GPU0"]
     plan = found.plan_within(found.wanted)
     assert (plan.host_bytes, plan.total_bytes, plan.device) == (ram, vram, "GPU0")
     assert plan.n_staging > 0 and sent(found, plan) == plan
-    for n_bytes, on_device in ((ram, vram - 1), (ram - 1, vram), (found.minimum[RAM], found.minimum["GPU0"])):
+    for n_bytes, on_device in (
+        (ram, vram - 1),
+        (ram - 1, vram),
+        (found.minimum[RAM], found.minimum["GPU0"]),
+    ):
         less = found.plan_within({RAM: n_bytes, "GPU0": on_device})
-        assert less.device == "GPU0" and less.host_bytes <= n_bytes and less.total_bytes <= on_device
+        assert (
+            less.device == "GPU0"
+            and less.host_bytes <= n_bytes
+            and less.total_bytes <= on_device
+        )
         assert less.budget_bytes + less.staging_bytes <= 144 * plan.slot_bytes
 
 
@@ -218,14 +270,20 @@ def test_plan_within_counts_whole_layers_on_their_device(
     plan = found.plan_within(found.wanted)
     assert plan.layers_on == "GPU0" and plan.placement is not None
     assert plan.placement.chosen.n_layers == 3 and plan.whole_layers == (3, 4, 5)
-    assert (found.wanted[RAM], found.wanted["GPU0"]) == (plan.host_bytes, plan.total_bytes)
+    assert (found.wanted[RAM], found.wanted["GPU0"]) == (
+        plan.host_bytes,
+        plan.total_bytes,
+    )
     assert sent(found, plan) == plan
     fewer = found.plan_within({RAM: plan.host_bytes, "GPU0": found.minimum["GPU0"]})
     assert fewer.total_bytes <= found.minimum["GPU0"]
-    assert (fewer.device is None) == (choice == "layers")  # slots stay on the device with "auto"
+    # Slots stay on the device with "auto".
+    assert (fewer.device is None) == (choice == "layers")
 
 
-def test_model_fastest_on_the_cpu_takes_no_memory_of_a_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_fastest_on_the_cpu_takes_no_memory_of_a_device(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Speeds.supposed(1e6, Link(1e6), 38e9)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
@@ -244,7 +302,9 @@ def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> N
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
 
 
-def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(path: Path) -> None:
+def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(
+    path: Path,
+) -> None:
     found = measure_on_gpu(path, n_gpu_layers=4, vram_cache="25%", expert_cache="50%")
     plan = found.plan_within(found.wanted)
     (on_gpu, in_ram), size = plan.memories, plan.slot_bytes
@@ -254,9 +314,13 @@ def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(path: Path
     assert budgets["VRAM"] == on_gpu.n_slots * size + plan.staging_slots_bytes
 
 
-def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for placement, n in (("cpu", -1), ("layers", 3)):
-        with pytest.raises(OptionError, match=f"placement '{placement}' .*n_gpu_layers (is )?{n}"):
+        with pytest.raises(
+            OptionError, match=f"placement '{placement}' .*n_gpu_layers (is )?{n}"
+        ):
             measure_on_gpu(path, placement=placement, n_gpu_layers=n)
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%,25%")
     with pytest.raises(BudgetError, match="2 budgets for 1 devices"):
@@ -272,17 +336,22 @@ def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(path: Path, m
         ({}, False),
     ],
 )
-def test_is_embedding_reads_the_pooling_type(metadata: dict[str, Any], expected: bool) -> None:
+def test_is_embedding_reads_the_pooling_type(
+    metadata: dict[str, Any], expected: bool
+) -> None:
     assert is_embedding(metadata) is expected
 
 
 @pytest.mark.parametrize(
     ("budget", "n_bytes"),
     [("auto", 400), ("50%", 400), ("25%", 250), ("100%", 400), ("30 B", 30), ("4GiB", 400),
-     # A budget of less than one slot is not rounded, so that a later error repeats the user's value.
+     # A budget of less than one slot is not rounded, so that a later error repeats the
+     # user's value.
      ("7 B", 7), ("0.5%", 5)],
 )  # fmt: skip
-def test_expert_cache_within_rounds_to_whole_slots_of_the_loaded_model(budget: str, n_bytes: int) -> None:
+def test_expert_cache_within_rounds_to_whole_slots_of_the_loaded_model(
+    budget: str, n_bytes: int
+) -> None:
     assert expert_cache_within(parse_expert_cache(budget), 100, 10, 400) == n_bytes
     with pytest.raises(BudgetError, match="no experts"):
         expert_cache_within(parse_expert_cache("50%"), 0, 0, 0)
@@ -299,11 +368,18 @@ def test_parallel_sequences_share_a_kv_cache_of_kv_tokens(path: Path) -> None:
         return plan.kv_tokens, plan.needs.kv_bytes
 
     ample = kv_tokens(64 * GIB)
-    with pytest.warns(UserWarning, match="kv_tokens=1 cannot hold one context of 4096 tokens, so 4096 are kept"):
+    with pytest.warns(
+        UserWarning,
+        match="kv_tokens=1 cannot hold one context of 4096 tokens, so 4096 are kept",
+    ):
         one = kv_tokens(64 * GIB, kv_tokens=1)
-    assert ample == (8 * 4096, 8 * one[1]) and one[0] == 4096, "a context of one sequence fits always"
+    assert ample == (8 * 4096, 8 * one[1]) and one[0] == 4096, (
+        "a context of one sequence fits always"
+    )
     assert kv_tokens(64 * GIB, kv_tokens=10_000)[0] == 10_240
-    assert kv_tokens(64 * GIB, kv_tokens=1 << 20)[0] == 8 * 4096, "no more than all can use"
+    assert kv_tokens(64 * GIB, kv_tokens=1 << 20)[0] == 8 * 4096, (
+        "no more than all can use"
+    )
 
 
 def least_on_a_padding_device(path: Path) -> None:
@@ -313,12 +389,22 @@ def least_on_a_padding_device(path: Path) -> None:
     slot = slot_bytes(padded(layout, [name]))
     assert slot > slot_bytes(layout)
     for placement in ("slots", "auto"):
-        settings = Settings(loading={"n_ctx": 512, "placement": placement, "vram_cache": "50%"})
-        found = measure(file_entry(path, "path", "a"), {}, settings, memory_of(GIB), lambda: [gpu])
+        settings = Settings(
+            loading={"n_ctx": 512, "placement": placement, "vram_cache": "50%"}
+        )
+        found = measure(
+            file_entry(path, "path", "a"), {}, settings, memory_of(GIB), lambda: [gpu]
+        )
         least = found.plan_within(found.minimum)
-        assert least.device == name and least.slot_bytes == slot and least.device_slots >= layout.n_expert_used
+        assert (
+            least.device == name
+            and least.slot_bytes == slot
+            and least.device_slots >= layout.n_expert_used
+        )
 
 
 @pytest.mark.parametrize("preset", ["tiny-mix", "tiny-qwen2moe"])
-def test_minimum_of_a_device_counts_its_padded_slots(preset: str, tiny: Callable[..., Path]) -> None:
+def test_minimum_of_a_device_counts_its_padded_slots(
+    preset: str, tiny: Callable[..., Path]
+) -> None:
     in_own_process(least_on_a_padding_device, tiny(preset, "q4_k_m"))

@@ -1,4 +1,5 @@
-"""Tests the model manager: order of requests, limits, cancelling, crashes, load options and background leases.
+"""Tests the model manager: order of requests, limits, cancelling, crashes, load options
+and background leases.
 
 Workers are scripted, and their processes are real.
 """
@@ -14,7 +15,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
+from scripted_manager import (
+    FakeCatalog,
+    answer_text,
+    begun,
+    generate,
+    manager_of,
+    until,
+)
 
 from moegguf.errors import (
     BudgetError,
@@ -45,25 +53,47 @@ def waiting(manager: ModelManager) -> int:
     return sum(model.queue for model in manager.loaded())
 
 
-async def test_answer_ends_with_done_and_loaded_reports_the_state(catalog: FakeCatalog) -> None:
+async def test_answer_ends_with_done_and_loaded_reports_the_state(
+    catalog: FakeCatalog,
+) -> None:
     async with manager_of(catalog) as manager:
         for first in (True, False):
             async with manager.lease("a") as lease:
-                assert lease.entry.name == "a:latest" and manager.loaded()[0].n_ctx == 4096
-                events = [event async for event in lease.answer(Request(prompt="say x"))]
+                assert (
+                    lease.entry.name == "a:latest" and manager.loaded()[0].n_ctx == 4096
+                )
+                events = [
+                    event async for event in lease.answer(Request(prompt="say x"))
+                ]
             assert [type(event) for event in events] == [Delta, Done]
             assert isinstance(events[-1], Done) and events[-1].summary.finish == "stop"
             assert (events[-1].load_s > 0) is first
         (model,) = manager.loaded()
-        assert (model.name, model.digest, model.n_ctx, model.size_bytes) == ("a:latest", "a" * 64, 4096, 100 << 20)
-        assert (model.busy, model.stopping, model.queue, model.n_requests) == (False, False, 0, 2)
-        assert model.stats.tokens == 2 and model.decisions["policy"] == "lru" and model.plan == {"n_slots": 3}
+        assert (model.name, model.digest, model.n_ctx, model.size_bytes) == (
+            "a:latest",
+            "a" * 64,
+            4096,
+            100 << 20,
+        )
+        assert (model.busy, model.stopping, model.queue, model.n_requests) == (
+            False,
+            False,
+            0,
+            2,
+        )
+        assert (
+            model.stats.tokens == 2
+            and model.decisions["policy"] == "lru"
+            and model.plan == {"n_slots": 3}
+        )
 
 
 async def test_budget_error_of_a_request_is_an_option_error(
     catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "measure", Mock(side_effect=BudgetError("it holds 1 experts")))
+    monkeypatch.setattr(
+        catalog, "measure", Mock(side_effect=BudgetError("it holds 1 experts"))
+    )
     async with manager_of(catalog) as manager:
         with pytest.raises(BudgetError, match="1 experts"):
             await manager.load("a")
@@ -71,7 +101,9 @@ async def test_budget_error_of_a_request_is_an_option_error(
             await manager.load("a", {"expert_cache": "2%"})
 
 
-async def test_lease_grants_as_many_requests_as_the_worker_runs_in_parallel(catalog: FakeCatalog) -> None:
+async def test_lease_grants_as_many_requests_as_the_worker_runs_in_parallel(
+    catalog: FakeCatalog,
+) -> None:
     catalog.add("d", n_parallel=3)
     async with manager_of(catalog) as manager:
         async with contextlib.AsyncExitStack() as stack:
@@ -87,8 +119,15 @@ async def test_lease_grants_as_many_requests_as_the_worker_runs_in_parallel(cata
     assert len(catalog.loads("d")) == 2
 
 
-async def test_full_queue_drops_requests_of_the_client_with_the_most(catalog: FakeCatalog, tmp_path: Path) -> None:
-    go, answered, refused, told = tmp_path / "go", list[str](), list[str](), set[tuple[str, int]]()
+async def test_full_queue_drops_requests_of_the_client_with_the_most(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
+    go, answered, refused, told = (
+        tmp_path / "go",
+        list[str](),
+        list[str](),
+        set[tuple[str, int]](),
+    )
 
     async def request(manager: ModelManager, client: str, word: str) -> None:
         current_client.set(client)
@@ -98,7 +137,10 @@ async def test_full_queue_drops_requests_of_the_client_with_the_most(catalog: Fa
             refused.append(word)
             told.add((str(full), full.retry_after_s))
 
-    async with manager_of(catalog, max_queue=4) as manager, asyncio.TaskGroup() as group:
+    async with (
+        manager_of(catalog, max_queue=4) as manager,
+        asyncio.TaskGroup() as group,
+    ):
 
         async def send(client: str, word: str) -> None:
             before = waiting(manager), len(refused)
@@ -110,14 +152,24 @@ async def test_full_queue_drops_requests_of_the_client_with_the_most(catalog: Fa
         for number in range(5):
             await send("many", f"many{number}")
         assert refused == ["many4"], "the queue is full"
-        for client, word in (("one", "one0"), ("one", "one1"), ("one", "one2"), ("other", "other0"), ("many", "many5")):
+        for client, word in (
+            ("one", "one0"),
+            ("one", "one1"),
+            ("one", "one2"),
+            ("other", "other0"),
+            ("many", "many5"),
+        ):
             await send(client, word)
-        assert refused == ["many4", "many3", "many2", "one2", "one1", "many5"], "each has its share, the oldest first"
+        assert refused == ["many4", "many3", "many2", "one2", "one1", "many5"], (
+            "each has its share, the oldest first"
+        )
         assert waiting(manager) == 4
         go.touch()
         await held
     assert sorted(answered) == ["many0", "many1", "one0", "other0"]
-    assert told == {("server busy, please try again.  maximum pending requests exceeded", 1)}
+    assert told == {
+        ("server busy, please try again.  maximum pending requests exceeded", 1)
+    }
 
 
 async def test_queue_full_error_suggests_a_tenth_of_the_longest_wait_up_to_a_minute(
@@ -129,7 +181,9 @@ async def test_queue_full_error_suggests_a_tenth_of_the_longest_wait_up_to_a_min
         await until(lambda: manager.loaded() and manager.loaded()[0].busy)
         waits = asyncio.create_task(generate(manager, "a", "say late"))
         await until(lambda: waiting(manager) == 1)
-        (first,) = (request for model in manager._models.values() for request in model.waiting)
+        (first,) = (
+            request for model in manager._models.values() for request in model.waiting
+        )
         for waited_s, retry_s in ((0, 1), (200, 20), (9000, 60)):
             first.since_s = time.monotonic() - waited_s
             with pytest.raises(QueueFullError) as refused:
@@ -139,7 +193,9 @@ async def test_queue_full_error_suggests_a_tenth_of_the_longest_wait_up_to_a_min
         await asyncio.gather(held, waits)
 
 
-async def test_request_cancelled_during_a_load_leaves_the_model_loaded(catalog: FakeCatalog) -> None:
+async def test_request_cancelled_during_a_load_leaves_the_model_loaded(
+    catalog: FakeCatalog,
+) -> None:
     async with manager_of(catalog) as manager:
         request = asyncio.create_task(generate(manager, "a", "say x"))
         await until(lambda: catalog.loads("a"))
@@ -153,13 +209,19 @@ async def test_load_reports_its_progress(catalog: FakeCatalog) -> None:
     catalog.add("d", fractions=4)
     seen = list[tuple[str, float, float]]()
     async with manager_of(catalog) as manager:
-        manager.on_load = lambda entry, share, seconds: seen.append((entry.name, share, seconds))
+        manager.on_load = lambda entry, share, seconds: seen.append(
+            (entry.name, share, seconds)
+        )
         await manager.load("d")
-    assert [(name, share) for name, share, _ in seen] == [("d:latest", part / 4) for part in (1, 2, 3, 4)]
+    assert [(name, share) for name, share, _ in seen] == [
+        ("d:latest", part / 4) for part in (1, 2, 3, 4)
+    ]
     assert all(0 <= seconds < 60 for *_, seconds in seen)
 
 
-async def test_rest_returns_the_end_of_an_interrupted_answer(catalog: FakeCatalog) -> None:
+async def test_rest_returns_the_end_of_an_interrupted_answer(
+    catalog: FakeCatalog,
+) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
         answer = lease.answer(Request(prompt="slowly tick"))
         assert isinstance(await anext(answer), Delta)
@@ -170,7 +232,9 @@ async def test_rest_returns_the_end_of_an_interrupted_answer(catalog: FakeCatalo
 
 
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
-async def test_closing_the_answer_iterator_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
+async def test_closing_the_answer_iterator_stops_the_answer(
+    catalog: FakeCatalog, tmp_path: Path, ending: str
+) -> None:
     async def stop_reading(manager: ModelManager) -> None:
         async with manager.lease("a") as lease:
             answer = lease.answer(Request(prompt=f"hold {tmp_path / 'never'}"))
@@ -194,7 +258,9 @@ async def test_closing_the_answer_iterator_stops_the_answer(catalog: FakeCatalog
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_does_not_stop_is_killed(
+    catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_process, "CANCEL_GRACE_S", 0.02)
     async with manager_of(catalog) as manager:
         async with manager.lease("a") as lease:
@@ -214,7 +280,8 @@ async def test_killed_worker_fails_only_its_running_answer(
             answer = aiter(lease.answer(Request(prompt="die")))
             assert await anext(answer) == Delta("last")
             with pytest.raises(
-                WorkerError, match=r"model's worker process.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again"
+                WorkerError,
+                match=r"model's worker process.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again",
             ):
                 await anext(answer)
             assert await answer_text(lease, "say again") == "again", "the same lease"
@@ -230,7 +297,10 @@ async def test_request_whose_worker_died_before_any_output_is_repeated_once(
         pid = (await manager.load("a")).pid
         os.kill(pid, signal.SIGKILL)
         assert await generate(manager, "a", "say x") == "x", "the exit is not known yet"
-        async with manager.lease("a") as lease, manager.lease("a", will_answer=False) as shared:
+        async with (
+            manager.lease("a") as lease,
+            manager.lease("a", will_answer=False) as shared,
+        ):
             os.kill(manager.loaded()[0].pid, signal.SIGKILL)
             assert await shared.tokenize("ab") == [97, 98]
             assert await answer_text(lease, "say y") == "y"
@@ -254,23 +324,33 @@ async def test_crashed_load_fails_its_waiters_and_the_next_request_loads_again(
     left.write_text("1")
     catalog.add("d", die=str(left))
     async with manager_of(catalog) as manager:
-        results = await asyncio.gather(*(generate(manager, "d", "say x") for _ in range(5)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(generate(manager, "d", "say x") for _ in range(5)), return_exceptions=True
+        )
         assert [type(result) for result in results] == [WorkerError] * 5
         assert len(catalog.loads("d")) == 1
         assert await generate(manager, "d", "say x") == "x"
 
 
-async def test_failed_load_is_tried_once_for_each_set_of_options(catalog: FakeCatalog) -> None:
+async def test_failed_load_is_tried_once_for_each_set_of_options(
+    catalog: FakeCatalog,
+) -> None:
     catalog.add("d", fail="ModelFormatError")
     async with manager_of(catalog) as manager:
-        asked = [generate(manager, "d", "say x", {"n_ctx": n}) for n in (1024, 1024, 512)]
+        asked = [
+            generate(manager, "d", "say x", {"n_ctx": n}) for n in (1024, 1024, 512)
+        ]
         results = await asyncio.gather(*asked, return_exceptions=True)
-        assert [type(result) for result in results] == [ModelFormatError] * 3 and manager.loaded() == []
+        assert [type(result) for result in results] == [
+            ModelFormatError
+        ] * 3 and manager.loaded() == []
         assert [load["n_ctx"] for load in catalog.loads("d")] == [1024, 512]
         assert await generate(manager, "a", "say x") == "x"
 
 
-async def test_loading_returns_the_share_read_by_model_name(catalog: FakeCatalog) -> None:
+async def test_loading_returns_the_share_read_by_model_name(
+    catalog: FakeCatalog,
+) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog) as manager:
         assert manager.loading() == {}
@@ -283,9 +363,13 @@ async def test_loading_returns_the_share_read_by_model_name(catalog: FakeCatalog
 async def test_load_without_progress_times_out(catalog: FakeCatalog) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog, load_timeout_s=0.1) as manager:
-        with pytest.raises(WorkerError, match=r"nothing was read for 0.1 s.*MOEGGUF_LOAD_TIMEOUT"):
+        with pytest.raises(
+            WorkerError, match=r"nothing was read for 0.1 s.*MOEGGUF_LOAD_TIMEOUT"
+        ):
             await generate(manager, "d", "say x")
-        assert len(catalog.loads("d")) <= 1 and manager.loaded() == [], "it was not tried again"
+        assert len(catalog.loads("d")) <= 1 and manager.loaded() == [], (
+            "it was not tried again"
+        )
 
 
 @pytest.mark.parametrize(
@@ -306,7 +390,16 @@ async def test_model_is_reloaded_only_for_options_that_the_worker_lacks(
 ) -> None:
     async with manager_of(catalog) as manager:
         pids = [
-            (await manager.load("a", {name: value for name, value in options.items() if value is not None})).pid
+            (
+                await manager.load(
+                    "a",
+                    {
+                        name: value
+                        for name, value in options.items()
+                        if value is not None
+                    },
+                )
+            ).pid
             for options in asked
         ]
     assert [pids.index(pid) for pid in pids] == process
@@ -318,14 +411,28 @@ async def test_cancelled_waiter_is_skipped_and_a_reload_waits_for_earlier_reques
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         tasks = [await begun(manager, "a", go)]
-        for word, n_ctx in (("two", None), ("cancelled", None), ("other", 8192), ("four", None)):
-            tasks.append(asyncio.create_task(generate(manager, "a", f"say {word}", {"n_ctx": n_ctx} if n_ctx else {})))
+        for word, n_ctx in (
+            ("two", None),
+            ("cancelled", None),
+            ("other", 8192),
+            ("four", None),
+        ):
+            tasks.append(
+                asyncio.create_task(
+                    generate(
+                        manager, "a", f"say {word}", {"n_ctx": n_ctx} if n_ctx else {}
+                    )
+                )
+            )
             await until(lambda: waiting(manager) == len(tasks) - 1)
         cancelled = tasks.pop(2)
         cancelled.cancel()
         await until(lambda: waiting(manager) == 3)
         go.touch()
-        assert await asyncio.gather(*tasks) == ["held", "two", "other", "four"] and cancelled.cancelled()
+        assert (
+            await asyncio.gather(*tasks) == ["held", "two", "other", "four"]
+            and cancelled.cancelled()
+        )
     assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
 
 
@@ -351,14 +458,22 @@ async def test_model_is_reloaded_for_a_replaced_adapter_mmproj_or_draft_file(
         for n_loads in (1, 2, 2):
             await generate(manager, "a", "say x")
             assert len(catalog.loads("a")) == n_loads
-            (other if other.exists() else file).rename(file if other.exists() else other)
+            (other if other.exists() else file).rename(
+                file if other.exists() else other
+            )
 
 
-async def test_manager_rejects_an_unknown_name_and_accepts_an_entry(catalog: FakeCatalog) -> None:
+async def test_manager_rejects_an_unknown_name_and_accepts_an_entry(
+    catalog: FakeCatalog,
+) -> None:
     entry = catalog.find("a")
     catalog.entries.clear()
     async with manager_of(catalog) as manager:
-        for call in (manager.load("a"), manager.unload("a"), generate(manager, "a", "say x")):
+        for call in (
+            manager.load("a"),
+            manager.unload("a"),
+            generate(manager, "a", "say x"),
+        ):
             with pytest.raises(ModelNotFoundError):
                 await call
         assert (await manager.load(entry)).name == "a:latest"
@@ -367,7 +482,9 @@ async def test_manager_rejects_an_unknown_name_and_accepts_an_entry(catalog: Fak
         assert await manager.unload(entry) is True
 
 
-async def test_shared_lease_does_not_wait_for_answers_and_cannot_generate(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_shared_lease_does_not_wait_for_answers_and_cannot_generate(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         running = await begun(manager, "a", go)
@@ -380,17 +497,23 @@ async def test_shared_lease_does_not_wait_for_answers_and_cannot_generate(catalo
         assert await running == "held"
 
 
-async def test_model_is_released_when_the_answer_is_computed_although_unread(catalog: FakeCatalog) -> None:
+async def test_model_is_released_when_the_answer_is_computed_although_unread(
+    catalog: FakeCatalog,
+) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
         answer = lease.answer(Request(prompt="count 100"))
         assert await anext(aiter(answer)) == Delta("0 ")
         assert await generate(manager, "a", "say next") == "next"
         rest = [event async for event in answer]
         assert len(rest) == 100 and isinstance(rest[-1], Done)
-        assert await answer_text(lease, "say again") == "again", "the same lease waits in the queue again"
+        assert await answer_text(lease, "say again") == "again", (
+            "the same lease waits in the queue again"
+        )
 
 
-async def test_unload_waits_for_the_running_answer_and_waiters_load_again(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_waits_for_the_running_answer_and_waiters_load_again(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         assert await manager.unload("a") is False
@@ -430,25 +553,37 @@ async def test_close_lets_answers_finish_within_a_grace_time_and_refuses_waiters
         await running
 
 
-async def test_snapshots_show_the_experts_of_loaded_models(catalog: FakeCatalog) -> None:
+async def test_snapshots_show_the_experts_of_loaded_models(
+    catalog: FakeCatalog,
+) -> None:
     async with manager_of(catalog) as manager:
         assert await manager.snapshots(None, 1) == []
         for name in "ab":
             await generate(manager, name, "say x")
-        assert [snapshot.model for snapshot in await manager.snapshots(None, 1)] == ["a:latest", "b:latest"]
+        assert [snapshot.model for snapshot in await manager.snapshots(None, 1)] == [
+            "a:latest",
+            "b:latest",
+        ]
         [snapshot] = await manager.snapshots(catalog.find("b"), 1)
-        assert (snapshot.model, snapshot.n_expert, snapshot.state) == ("b:latest", 2, b"\x00\x02")
+        assert (snapshot.model, snapshot.n_expert, snapshot.state) == (
+            "b:latest",
+            2,
+            b"\x00\x02",
+        )
         assert snapshot.since(None).uses == b"\x00\x00"
         await manager.unload("b")
         assert await manager.snapshots(catalog.find("b"), 1) == []
 
 
-async def test_unload_during_a_failing_load_raises_no_error(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_during_a_failing_load_raises_no_error(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     catalog.add("d", wait=str(tmp_path / "go"), fail="ModelFormatError")
     async with manager_of(catalog) as manager:
         loading = asyncio.create_task(generate(manager, "d", "say x"))
         await until(lambda: catalog.loads("d"))
-        unloading = asyncio.create_task(manager.unload("d:latest"))  # a canonical name needs no look-up
+        # A canonical name needs no look-up.
+        unloading = asyncio.create_task(manager.unload("d:latest"))
         await asyncio.sleep(0)
         (tmp_path / "go").touch()
         with pytest.raises(ModelFormatError):
@@ -458,7 +593,11 @@ async def test_unload_during_a_failing_load_raises_no_error(catalog: FakeCatalog
 
 @pytest.mark.parametrize(("max_wait_s", "first"), [(60.0, "f0 f1 f2"), (0.0, "b0 f0")])
 async def test_background_requests_come_last_for_a_limited_time(
-    catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_wait_s: float, first: str
+    catalog: FakeCatalog,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_wait_s: float,
+    first: str,
 ) -> None:
     monkeypatch.setattr(lease_module, "MAX_WAIT_S", max_wait_s)
     ended: list[str] = []
@@ -471,11 +610,22 @@ async def test_background_requests_come_last_for_a_limited_time(
         current_client.set("a")
         other = await begun(manager, "a", gate)
         current_client.set(BACKGROUND)
-        tasks = [asyncio.create_task(note(generate(manager, "a", f"say b{i}"))) for i in range(5)]
+        tasks = [
+            asyncio.create_task(note(generate(manager, "a", f"say b{i}")))
+            for i in range(5)
+        ]
         await until(lambda: waiting(manager) == 5)
         current_client.set("b")
-        tasks += [asyncio.create_task(note(generate(manager, "a", f"say f{i}"))) for i in range(3)]
+        tasks += [
+            asyncio.create_task(note(generate(manager, "a", f"say f{i}")))
+            for i in range(3)
+        ]
         await until(lambda: waiting(manager) == 8)
         gate.touch()
         await asyncio.gather(other, *tasks)
-    assert " ".join(ended).startswith(first) and sorted(ended) == [*(f"b{i}" for i in range(5)), "f0", "f1", "f2"]
+    assert " ".join(ended).startswith(first) and sorted(ended) == [
+        *(f"b{i}" for i in range(5)),
+        "f0",
+        "f1",
+        "f2",
+    ]

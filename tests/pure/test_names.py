@@ -1,5 +1,5 @@
-"""Tests names of models. An invalid name raises one of moegguf's errors, and does not open any file outside moegguf's
-folders."""
+"""Tests names of models. An invalid name raises one of moegguf's errors, and does not
+open any file outside moegguf's folders."""
 
 import os
 import subprocess
@@ -36,11 +36,17 @@ from moegguf.models.sources import repo_folder
         ("user.name/some.repo", "hf.co/user.name/some.repo:latest"),
     ],
 )  # fmt: skip
-def test_parse_name_gives_every_form_one_canonical_spelling(text: str, canonical: str) -> None:
+def test_parse_name_gives_every_form_one_canonical_spelling(
+    text: str, canonical: str
+) -> None:
     name = parse_name(text)
     assert name.canonical == parse_name(canonical).canonical == canonical
-    assert name.key == parse_name(canonical.upper().replace("HTTPS", "https")).key, "more than case tells names apart"
-    assert name.is_hub == canonical.startswith("hf.co/") and (not name.is_hub or name.repo in canonical)
+    assert name.key == parse_name(canonical.upper().replace("HTTPS", "https")).key, (
+        "more than case tells names apart"
+    )
+    assert name.is_hub == canonical.startswith("hf.co/") and (
+        not name.is_hub or name.repo in canonical
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,12 @@ def test_accepted_name_parses_to_itself_and_stays_in_its_folder(text: str) -> No
     assert parse_name(name.key).key == name.key
     root = Path("/store")
     for piece in (name.host, name.namespace, name.model, name.tag):
-        assert "/" not in piece and "\\" not in piece and "\0" not in piece and ".." not in piece
+        assert (
+            "/" not in piece
+            and "\\" not in piece
+            and "\0" not in piece
+            and ".." not in piece
+        )
         assert piece == "" or (root / piece).parent == root
     if name.is_hub:
         assert len(repo_folder(name.repo, Path()).name.split("--")) == 3
@@ -121,8 +132,15 @@ def test_invalid_names_open_no_file_outside_the_data_folders(tmp_path: Path) -> 
         str(tmp_path / "secret.gguf"), "sha256:../../secret.gguf", "hf.co/../secret", "ollama:../secret", "~/x", ".",
     ]  # fmt: skip
     places = {"MOEGGUF_HOME": "home", "HF_HOME": "hf", "OLLAMA_MODELS": "ollama"}
-    environment = os.environ | {name: str(tmp_path / folder) for name, folder in places.items()}
-    allowed = [*(environment[name] for name in places), str(Path(moegguf.__file__).parents[1])]
+    environment = os.environ | {
+        name: str(tmp_path / folder) for name, folder in places.items()
+    }
+    allowed = [
+        *(environment[name] for name in places),
+        str(Path(moegguf.__file__).parents[1]),
+    ]
     command = [sys.executable, "-c", STRAY, ":".join(allowed), repr(bad)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment
+    )
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

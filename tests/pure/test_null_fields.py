@@ -1,7 +1,9 @@
-"""Tests request bodies of every API with null fields, and with whole numbers written as 8.0.
+"""Tests request bodies of every API with null fields, and with whole numbers written as
+8.0.
 
-For each field that may be left out, null has the same effect as leaving the field out. This holds for the fields of
-every body class, and for the objects inside a body that only validators read.
+For each field that may be left out, null has the same effect as leaving the field out.
+This holds for the fields of every body class, and for the objects inside a body that
+only validators read.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ REQUIRED: dict[str, Any] = {
     "prompt": "a", "purpose": "batch", "query": "q", "role": "user", "scale": 1.0, "schema": {}, "seconds": 3600,
     "source": "a", "text": "a", "tokens": [1],
 }  # fmt: skip
-TYPES = {"Format": "text", "ToolChoice": "function", "_OutputFormat": "json_schema", "_TextBlock": "text"}
+TYPES = {
+    "Format": "text",
+    "ToolChoice": "function",
+    "_OutputFormat": "json_schema",
+    "_TextBlock": "text",
+}
 KINDS: dict[str, type[Body]] = {
     "/api/chat": ollama.ChatRequest,
     "/api/embed": embeddings._EmbedRequest,
@@ -54,7 +61,8 @@ KINDS: dict[str, type[Body]] = {
     "/v1/responses": responses.ResponsesBody,
     "/v1/responses/input_tokens": responses.ResponsesBody,
 }
-DATA = (  # names of objects whose keys the client chooses, so the keys are not fields of the API
+# Names of objects whose keys the client chooses, so the keys are not fields of the API.
+DATA = (
     "action", "arguments", "chat_template_kwargs", "input", "input_schema", "logit_bias", "metadata", "parameters",
     "schema",
 )  # fmt: skip
@@ -83,37 +91,62 @@ def names_of(kind: type[Body], name: str) -> list[str]:
 
 def least(kind: type[Body]) -> dict[str, Any]:
     """Returns a body with only the required fields."""
-    names = [names_of(kind, name)[0] for name, field in kind.model_fields.items() if field.is_required()]
-    return {name: TYPES.get(kind.__name__, "enabled") if name == "type" else REQUIRED[name] for name in names}
+    names = [
+        names_of(kind, name)[0]
+        for name, field in kind.model_fields.items()
+        if field.is_required()
+    ]
+    return {
+        name: TYPES.get(kind.__name__, "enabled") if name == "type" else REQUIRED[name]
+        for name in names
+    }
 
 
-@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+@pytest.mark.parametrize(
+    "kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}"
+)
 def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
     given = least(kind)
     expected = kind.model_validate(given).model_dump()
     for field_name, field in kind.model_fields.items():
         for name in () if field.is_required() else names_of(kind, field_name):
-            assert kind.model_validate({**given, name: None}).model_dump() == expected, name
+            assert (
+                kind.model_validate({**given, name: None}).model_dump() == expected
+            ), name
 
 
-def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iterator[str]:
-    """Yields the paths of the integers in a pydantic schema that refuse 8.0, although 8.0 is a whole number."""
+def whole_numbers(
+    schema: Any, path: str = "", is_wrapped: bool = False
+) -> Iterator[str]:
+    """Yields the paths of the integers in a pydantic schema that refuse 8.0, although
+    8.0 is a whole number."""
     if isinstance(schema, list | tuple):
         for i, each in enumerate(schema):
             yield from whole_numbers(each, f"{path}[{i}]")
     elif isinstance(schema, dict):
         if schema.get("type") == "int" and not is_wrapped:
             yield path
-        choices = [choice.get("type") for choice in schema.get("choices", ()) if isinstance(choice, dict)]
-        wraps = schema.get("type") == "function-before" and schema["function"]["function"] is integral
+        choices = [
+            choice.get("type")
+            for choice in schema.get("choices", ())
+            if isinstance(choice, dict)
+        ]
+        wraps = (
+            schema.get("type") == "function-before"
+            and schema["function"]["function"] is integral
+        )
         for key, each in schema.items():
             if key not in ("keys_schema", "metadata", "serialization") and not (
                 key == "choices" and "float" in choices
             ):
-                yield from whole_numbers(each, f"{path}.{key}", wraps and key == "schema")
+                yield from whole_numbers(
+                    each, f"{path}.{key}", wraps and key == "schema"
+                )
 
 
-@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+@pytest.mark.parametrize(
+    "kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}"
+)
 def test_whole_number_fields_accept_a_fraction_of_zero(kind: type[Body]) -> None:
     assert list(whole_numbers(kind.__pydantic_core_schema__)) == []
 
@@ -137,7 +170,8 @@ def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
     elif isinstance(value, dict):
         yield value
         for name, each in value.items():
-            if not (name in data and isinstance(each, dict)) and name != "output":  # output may be any JSON
+            # output may be any JSON.
+            if not (name in data and isinstance(each, dict)) and name != "output":
                 yield from objects(each, data)
 
 
@@ -185,7 +219,8 @@ RAW = [
 
 
 def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (path, body) of each line of bodies.txt, except lines whose body has to be expanded first."""
+    """Yields (path, body) of each line of bodies.txt, except lines whose body has to be
+    expanded first."""
     for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         if " times" not in body and "every field" not in body:
@@ -193,14 +228,17 @@ def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("source", [RAW, list(recorded())], ids=["own", "recorded"])
-def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, dict[str, Any]]]) -> None:
+def test_null_in_any_object_of_a_body_is_read_as_absent(
+    source: list[tuple[str, dict[str, Any]]],
+) -> None:
     n_read = 0
     for path, body in source:
         kind = KINDS[path]
         given = {**least(kind), **copy.deepcopy(body)}
         if source is RAW:
             assert read(kind, given) is not None, path
-        # llama-server's `json_schema` holds a schema, in which null may be a value, so it is not tested with null.
+        # llama-server's `json_schema` holds a schema, in which null may be a value, so
+        # it is not tested with null.
         schema = given.pop("json_schema", None)
         if schema is not None:
             assert read(kind, {**given, "json_schema": schema}) is not None
@@ -209,7 +247,9 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
                 value = each.pop(name)
                 without = read(kind, given)
                 each[name] = None
-                assert read(kind, given) == without, f"{path}: {name} of {json.dumps(each)}"
+                assert read(kind, given) == without, (
+                    f"{path}: {name} of {json.dumps(each)}"
+                )
                 each[name] = value
                 n_read += without is not None
     assert n_read > 20
@@ -217,5 +257,13 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
 
 def test_whole_number_fields_reject_fractions_booleans_and_text() -> None:
     for number in (8.5, True, "8", math.inf):
-        assert read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": number}) is None
-    assert read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": 8.0})["max_tokens"] == 8
+        assert (
+            read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": number})
+            is None
+        )
+    assert (
+        read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": 8.0})[
+            "max_tokens"
+        ]
+        == 8
+    )

@@ -1,4 +1,5 @@
-"""Tests reading an Ollama store. moegguf never writes into the store, and does not follow links that lead out of it."""
+"""Tests reading an Ollama store. moegguf never writes into the store, and does not
+follow links that lead out of it."""
 
 import hashlib
 import json
@@ -38,11 +39,16 @@ class Store:
     def manifest(self, name: str, layers: list[dict[str, Any]]) -> Path:
         path = self.folder / "manifests" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"schemaVersion": 2, "config": {}, "layers": layers}))
+        path.write_text(
+            json.dumps({"schemaVersion": 2, "config": {}, "layers": layers})
+        )
         return path
 
     def model(self, name: str, data: bytes = b"weights", **texts: bytes) -> Path:
-        return self.manifest(name, [self.layer("model", data), *(self.layer(k, v) for k, v in texts.items())])
+        return self.manifest(
+            name,
+            [self.layer("model", data), *(self.layer(k, v) for k, v in texts.items())],
+        )
 
 
 @pytest.fixture
@@ -51,14 +57,18 @@ def store(tmp_path: Path, catalog: Catalog) -> Store:
 
 
 def names() -> list[str]:
-    return sorted(entry.name for entry in Catalog().entries() if entry.source == "ollama")
+    return sorted(
+        entry.name for entry in Catalog().entries() if entry.source == "ollama"
+    )
 
 
 def test_catalog_reads_all_layers_of_an_ollama_model(store: Store) -> None:
     texts = {
         "template": GO.encode(),
         "system": b"Be brief.",
-        "params": json.dumps({"temperature": 0.6, "stop": ["<|end|>"], "unknown": 1}).encode(),
+        "params": json.dumps(
+            {"temperature": 0.6, "stop": ["<|end|>"], "unknown": 1}
+        ).encode(),
         "messages": json.dumps([{"role": "user", "content": "Hi"}]).encode(),
         "license": b"MIT",
         "projector": b"eyes",
@@ -69,7 +79,10 @@ def test_catalog_reads_all_layers_of_an_ollama_model(store: Store) -> None:
     assert entry.path.read_bytes() == b"weights"
     assert entry.mmproj and entry.mmproj.read_bytes() == b"eyes"
     assert entry.size_bytes == len(b"weightseyes")
-    assert len(entry.digest) == 64 and entry.digest != entry.weights == hashlib.sha256(b"weights").hexdigest()
+    assert (
+        len(entry.digest) == 64
+        and entry.digest != entry.weights == hashlib.sha256(b"weights").hexdigest()
+    )
     assert (entry.system, entry.template, entry.license) == ("Be brief.", None, "MIT")
     assert entry.parameters == {"temperature": 0.6, "stop": ["<|end|>"]}
     assert entry.messages == ({"role": "user", "content": "Hi"},)
@@ -79,13 +92,27 @@ def test_catalog_reads_all_layers_of_an_ollama_model(store: Store) -> None:
 @pytest.mark.parametrize(
     ("manifest", "shown", "asked"),
     [
-        ("registry.ollama.ai/library/llama3/latest", "llama3:latest", ["llama3", "ollama:llama3", "OLLAMA:Llama3"]),
-        ("registry.ollama.ai/me/mine/v1", "me/mine:v1", ["me/mine:v1", "ollama:me/mine:v1"]),
-        ("hf.co/u/r-GGUF/Q4_K_M", "hf.co/u/r-GGUF:Q4_K_M", ["u/r-gguf:q4_k_m", "hf.co/u/r-GGUF:Q4_K_M"]),
+        (
+            "registry.ollama.ai/library/llama3/latest",
+            "llama3:latest",
+            ["llama3", "ollama:llama3", "OLLAMA:Llama3"],
+        ),
+        (
+            "registry.ollama.ai/me/mine/v1",
+            "me/mine:v1",
+            ["me/mine:v1", "ollama:me/mine:v1"],
+        ),
+        (
+            "hf.co/u/r-GGUF/Q4_K_M",
+            "hf.co/u/r-GGUF:Q4_K_M",
+            ["u/r-gguf:q4_k_m", "hf.co/u/r-GGUF:Q4_K_M"],
+        ),
         ("example.com/a/b/c", "example.com/a/b:c", ["example.com/a/b:c"]),
     ],
 )
-def test_catalog_finds_ollama_models_by_their_names(store: Store, manifest: str, shown: str, asked: list[str]) -> None:
+def test_catalog_finds_ollama_models_by_their_names(
+    store: Store, manifest: str, shown: str, asked: list[str]
+) -> None:
     store.model(manifest)
     assert names() == [shown]
     for name in asked:
@@ -102,7 +129,10 @@ def test_own_name_precedes_an_ollama_name_and_ollama_models_sets_the_folder(
     assert [entry.source for entry in Catalog().entries("demo")] == ["demo"]
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert ollama_folders() == [tmp_path / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
+    assert ollama_folders() == [
+        tmp_path / ".ollama/models",
+        Path("/usr/share/ollama/.ollama/models"),
+    ]
     monkeypatch.setenv("OLLAMA_MODELS", "~/elsewhere")
     assert ollama_folders() == [tmp_path / "elsewhere"]
 
@@ -114,17 +144,30 @@ def test_own_name_precedes_an_ollama_name_and_ollama_models_sets_the_folder(
         lambda store, path: path.write_text("[" * 100_000),
         lambda store, path: store.manifest(BAD, []),
         lambda store, path: store.manifest(
-            BAD, [store.layer("model", b"a"), store.layer("adapter", b"one"), store.layer("adapter", b"two")]
+            BAD,
+            [
+                store.layer("model", b"a"),
+                store.layer("adapter", b"one"),
+                store.layer("adapter", b"two"),
+            ],
         ),
-        lambda store, path: store.manifest(BAD, [store.layer("model", b"a") | {"digest": "sha256:../../x"}]),
-        lambda store, path: store.manifest(BAD, [store.layer("model", b"a") | {"size": 99}]),
+        lambda store, path: store.manifest(
+            BAD, [store.layer("model", b"a") | {"digest": "sha256:../../x"}]
+        ),
+        lambda store, path: store.manifest(
+            BAD, [store.layer("model", b"a") | {"size": 99}]
+        ),
         lambda store, path: store.model(BAD, params=b'{"num_ctx": "many"}'),
-        lambda store, path: (store.folder / "blobs" / f"sha256-{hashlib.sha256(b'bad').hexdigest()}").unlink(),
+        lambda store, path: (
+            store.folder / "blobs" / f"sha256-{hashlib.sha256(b'bad').hexdigest()}"
+        ).unlink(),
         lambda store, path: path.rename(path.with_name("two words")),
         lambda store, path: path.write_bytes(b" " * (5 << 20)),
     ],
 )
-def test_catalog_leaves_out_a_damaged_ollama_model(store: Store, damage: Callable[[Store, Path], Any]) -> None:
+def test_catalog_leaves_out_a_damaged_ollama_model(
+    store: Store, damage: Callable[[Store, Path], Any]
+) -> None:
     store.model("registry.ollama.ai/library/good/latest")
     path = store.model(BAD, b"bad")
     damage(store, path)
@@ -133,7 +176,9 @@ def test_catalog_leaves_out_a_damaged_ollama_model(store: Store, damage: Callabl
         Catalog().find("bad")
 
 
-def test_catalog_ignores_links_out_of_the_ollama_store(store: Store, tmp_path: Path) -> None:
+def test_catalog_ignores_links_out_of_the_ollama_store(
+    store: Store, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"weights")
     path = store.model(BAD, b"weights")
@@ -157,7 +202,9 @@ def test_catalog_ignores_links_out_of_the_ollama_store(store: Store, tmp_path: P
         "sha256:" + "0" * 64 + "\n", "sha512:" + "0" * 64, None, "sha256:" + "０" * 64,
     ],
 )  # fmt: skip
-def test_ollama_blob_rejects_digests_other_than_64_hexadecimal_digits(store: Store, digest: Any) -> None:
+def test_ollama_blob_rejects_digests_other_than_64_hexadecimal_digits(
+    store: Store, digest: Any
+) -> None:
     with pytest.raises(ModelNameError, match="a digest must be"):
         ollama_blob(store.folder, digest)
     for method in (Catalog().blobs.has, Catalog().blobs.path):
@@ -176,8 +223,8 @@ def test_catalog_never_writes_into_the_ollama_store(store: Store) -> None:
     copied = catalog.copy("llama3", "mine")
     assert copied.system == "Be brief." and copied.path == catalog.find("llama3").path
     catalog.remove("mine")
-    assert {path: path.stat().st_mtime_ns for path in sorted(store.folder.rglob("*"))} == {
-        path: info.st_mtime_ns for path, info in before.items()
-    }
+    assert {
+        path: path.stat().st_mtime_ns for path in sorted(store.folder.rglob("*"))
+    } == {path: info.st_mtime_ns for path, info in before.items()}
     for path in [store.folder, *before]:
         os.chmod(path, 0o755 if path.is_dir() else 0o644)

@@ -1,10 +1,11 @@
 """Tests that commands and `Llama` make equal plans from equal options on one machine.
 
-Each of ROWS specifies a model, flags, environment variables and GPUs. `serve`, `run`, `batch` and `estimate` get the
-flags, and `Llama` gets keywords. A command that lacks one of the flags is skipped. `run` and `batch` plan for one
-sequence. `Llama` has the defaults of llama-cpp-python, so tests pass the commands' defaults (COMMAND_DEFAULTS of
-`moegguf.options`) to it. `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama`
-of these sizes.
+Each of ROWS specifies a model, flags, environment variables and GPUs. `serve`, `run`,
+`batch` and `estimate` get the flags, and `Llama` gets keywords. A command that lacks
+one of the flags is skipped. `run` and `batch` plan for one sequence. `Llama` has the
+defaults of llama-cpp-python, so tests pass the commands' defaults (COMMAND_DEFAULTS of
+`moegguf.options`) to it. `bench` has the batch and pass sizes of llama-bench, so tests
+compare `bench` with a `Llama` of these sizes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from moegguf.serving.worker_process import WorkerProcess
 from moegguf.terminal import facts
 from tools.models import write_projector
 
-PARSER = typer.main.get_command(app)  # `app` would build the parsers of all commands for each call
+# `app` would build the parsers of all commands for each call.
+PARSER = typer.main.get_command(app)
 TIGHT = 700 << 20  # free memory in bytes, too little for the whole "large" model
 TRAINED = 32768  # tokens of context
 CONTEXT = 2048
@@ -59,8 +61,8 @@ CONTEXT = 2048
 class Row:
     """Options of one load, and the machine on which the load is planned.
 
-    `flags` are options of commands, and `keywords` are further options of `Llama`. `gpus` lists the free bytes of each
-    GPU. `free_bytes` is the free RAM.
+    `flags` are options of commands, and `keywords` are further options of `Llama`.
+    `gpus` lists the free bytes of each GPU. `free_bytes` is the free RAM.
     """
 
     flags: dict[str, Any] = field(default_factory=dict)
@@ -72,8 +74,13 @@ class Row:
 
 
 def row(model: str = "moe", **given: Any) -> Row:
-    """Returns a row for `model`. A keyword that is not a field of Row becomes a flag."""
-    fields = {name: given.pop(name) for name in list(given) if name in Row.__dataclass_fields__}
+    """Returns a row for `model`. A keyword that is not a field of Row becomes a
+    flag."""
+    fields = {
+        name: given.pop(name)
+        for name in list(given)
+        if name in Row.__dataclass_fields__
+    }
     return Row(given, model, **fields)
 
 
@@ -82,28 +89,48 @@ ROWS = {
     "nothing": row(),
     "context": row(n_ctx=CONTEXT),
     "the model's own context": row(n_ctx=0),
-    "context of the environment": row(environment={"CONTEXT_LENGTH": "4096"}, keywords={"n_ctx": 4096}),
-    "a flag before the environment": row(n_ctx=CONTEXT, environment={"CONTEXT_LENGTH": "4096"}),
+    "context of the environment": row(
+        environment={"CONTEXT_LENGTH": "4096"}, keywords={"n_ctx": 4096}
+    ),
+    "a flag before the environment": row(
+        n_ctx=CONTEXT, environment={"CONTEXT_LENGTH": "4096"}
+    ),
     "quantised keys": row(type_k="q8_0", n_ctx=CONTEXT),
     "quantised values": row(type_v="q8_0", n_ctx=CONTEXT),
     "both quantised": row(type_k="q8_0", type_v="q4_0", n_ctx=CONTEXT),
     "wide values": row(type_v="f32", n_ctx=CONTEXT),
     "types of the environment": row(
-        n_ctx=CONTEXT, environment={"KV_CACHE_TYPE": "q8_0"}, keywords={"type_k": "q8_0", "type_v": "q8_0"}
+        n_ctx=CONTEXT,
+        environment={"KV_CACHE_TYPE": "q8_0"},
+        keywords={"type_k": "q8_0", "type_v": "q8_0"},
     ),
     "keys of the environment, values of a flag": row(
-        type_v="f16", n_ctx=CONTEXT, environment={"KV_CACHE_TYPE": "q8_0"}, keywords={"type_k": "q8_0"}
+        type_v="f16",
+        n_ctx=CONTEXT,
+        environment={"KV_CACHE_TYPE": "q8_0"},
+        keywords={"type_k": "q8_0"},
     ),
-    "flash attention": row(environment={"FLASH_ATTENTION": "1"}, keywords={"flash_attn": True}),
-    "no flash attention": row(environment={"FLASH_ATTENTION": "0"}, keywords={"flash_attn": False}),
+    "flash attention": row(
+        environment={"FLASH_ATTENTION": "1"}, keywords={"flash_attn": True}
+    ),
+    "no flash attention": row(
+        environment={"FLASH_ATTENTION": "0"}, keywords={"flash_attn": False}
+    ),
     "no flash attention, quantised values": row(
-        type_v="q8_0", environment={"FLASH_ATTENTION": "0"}, keywords={"flash_attn": True}
+        type_v="q8_0",
+        environment={"FLASH_ATTENTION": "0"},
+        keywords={"flash_attn": True},
     ),
     "several at once": row(n_parallel=4, n_ctx=CONTEXT),
-    "several of the environment": row(environment={"NUM_PARALLEL": "3"}, keywords={"n_seq_max": 3}),
+    "several of the environment": row(
+        environment={"NUM_PARALLEL": "3"}, keywords={"n_seq_max": 3}
+    ),
     "several with a KV cache": row(n_parallel=4, kv_tokens=5000, n_ctx=CONTEXT),
     "a KV cache of the environment": row(
-        n_parallel=4, n_ctx=CONTEXT, environment={"KV_TOKENS": "5000"}, keywords={"kv_tokens": 5000}
+        n_parallel=4,
+        n_ctx=CONTEXT,
+        environment={"KV_TOKENS": "5000"},
+        keywords={"kv_tokens": 5000},
     ),
     "a budget in bytes": row(expert_cache="300KiB"),
     "a budget in percent": row(expert_cache="50%"),
@@ -111,7 +138,9 @@ ROWS = {
     "budget auto": row(expert_cache="auto", n_ctx=CONTEXT),
     "little memory": row("large", free_bytes=TIGHT),
     "little memory and a budget": row("large", free_bytes=TIGHT, expert_cache="80%"),
-    "little memory for several": row("large", free_bytes=TIGHT, n_parallel=4, n_ctx=8192),
+    "little memory for several": row(
+        "large", free_bytes=TIGHT, n_parallel=4, n_ctx=8192
+    ),
     "drafts of the text": row(draft="ngram"),
     "drafts of heads": row("heads", draft="mtp"),
     "drafts of heads where bits allow": row("heads"),
@@ -120,7 +149,9 @@ ROWS = {
     "a projector": row("images", n_ctx=CONTEXT),
     "an adapter": row("adapted", n_ctx=CONTEXT),
     "a strategy without overlap": row(strategy="none", expert_cache="10%"),
-    "a strategy of the environment": row(expert_cache="10%", environment={"STRATEGY": "moe-infinity"}),
+    "a strategy of the environment": row(
+        expert_cache="10%", environment={"STRATEGY": "moe-infinity"}
+    ),
     "embeddings": row("embeddings", n_ctx=CONTEXT),
     "embeddings, nothing said": row("embeddings"),
     "a dense model": row("dense"),
@@ -131,8 +162,12 @@ ROWS = {
     "slots": row(gpus=ONE, placement="slots", vram_cache="40%", expert_cache="60%"),
     "whole layers": row(gpus=ONE, placement="layers", vram_cache="50%"),
     "no GPU": row(gpus=ONE, placement="cpu"),
-    "a placement of the environment": row(gpus=ONE, environment={"PLACEMENT": "layers", "VRAM_CACHE": "30%"}),
-    "a GPU and a KV cache": row(gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"),
+    "a placement of the environment": row(
+        gpus=ONE, environment={"PLACEMENT": "layers", "VRAM_CACHE": "30%"}
+    ),
+    "a GPU and a KV cache": row(
+        gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"
+    ),
     "every layer": row(gpus=ONE, n_gpu_layers=-1, placement="auto"),
     "some layers": row(gpus=ONE, n_gpu_layers=3, vram_cache="40%", placement="slots"),
     "no layer": row(gpus=ONE, n_gpu_layers=0),
@@ -142,28 +177,47 @@ ROWS = {
     "two budgets": row(gpus=TWO, vram_cache="30%,20%", placement="slots"),
 }
 OF_COMMANDS: dict[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
-"""Keywords of `Llama` that commands leave open. The defaults of llama-cpp-python are 512, False and False."""
+"""Keywords of `Llama` that commands leave open. The defaults of llama-cpp-python are
+512, False and False."""
 OF_BENCH: dict[str, Any] = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "draft": "off", "embedding": False
 }  # fmt: skip
-"""Keywords of a `Llama` with the sizes of llama-bench. The context is as long as the longest test, 512 tokens."""
-FLAGS_OF_BENCH = {"expert_cache", "vram_cache", "placement", "type_k", "type_v", "strategy", "n_gpu_layers"}
+"""Keywords of a `Llama` with the sizes of llama-bench. The context is as long as the
+longest test, 512 tokens."""
+FLAGS_OF_BENCH = {
+    "expert_cache",
+    "vram_cache",
+    "placement",
+    "type_k",
+    "type_v",
+    "strategy",
+    "n_gpu_layers",
+}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("one-load")
 
-    def model(name: str, n_layer: int = 6, arch: str = "qwen2moe", **options: Any) -> Any:
+    def model(
+        name: str, n_layer: int = 6, arch: str = "qwen2moe", **options: Any
+    ) -> Any:
         options.setdefault("skip_kv", ())
         left_out = {"skip_kv": (*options["skip_kv"], "context_length")}
         built = moe(arch, n_layer=n_layer, n_expert=16, n_used=4, **options | left_out)
         return built.add(f"{arch}.context_length", U32, TRAINED)
 
     dense = model("dense", skip_kv=("expert_count", "expert_used_count"))
-    dense.tensors = [tensor for tensor in dense.tensors if "exps" not in str(tensor.name)]
+    dense.tensors = [
+        tensor for tensor in dense.tensors if "exps" not in str(tensor.name)
+    ]
     hybrid = model("hybrid", arch="qwen35moe")
-    for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
+    for key, value in {
+        "inner_size": 128,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "group_count": 1,
+    }.items():
         hybrid.add(f"qwen35moe.ssm.{key}", U32, value)
     built = {
         "moe": model("moe"),
@@ -179,10 +233,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def heads() -> Any:
-    """Returns a model of 7 layers, the last of them a layer for multi-token prediction."""
+    """Returns a model of 7 layers, the last of them a layer for multi-token
+    prediction."""
     arch = "glm4moe"
     found = moe(arch, n_layer=7, n_expert=16, n_used=4, skip_kv=("context_length",))
-    found.add(f"{arch}.context_length", U32, TRAINED).add(f"{arch}.nextn_predict_layers", U32, 1)
+    found.add(f"{arch}.context_length", U32, TRAINED).add(
+        f"{arch}.nextn_predict_layers", U32, 1
+    )
     return found.tensor("blk.6.nextn.eh_proj.weight", 128, 64)
 
 
@@ -190,7 +247,9 @@ def heads() -> Any:
 def beside(models: dict[str, Path]) -> dict[str, dict[str, Path]]:
     """Returns {model: {keyword: a file that is loaded with the model}}."""
     folder = models["moe"].parent
-    adapter = write_adapter(folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64))
+    adapter = write_adapter(
+        folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64)
+    )
     images = write_projector(folder / "mmproj.gguf", "mlp", 64)
     return {"images": {"mmproj": images}, "adapted": {"lora_path": adapter}}
 
@@ -209,7 +268,8 @@ class FakeDevice:
 
 
 class Process:
-    """A stand-in for a worker process. `load` records the configuration and raises an error."""
+    """A stand-in for a worker process. `load` records the configuration and raises an
+    error."""
 
     configs: list[LoadConfig]
 
@@ -227,7 +287,8 @@ class Process:
 
 @pytest.fixture
 def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
-    """Returns a function that sets the free memory, the GPUs, their speeds and the environment variables of a row."""
+    """Returns a function that sets the free memory, the GPUs, their speeds and the
+    environment variables of a row."""
     speeds = Speeds.supposed(448e9, Link(24e9, 1e-5), 20e9, "put in")
 
     def set_up(row: Row) -> None:
@@ -238,11 +299,16 @@ def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
         monkeypatch.setattr(machine, "_affinity", lambda: {0, 1})
         monkeypatch.setattr(devices, "all_devices", lambda: there)
         monkeypatch.setattr(KnownSpeeds, "known", lambda *_: speeds)
-        # `estimate` prints these speeds, and makes its plan without them. Measuring both takes 0.15 s.
+        # `estimate` prints these speeds, and makes its plan without them. Measuring
+        # both takes 0.15 s.
         monkeypatch.setattr(machine, "memory_read_speed", lambda *_: 1e10)
-        monkeypatch.setattr(facts, "expert_read_speed", lambda *_: DiskSpeed(1e9, direct=True))
+        monkeypatch.setattr(
+            facts, "expert_read_speed", lambda *_: DiskSpeed(1e9, direct=True)
+        )
         listed = json.dumps([vars(device) for device in devices.gpus()]).encode()
-        monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
+        monkeypatch.setattr(
+            devices.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed)
+        )
         monkeypatch.delenv("MOEGGUF_PLACEMENT", raising=False)
         for name, value in row.environment.items():
             monkeypatch.setenv(f"MOEGGUF_{name}", value)
@@ -251,7 +317,8 @@ def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
 
 
 class LoadedError(MoeggufError):
-    """Carries the plan of a `Llama` out of its constructor before anything is loaded."""
+    """Carries the plan of a `Llama` out of its constructor before anything is
+    loaded."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__("a model would be loaded now.")
@@ -260,7 +327,8 @@ class LoadedError(MoeggufError):
 
 @pytest.fixture(autouse=True)
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadConfig]]:
-    """Keeps workers and models from loading. Returns a list that collects the configurations sent to workers."""
+    """Keeps workers and models from loading. Returns a list that collects the
+    configurations sent to workers."""
     configs = list[LoadConfig]()
     monkeypatch.setattr(Process, "configs", configs, raising=False)
 
@@ -283,7 +351,8 @@ def plan_of(call: Callable[[], Any]) -> Plan:
 
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
-    """Returns the plan most recently sent to a worker. Asserts that the worker's `Llama` would have an equal plan."""
+    """Returns the plan most recently sent to a worker. Asserts that the worker's
+    `Llama` would have an equal plan."""
     config = configs[-1]
     has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"
@@ -291,15 +360,28 @@ def plan_sent(configs: list[LoadConfig]) -> Plan:
 
 
 def takes(command: Callable[..., Any], row: Row, files: dict[str, Path]) -> bool:
-    """Returns True if a command has options for all flags of a row and for these files."""
-    return row.flags.keys() | files.keys() <= inspect.signature(command).parameters.keys()
+    """Returns True if a command has options for all flags of a row and for these
+    files."""
+    return (
+        row.flags.keys() | files.keys() <= inspect.signature(command).parameters.keys()
+    )
 
 
 def of_llama(path: Path, row: Row, files: dict[str, Path], **keywords: Any) -> Plan:
-    options = OF_COMMANDS | row.flags | row.keywords | {name: str(file) for name, file in files.items()} | keywords
+    options = (
+        OF_COMMANDS
+        | row.flags
+        | row.keywords
+        | {name: str(file) for name, file in files.items()}
+        | keywords
+    )
     if "n_parallel" in options:
         options["n_seq_max"] = options.pop("n_parallel")
-    numbers = {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
+    numbers = {
+        name: ggml_type(options[name])
+        for name in ("type_k", "type_v")
+        if name in options
+    }
     return plan_of(lambda: Llama(path, **options | numbers))
 
 
@@ -312,7 +394,11 @@ def call(command: str, *arguments: str, **flags: Any) -> Any:
 
 
 def of_serve(
-    path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPatch, configs: list[LoadConfig]
+    path: Path,
+    row: Row,
+    files: dict[str, Path],
+    patch: pytest.MonkeyPatch,
+    configs: list[LoadConfig],
 ) -> Plan:
     def run(settings: Any, _listener: Any, _print: Any, entries: Any) -> int:
         async def load() -> None:
@@ -329,7 +415,13 @@ def of_serve(
     return plan_sent(configs)
 
 
-def of_run(path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPatch, configs: list[LoadConfig]) -> Plan:
+def of_run(
+    path: Path,
+    row: Row,
+    files: dict[str, Path],
+    patch: pytest.MonkeyPatch,
+    configs: list[LoadConfig],
+) -> Plan:
     patch.setattr(run_command, "_read_prompt", lambda words: "hi")
     with pytest.raises(MoeggufError, match="loads nothing"):
         call("run", "--local", str(path), "hi", **row.flags, **files)
@@ -337,16 +429,26 @@ def of_run(path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPat
 
 
 def of_batch(path: Path, row: Row, tmp_path: Path, configs: list[LoadConfig]) -> Plan:
-    url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+    url, body = (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}]},
+    )
     if row.model == "embeddings":
         url, body = "/v1/embeddings", {"input": [{"text": "hi"}]}
     requests = tmp_path / "requests.jsonl"
-    requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}) + "\n")
-    assert call("batch", "--local", "--model", str(path), str(requests), **row.flags) == 1
+    requests.write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
+        + "\n"
+    )
+    assert (
+        call("batch", "--local", "--model", str(path), str(requests), **row.flags) == 1
+    )
     return plan_sent(configs)
 
 
-def of_estimate(path: Path, row: Row, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def of_estimate(
+    path: Path, row: Row, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
     call("estimate", "--json", str(path), **row.flags, **files)
     return dict(json.loads(capsys.readouterr().out)["plan"])
 
@@ -359,7 +461,9 @@ def of_bench(path: Path, row: Row, patch: pytest.MonkeyPatch) -> Plan:
         return []
 
     patch.setattr(bench_command, "_measure", measured)
-    chosen = {name: value for name, value in row.flags.items() if name in FLAGS_OF_BENCH}
+    chosen = {
+        name: value for name, value in row.flags.items() if name in FLAGS_OF_BENCH
+    }
     call("bench", "-m", str(path), "-p", "512", "-n", "128", **chosen)
     return plan_of(lambda: measure.load(specs[0]))
 
@@ -386,7 +490,8 @@ def test_commands_and_llama_make_the_same_plan(
     expected = of_llama(path, row, files)
     assert of_serve(path, row, files, monkeypatch, nothing_loads) == expected, "serve"
     alone = of_llama(path, row, files, n_seq_max=1, kv_tokens=None)
-    if takes(run_command.run, row, files):  # `run` has only one user, so it plans for one sequence
+    # `run` has only one user, so it plans for one sequence.
+    if takes(run_command.run, row, files):
         assert of_run(path, row, files, monkeypatch, nothing_loads) == alone, "run"
     if takes(estimate_command, row, files):
         same(expected, of_estimate(path, row, files, capsys))
@@ -394,16 +499,21 @@ def test_commands_and_llama_make_the_same_plan(
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
 
 
-# The rows that `bench` can repeat: rows without environment variables and without flags that it lacks. `bench` sets the
-# context itself, so a row's context has no effect.
+# The rows that `bench` can repeat: rows without environment variables and without flags
+# that it lacks. `bench` sets the context itself, so a row's context has no effect.
 MEASURED = [
-    name for name, row in ROWS.items() if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
+    name
+    for name, row in ROWS.items()
+    if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
 ]
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_bench_makes_the_plan_of_a_llama_with_equal_sizes(
-    name: str, models: dict[str, Path], given_machine: Callable[[Row], None], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    models: dict[str, Path],
+    given_machine: Callable[[Row], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = ROWS[name]
     given_machine(row)

@@ -30,14 +30,20 @@ def test_files_that_are_not_gguf_are_neither_listed_nor_suggested(
     moe().write(tmp_path / "good.gguf")
     (tmp_path / "page.gguf").write_bytes(b"<html>not found</html>")
     (tmp_path / "empty.gguf").touch()
-    assert [entry.name for entry in Catalog().entries() if entry.source == "folder"] == ["good:latest"]
-    with pytest.raises(ModelFormatError, match="starts with 'GGUF', but this one with '<htm'"):
+    assert [
+        entry.name for entry in Catalog().entries() if entry.source == "folder"
+    ] == ["good:latest"]
+    with pytest.raises(
+        ModelFormatError, match="starts with 'GGUF', but this one with '<htm'"
+    ):
         read_layout(Catalog().find("page").path)
     for wrong in ("pagg", str(tmp_path / "pagg.gguf")):
         with pytest.raises(ModelNotFoundError) as caught:
             Catalog().find(wrong)
         assert "page" not in str(caught.value)
-    assert not is_other_kind(tmp_path / "none.gguf"), "what cannot be read is not judged"
+    assert not is_other_kind(tmp_path / "none.gguf"), (
+        "what cannot be read is not judged"
+    )
 
 
 def test_catalog_opens_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +52,9 @@ def test_catalog_opens_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     os.mkfifo(tmp_path / "pipe.gguf")
     signal.alarm(20)  # a read of the pipe would never end
     try:
-        assert [entry.name for entry in Catalog().entries() if entry.source == "folder"] == ["good:latest"]
+        assert [
+            entry.name for entry in Catalog().entries() if entry.source == "folder"
+        ] == ["good:latest"]
         with pytest.raises(ModelNotFoundError):
             Catalog().find("pipe")
         with pytest.raises(ModelNotFoundError):
@@ -58,7 +66,14 @@ def test_catalog_opens_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_fetch_stops_a_download_whose_first_bytes_are_not_gguf(hub: FakeHub) -> None:
     page = b"<!DOCTYPE html>" + bytes(8 << 20)
     hub.add("u/r", {"x-Q4_0.gguf": page})
-    with pytest.raises(ModelFormatError, match=r"x-Q4_0\.gguf is not a GGUF file: it begins with '<!DO'"):
+    with pytest.raises(
+        ModelFormatError,
+        match=r"x-Q4_0\.gguf is not a GGUF file: it begins with '<!DO'",
+    ):
         fetch("u/r")
     folder = Path(os.environ["HF_HOME"]) / "hub"
-    assert not [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+    assert not [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.stat().st_size > 1 << 20
+    ]

@@ -1,7 +1,8 @@
 """Tests the user's own policies and predictors, which are named FILE.py:CLASS.
 
-A class is constructed with the model's shape or without arguments. A class that breaks a rule is refused with an error
-that names the rule. Requests, Modelfiles and files of measurements cannot name a class.
+A class is constructed with the model's shape or without arguments. A class that breaks
+a rule is refused with an error that names the rule. Requests, Modelfiles and files of
+measurements cannot name a class.
 """
 
 from __future__ import annotations
@@ -87,19 +88,25 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_own_class_is_constructed_with_the_shape_or_without_arguments(file: Path) -> None:
+def test_own_class_is_constructed_with_the_shape_or_without_arguments(
+    file: Path,
+) -> None:
     newest = make_policy(f"{file}:Newest", SMALL, HERE)
     assert name_of(newest) == "Newest"
     shaped = make_policy(f"{file}:Shaped", SMALL, HERE)
     assert shaped.shape is SMALL  # type: ignore[union-attr]
     again = make_predictor(f"{file}:Again", SMALL, HERE)
     assert (again.reach, again.shape) == (2, SMALL)
-    assert type(make_predictor(f"{file}:Again", SMALL, HERE)) is type(again), "the file runs once"
+    assert type(make_predictor(f"{file}:Again", SMALL, HERE)) is type(again), (
+        "the file runs once"
+    )
     ControllerOptions(f"{file}:Newest", f"{file}:Again")
     ControllerOptions(f"vram={file}:Newest,ram=slru")
 
 
-def test_changed_class_file_is_read_again_and_may_import_its_neighbours(file: Path) -> None:
+def test_changed_class_file_is_read_again_and_may_import_its_neighbours(
+    file: Path,
+) -> None:
     make_policy(f"{file}:Newest", SMALL, HERE)
     file.with_name("neighbour_of_own.py").write_text("SCORE = 7\n", encoding="utf-8")
     changed = f"import neighbour_of_own\n{SOURCE}\nNewest.title = str(neighbour_of_own.SCORE)\n"
@@ -123,8 +130,16 @@ def test_class_file_may_be_a_link_to_a_file_with_another_suffix(file: Path) -> N
         ("policy", "FILE:not-a-name", "names no class"),
         ("policy", "FILE:Missing", "has no class 'Missing' for a policy"),
         ("policy", "FILE:value", "has no class 'value'"),
-        ("policy", "FILE:Nothing", r"a policy must be a class with a method scores\(history, forecast\), but Nothing"),
-        ("predictor", "FILE:Nothing", "a predictor must be a subclass of .*Predictor, but Nothing"),
+        (
+            "policy",
+            "FILE:Nothing",
+            r"a policy must be a class with a method scores\(history, forecast\), but Nothing",
+        ),
+        (
+            "predictor",
+            "FILE:Nothing",
+            "a predictor must be a subclass of .*Predictor, but Nothing",
+        ),
         ("predictor", "FILE:Newest", "a predictor must be a subclass"),
         ("policy", "FILE:Failing", "its constructor raised RuntimeError: no weights"),
         ("policy", "FILE:Demanding", "its constructor raised TypeError"),
@@ -145,13 +160,20 @@ def test_own_class_that_breaks_a_rule_is_refused_with_that_rule(
     (tmp_path / "broken.py").write_text("def", encoding="utf-8")
     (tmp_path / "exits.py").write_text("raise SystemExit(0)", encoding="utf-8")
     (tmp_path / "closed.py").mkdir()
-    known = {"FILE": "own.py", "FOLDER": ".", "BROKEN": "broken.py", "EXITS": "exits.py", "CLOSED": "closed.py"}
+    known = {
+        "FILE": "own.py",
+        "FOLDER": ".",
+        "BROKEN": "broken.py",
+        "EXITS": "exits.py",
+        "CLOSED": "closed.py",
+    }
     for short, path in known.items():
         name = name.replace(short, str(tmp_path / path))
     make = make_policy if kind == "policy" else make_predictor
     with pytest.raises(OptionError, match=words):
         make(name, SMALL, HERE)
-    if "constructor" not in words and "reach" not in words:  # a check without a model finds these errors, too
+    # A check without a model finds these errors, too.
+    if "constructor" not in words and "reach" not in words:
         with pytest.raises(OptionError, match=words):
             (check_policy if kind == "policy" else check_predictor)(name)
 
@@ -162,15 +184,22 @@ def test_simulate_accepts_own_classes_beside_names(file: Path, tmp_path: Path) -
     analysis = TraceAnalysis(random_trace(), HERE)
     names = ["lru", f"{file}:Newest", f"{other}:Newest"]
     rows = analysis.simulate(names, ["none"], [0.25])
-    assert [row.policy for row in rows] == [*names, "belady"], "two classes of one name stay apart"
+    assert [row.policy for row in rows] == [*names, "belady"], (
+        "two classes of one name stay apart"
+    )
     assert rows[0].simulated and rows[1].simulated
-    assert rows[0].simulated.counters["evictions"] == rows[1].simulated.counters["evictions"]
+    assert (
+        rows[0].simulated.counters["evictions"]
+        == rows[1].simulated.counters["evictions"]
+    )
     lru, again, _ = analysis.simulate(["lru"], ["none", f"{file}:Again"], [0.25])
     assert again.predictor == f"{file}:Again"
     assert again.hit_rate == lru.hit_rate, "nothing acts on it"
 
 
-def test_simulation_without_a_link_has_no_late_prefetch_and_counts_accuracy(file: Path) -> None:
+def test_simulation_without_a_link_has_no_late_prefetch_and_counts_accuracy(
+    file: Path,
+) -> None:
     analysis = TraceAnalysis(random_trace(), HERE)
     options = SimOptions(prefetch=PrefetchOptions())
     (lru, _), (ahead, _) = (
@@ -182,7 +211,10 @@ def test_simulation_without_a_link_has_no_late_prefetch_and_counts_accuracy(file
     counters = ahead.simulated.counters
     assert counters["prefetch_started"] > 0 == counters["prefetch_late"]
     accuracy = ahead.simulated.prefetch_accuracy
-    assert accuracy is not None and accuracy == counters["prefetch_useful"] / counters["prefetch_started"]
+    assert (
+        accuracy is not None
+        and accuracy == counters["prefetch_useful"] / counters["prefetch_started"]
+    )
     assert 0.2 < accuracy <= 1
     assert ahead.decode_hit_rate > lru.decode_hit_rate
     with pytest.raises(OptionError, match="--prefetch needs a predictor"):
@@ -200,10 +232,14 @@ def test_save_rejects_hit_rates_of_an_unknown_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["hit_rates", "predictors"])
-def test_read_measured_rejects_names_of_class_files(tmp_path: Path, file: Path, place: str) -> None:
+def test_read_measured_rejects_names_of_class_files(
+    tmp_path: Path, file: Path, place: str
+) -> None:
     own = f"{file}:Newest"
     path = tmp_path / "measured.json"
-    write_measured(path, Measured("f", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.9}}, {"lfu": "none"}))
+    write_measured(
+        path, Measured("f", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.9}}, {"lfu": "none"})
+    )
     assert read_measured(path).choose(0.5).policy == "lfu"
     facts = json.loads(path.read_text())
     rates = {"lru": {"0.5": 0.5}, own: {"0.5": 0.9}}
@@ -215,10 +251,17 @@ def test_read_measured_rejects_names_of_class_files(tmp_path: Path, file: Path, 
 
 def test_requests_and_modelfiles_cannot_name_a_policy_or_predictor(file: Path) -> None:
     names = {"policy", "predictor", "strategy", "prefetch"}
-    assert not names & (PARAMETERS.keys() | LOAD_PARAMETERS.keys() | set(LOAD_PARAMETERS.values()))
+    assert not names & (
+        PARAMETERS.keys() | LOAD_PARAMETERS.keys() | set(LOAD_PARAMETERS.values())
+    )
     assert usable_parameters(dict.fromkeys(names, f"{file}:Newest")) == {}
 
 
-@pytest.mark.parametrize(("name", "is_file"), [("lru", False), ("a.py:B", True), ("a.py", True), ("happy", False)])
-def test_names_file_distinguishes_class_files_from_names(name: str, is_file: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_file"),
+    [("lru", False), ("a.py:B", True), ("a.py", True), ("happy", False)],
+)
+def test_names_file_distinguishes_class_files_from_names(
+    name: str, is_file: bool
+) -> None:
     assert names_file(name) == is_file

@@ -1,7 +1,7 @@
 """Tests the parsing of answers.
 
-The parts of an answer do not depend on its chunks, and text outside of calls and delimiters is kept. An answer ends
-before the first stop string.
+The parts of an answer do not depend on its chunks, and text outside of calls and
+delimiters is kept. An answer ends before the first stop string.
 """
 
 import time
@@ -17,11 +17,17 @@ from moegguf.generate.parsing import StopStrings, answer_parser, needs_special_t
 WEATHER = {"city": "Paris", "days": 3}
 
 
-def split(template: str, chunks: list[str], **options: Any) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+def split(
+    template: str, chunks: list[str], **options: Any
+) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
     """Parses the chunks of an answer. Returns its text, its thinking and its calls."""
     parser = answer_parser(template, **{"tools": [{}], **options})
     deltas = [*(parser.feed(chunk) for chunk in chunks), parser.end()]
-    calls = [(call.name, dict(call.arguments)) for delta in deltas for call in delta.tool_calls]
+    calls = [
+        (call.name, dict(call.arguments))
+        for delta in deltas
+        for call in delta.tool_calls
+    ]
     return "".join(p.text for p in deltas), "".join(p.thinking for p in deltas), calls
 
 
@@ -124,25 +130,46 @@ MARKS = (
     "<|start|>", "final", "analysis", "<|call|>", "to=functions.x", "<function=f>", "</function>", '"name"', "ä🙂",
     "<", "plain words",
 )  # fmt: skip
-ALL = (templates.QWEN, templates.MISTRAL, templates.LLAMA, templates.DEEPSEEK, templates.HARMONY)
-anything = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=12).map("".join)
+ALL = (
+    templates.QWEN,
+    templates.MISTRAL,
+    templates.LLAMA,
+    templates.DEEPSEEK,
+    templates.HARMONY,
+)
+anything = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=12).map(
+    "".join
+)
 
 
-@given(st.sampled_from(ALL), anything, st.lists(st.integers(1, 9), min_size=1, max_size=20), st.booleans())
-def test_parser_result_does_not_depend_on_chunks(template: str, answer: str, sizes: list[int], tools: bool) -> None:
+@given(
+    st.sampled_from(ALL),
+    anything,
+    st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    st.booleans(),
+)
+def test_parser_result_does_not_depend_on_chunks(
+    template: str, answer: str, sizes: list[int], tools: bool
+) -> None:
     chunks, at = [], 0
     while at < len(answer):
         chunks.append(answer[at : at + sizes[len(chunks) % len(sizes)]])
         at += len(chunks[-1])
     given_tools = [{}] if tools else []
-    assert split(template, chunks, tools=given_tools) == split(template, [answer], tools=given_tools)
+    assert split(template, chunks, tools=given_tools) == split(
+        template, [answer], tools=given_tools
+    )
 
 
 @given(st.sampled_from(ALL[:-1]), anything)
 def test_parser_loses_no_text(template: str, answer: str) -> None:
     text, thinking, calls = split(template, [answer])
-    if not calls:  # only the thinking delimiters may be missing; whitespace is not compared
-        assert "".join((thinking + text).split()) in ("".join(answer.split()), unmarked(answer))
+    # Only the thinking delimiters may be missing; whitespace is not compared.
+    if not calls:
+        assert "".join((thinking + text).split()) in (
+            "".join(answer.split()),
+            unmarked(answer),
+        )
 
 
 def unmarked(answer: str) -> str:
@@ -150,16 +177,33 @@ def unmarked(answer: str) -> str:
 
 
 @given(st.sampled_from((templates.MISTRAL, templates.LLAMA)), anything)
-def test_parser_without_thinking_and_tools_keeps_the_text_unchanged(template: str, answer: str) -> None:
+def test_parser_without_thinking_and_tools_keeps_the_text_unchanged(
+    template: str, answer: str
+) -> None:
     assert split(template, [answer], tools=()) == (answer, "", [])
 
 
 @pytest.mark.parametrize(
     ("template", "answer", "begun", "expected"),
     [
-        (templates.QWEN, ["Hm", ".\n</thi", "nk>\n", "\nYes"], "assistant\n<think>\n", ("Yes", "Hm.", [])),
-        (templates.QWEN, ["Yes"], "assistant\n<think>\n\n</think>\n\n", ("Yes", "", [])),
-        (templates.HARMONY, ["Yes<|return|>"], "<|start|>assistant<|channel|>final<|message|>", ("Yes", "", [])),
+        (
+            templates.QWEN,
+            ["Hm", ".\n</thi", "nk>\n", "\nYes"],
+            "assistant\n<think>\n",
+            ("Yes", "Hm.", []),
+        ),
+        (
+            templates.QWEN,
+            ["Yes"],
+            "assistant\n<think>\n\n</think>\n\n",
+            ("Yes", "", []),
+        ),
+        (
+            templates.HARMONY,
+            ["Yes<|return|>"],
+            "<|start|>assistant<|channel|>final<|message|>",
+            ("Yes", "", []),
+        ),
     ],
     ids=["thinking", "thinking that has ended", "a channel"],
 )
@@ -180,10 +224,17 @@ def test_parser_holds_back_text_only_while_a_mark_is_possible() -> None:
 
 
 def test_parser_converts_text_arguments_to_the_types_of_the_schema() -> None:
-    tool = {"function": {"name": "find", "parameters": {"properties": {"zip": {"type": "string"}}}}}
+    tool = {
+        "function": {
+            "name": "find",
+            "parameters": {"properties": {"zip": {"type": "string"}}},
+        }
+    }
     values = "<parameter=zip>\n75001\n</parameter><parameter=n>7</parameter>"
     answer = f"<tool_call><function=find>{values}</function></tool_call>"
-    assert split(templates.QWEN, [answer], tools=[tool])[2] == [("find", {"zip": "75001", "n": 7})]
+    assert split(templates.QWEN, [answer], tools=[tool])[2] == [
+        ("find", {"zip": "75001", "n": 7})
+    ]
 
 
 def test_parser_reads_a_long_answer_full_of_marks_in_linear_time() -> None:
@@ -205,7 +256,8 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """Feeds `text` to a filter, split at places selected by `cuts`. Returns the filter's output, and the filter."""
+    """Feeds `text` to a filter, split at places selected by `cuts`. Returns the
+    filter's output, and the filter."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])
@@ -213,22 +265,35 @@ def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]
     return out + filtered.end(), filtered
 
 
-@given(st.lists(st.text("ab<>|", max_size=5), max_size=4), TEXT, st.lists(st.integers(0, 40), max_size=12))
-def test_stop_strings_end_the_text_before_the_first_match(stops: list[str], text: str, cuts: list[int]) -> None:
+@given(
+    st.lists(st.text("ab<>|", max_size=5), max_size=4),
+    TEXT,
+    st.lists(st.integers(0, 40), max_size=12),
+)
+def test_stop_strings_end_the_text_before_the_first_match(
+    stops: list[str], text: str, cuts: list[int]
+) -> None:
     places = [text.index(stop) for stop in stops if stop and stop in text]
     out, filtered = fed(stops, text, sorted(cuts))
     whole, _ = fed(stops, text, [])
     assert whole == text[: min(places, default=len(text))]
     assert bool(filtered.found) == bool(places)
-    # The cuts may affect where the text ends. A short stop string ends the text at once, even if a longer stop string
-    # began before it.
+    # The cuts may affect where the text ends. A short stop string ends the text at
+    # once, even if a longer stop string began before it.
     assert whole.startswith(out) or out.startswith(whole)
     assert not any(stop in out for stop in stops if stop)
 
 
 def test_stop_strings_hold_back_only_a_possible_beginning() -> None:
     stops = StopStrings(["<|end|>", "\n\nUser:"])
-    assert [stops.feed(text) for text in ("a<", "b", "<|en", "x<|end", "|>y", "z")] == ["a", "<b", "", "<|enx", "", ""]
+    assert [stops.feed(text) for text in ("a<", "b", "<|en", "x<|end", "|>y", "z")] == [
+        "a",
+        "<b",
+        "",
+        "<|enx",
+        "",
+        "",
+    ]
     assert stops.found and stops.end() == ""
     none = StopStrings(["", ""])
     assert none.feed("abc") == "abc" and (none.n_held, none.end()) == (0, "")

@@ -1,4 +1,5 @@
-"""Tests the cost model of placements against published figures, and the choice of a placement."""
+"""Tests the cost model of placements against published figures, and the choice of a
+placement."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,8 @@ from moegguf.native import abi
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB, Link
 
-QWEN3_30B = ModelBytes(48, 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
+# Q4_K_M, with 8k tokens of KV cache.
+QWEN3_30B = ModelBytes(48, 1_100_000_000, 900_000_000)
 MIXTRAL = ModelBytes(32, 6_830_000_000, 1_000_000_000)
 RTX_3070 = Speeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
 
@@ -35,16 +37,26 @@ RTX_3070 = Speeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
     ],
 )
 def test_cost_model_predicts_published_speeds_of_qwen3_30b(
-    memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
+    memory: float,
+    link: float,
+    cpu: float,
+    share: float,
+    hit_rate: float,
+    layers: float,
+    slots: float,
 ) -> None:
     # The device holds only whole layers, and the published speeds are rounded.
     speeds, n_whole = Speeds.supposed(memory, Link(link), cpu), int(share * 48)
     assert 1 / slots_s(QWEN3_30B, speeds, hit_rate) == pytest.approx(slots, rel=0.03)
-    assert 1 / layers_s(QWEN3_30B, speeds, 48 - n_whole, 1 - n_whole / 48) == pytest.approx(layers, rel=0.07)
+    assert 1 / layers_s(
+        QWEN3_30B, speeds, 48 - n_whole, 1 - n_whole / 48
+    ) == pytest.approx(layers, rel=0.07)
 
 
 @pytest.mark.parametrize(("share", "slots"), [(0.16, 4), (0.33, 6), (0.80, 18)])
-def test_cost_model_prefers_whole_layers_for_large_experts(share: float, slots: float) -> None:
+def test_cost_model_prefers_whole_layers_for_large_experts(
+    share: float, slots: float
+) -> None:
     n_whole = int(share * 32)
     with_slots, with_layers = (
         slots_s(MIXTRAL, RTX_3070, share + 0.04),
@@ -60,57 +72,90 @@ def test_cost_model_adds_disk_time_for_bytes_outside_memory() -> None:
         lambda share: layers_s(QWEN3_30B, RTX_3070, 24, 0.5, share),
         lambda share: slots_s(QWEN3_30B, RTX_3070, 0.86, share),
     ):
-        assert seconds(0.1) - seconds(0.0) == pytest.approx(0.1 * QWEN3_30B.token_bytes / 1e9)
+        assert seconds(0.1) - seconds(0.0) == pytest.approx(
+            0.1 * QWEN3_30B.token_bytes / 1e9
+        )
 
 
 def test_cost_model_adds_one_latency_per_missing_layer_and_time_per_node() -> None:
     late = replace(RTX_3070, copies=Link(24e9, 1e-3))
     extra_s = slots_s(QWEN3_30B, late, 0.86) - slots_s(QWEN3_30B, RTX_3070, 0.86)
     assert extra_s == pytest.approx(48 * (1 - 0.86**8) * 1e-3)
-    nodes, model = replace(RTX_3070, device_node_s=2e-6), replace(QWEN3_30B, n_layer_all=48)
+    nodes, model = (
+        replace(RTX_3070, device_node_s=2e-6),
+        replace(QWEN3_30B, n_layer_all=48),
+    )
     extra_s = slots_s(model, nodes, 0.86) - slots_s(model, RTX_3070, 0.86)
     assert extra_s == pytest.approx(48 * (30 + 16) * 2e-6)
 
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """The layout of a model of 8 layers with 16 experts each, 128 in total. A token uses 4 experts of each layer."""
+    """The layout of a model of 8 layers with 16 experts each, 128 in total. A token
+    uses 4 experts of each layer."""
     path = tmp_path_factory.mktemp("placed") / "m.gguf"
-    return read_layout(moe(n_layer=8, n_expert=16, n_used=4, n_embd=256, n_ff=256).write(path))
+    return read_layout(
+        moe(n_layer=8, n_expert=16, n_used=4, n_embd=256, n_ff=256).write(path)
+    )
 
 
 AMPLE = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
 def planned(
-    layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **options: Any
+    layout: ExpertLayout,
+    share: float | None,
+    speeds: Speeds = RTX_3070,
+    memory: Memory = AMPLE,
+    **options: Any,
 ) -> Plan:
     """Plans for a device with room for a share of the experts and everything else.
 
     If the share is None, the device has only half the room that everything else needs.
     """
-    needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
-    free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
+    needs = (
+        Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
+    )
+    free = (
+        needs // 2
+        if share is None
+        else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
+    )
     device = Device("GPU0", 0, free, 64 * GIB)
     how = LoadSpec(512, n_ubatch=64, store=StoreOptions(staging=0), **options)
-    return make_plan(layout, Machine(memory, devices=(device,)), how, speeds, HitCurve({0.5: 0.9}, "put in"))
+    return make_plan(
+        layout,
+        Machine(memory, devices=(device,)),
+        how,
+        speeds,
+        HitCurve({0.5: 0.9}, "put in"),
+    )
 
 
 def by_kind(found: Plan) -> dict[str, Placement]:
     return {placement.kind: placement for placement in found.placement.placements}
 
 
-def test_plan_takes_the_fastest_placement_and_states_figures_and_source(layout: ExpertLayout) -> None:
-    slow_cpu, slow_link = replace(RTX_3070, cpu_bytes_per_s=1e6), replace(RTX_3070, copies=Link(1e6))
+def test_plan_takes_the_fastest_placement_and_states_figures_and_source(
+    layout: ExpertLayout,
+) -> None:
+    slow_cpu, slow_link = (
+        replace(RTX_3070, cpu_bytes_per_s=1e6),
+        replace(RTX_3070, copies=Link(1e6)),
+    )
     for speeds, kind in ((slow_cpu, "slots"), (slow_link, "layers")):
         found = planned(layout, 0.5, speeds)
         placement = found.placement
         assert placement is not None and placement.chosen.kind == kind
         assert placement.placements[0] == placement.chosen
-        assert (found.device, found.layers_on) == (("GPU0", None) if kind == "slots" else (None, "GPU0"))
+        assert (found.device, found.layers_on) == (
+            ("GPU0", None) if kind == "slots" else (None, "GPU0")
+        )
         assert placement.reason in found.reasons and "tokens/s" in placement.reason
     assert "(hit rates put in)" in planned(layout, 0.5, slow_cpu).placement.reason  # type: ignore[union-attr]
-    assert not planned(layout, 0.5, replace(slow_link, device_bytes_per_s=1e6)).on_device
+    assert not planned(
+        layout, 0.5, replace(slow_link, device_bytes_per_s=1e6)
+    ).on_device
 
 
 @pytest.mark.parametrize("choice", ["layers", "slots"])
@@ -124,15 +169,21 @@ def test_plan_of_a_resident_model_compares_only_the_cpu(layout: ExpertLayout) ->
     assert found.resident and set(by_kind(found)) == {"resident", "cpu"}
     assert found.placement is not None and "every expert fits" in found.placement.reason
     device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
-    found = make_plan(layout, Machine(AMPLE, devices=(device,)), LoadSpec(placement="slots"))
+    found = make_plan(
+        layout, Machine(AMPLE, devices=(device,)), LoadSpec(placement="slots")
+    )
     assert found.on_device and found.placement is None
 
 
 def test_plan_uses_a_small_device_for_the_parts_that_fit(layout: ExpertLayout) -> None:
     found = planned(layout, 0.5, budgets=Budgets.of({"vram_cache": slot_bytes(layout)}))
     assert set(by_kind(found)) == {"layers", "cpu"}
-    assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
-    assert found.layers_on == "GPU0"  # weights other than experts are computed faster on the GPU
+    assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (
+        0,
+        "no whole layer",
+    )
+    # Weights other than experts are computed faster on the GPU.
+    assert found.layers_on == "GPU0"
     assert any("not slots: " in reason for reason in found.reasons)
     small = replace(RTX_3070, cpu_bytes_per_s=1e6)
     assert not planned(layout, None, small, budgets=Budgets()).device
@@ -142,24 +193,42 @@ def test_plan_uses_a_small_device_for_the_parts_that_fit(layout: ExpertLayout) -
 
 def test_less_ram_makes_every_placement_slower(layout: ExpertLayout) -> None:
     enough = by_kind(planned(layout, 0.3))
-    for kind, short in by_kind(planned(layout, 0.3, budgets=Budgets.of({"expert_cache": "20%"}))).items():
+    for kind, short in by_kind(
+        planned(layout, 0.3, budgets=Budgets.of({"expert_cache": "20%"}))
+    ).items():
         assert short.tokens_per_s < 0.8 * enough[kind].tokens_per_s, kind
 
 
-def test_plan_layers_fills_whole_layers_from_the_last_by_their_own_bytes(layout: ExpertLayout) -> None:
+def test_plan_layers_fills_whole_layers_from_the_last_by_their_own_bytes(
+    layout: ExpertLayout,
+) -> None:
     last = layout.layers[-1]
-    larger = replace(last, matrices=tuple(replace(m, expert_bytes=2 * m.expert_bytes) for m in last.matrices))
+    larger = replace(
+        last,
+        matrices=tuple(
+            replace(m, expert_bytes=2 * m.expert_bytes) for m in last.matrices
+        ),
+    )
     own_bytes = last.n_expert * last.expert_bytes
-    uneven = replace(layout, layers=(*layout.layers[:-1], larger), expert_bytes=layout.expert_bytes + own_bytes)
+    uneven = replace(
+        layout,
+        layers=(*layout.layers[:-1], larger),
+        expert_bytes=layout.expert_bytes + own_bytes,
+    )
     for of, n_bytes, whole in (
         (layout, 2 * own_bytes, (6, 7)), (layout, 2 * own_bytes - 1, (7,)),
         (uneven, 2 * own_bytes, (7,)), (uneven, 2 * own_bytes - 1, ()), (uneven, 100 * own_bytes, tuple(range(1, 8))),
     ):  # fmt: skip
         device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
-        budgets = Budgets.of({"expert_cache": 2 * of.expert_bytes, "vram_cache": n_bytes})
+        budgets = Budgets.of(
+            {"expert_cache": 2 * of.expert_bytes, "vram_cache": n_bytes}
+        )
         how = LoadSpec(512, n_ubatch=64, placement="layers", budgets=budgets)
         found = plan_layers(Task.of(of, Machine(AMPLE, devices=(device,)), how))
-        assert (found.whole_layers, found.n_slots) == (whole, sum(x.n_expert for x in of.layers if x.il not in whole))
+        assert (found.whole_layers, found.n_slots) == (
+            whole,
+            sum(x.n_expert for x in of.layers if x.il not in whole),
+        )
 
 
 def test_published_curve_interpolates_and_falls_back_to_the_middle_curve() -> None:
@@ -167,7 +236,9 @@ def test_published_curve_interpolates_and_falls_back_to_the_middle_curve() -> No
     assert curve.at(0) == 0 and curve.at(1) == curve.at(2) == 1
     assert curve.at(0.18) == pytest.approx(0.706)
     unknown = published_curve(7, 3)
-    assert unknown.source.startswith("not known for this model; the middle of those published: Qwen3.6")
+    assert unknown.source.startswith(
+        "not known for this model; the middle of those published: Qwen3.6"
+    )
     assert unknown.at(0.25) <= curve.at(0.25)
 
 
@@ -180,13 +251,24 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
             setattr(turn, f"{kind}_ns", ns)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
-    # Both copy figures come from the measurement with the shortest time to copy `n_bytes`.
-    assert (few.copy_bytes_per_ns, few.copy_ns) == (few.pageable_bytes_per_ns, few.pageable_ns) == (1, 10)
-    assert (many.copy_bytes_per_ns, many.copy_ns) == (many.pageable_bytes_per_ns, many.pageable_ns) == (2, 70)
+    # Both copy figures come from the measurement with the shortest time to copy
+    # `n_bytes`.
+    assert (
+        (few.copy_bytes_per_ns, few.copy_ns)
+        == (few.pageable_bytes_per_ns, few.pageable_ns)
+        == (1, 10)
+    )
+    assert (
+        (many.copy_bytes_per_ns, many.copy_ns)
+        == (many.pageable_bytes_per_ns, many.pageable_ns)
+        == (2, 70)
+    )
 
 
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_speeds_reject_zero_and_load_spec_rejects_unknown_placements(speeds: tuple[float, float, float]) -> None:
+def test_speeds_reject_zero_and_load_spec_rejects_unknown_placements(
+    speeds: tuple[float, float, float],
+) -> None:
     with pytest.raises(OptionError, match="speeds must be above 0"):
         Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
     with pytest.raises(OptionError, match="auto, layers, slots, slots-mapped, cpu"):

@@ -1,7 +1,7 @@
 """Tests policies in Python by the expert that each evicts first.
 
-The first victim has the lowest score; among equal scores it is the least recently used. Other tests cover policies by
-tier, and strategies by name.
+The first victim has the lowest score; among equal scores it is the least recently used.
+Other tests cover policies by tier, and strategies by name.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
 
 
-def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> tuple[int, int]:
-    """Returns the resident (il, expert) that is evicted first after tokens that each used one expert of layer 1."""
+def victim(
+    policy: Policy, residents: Sequence[Expert], used: Sequence[int]
+) -> tuple[int, int]:
+    """Returns the resident (il, expert) that is evicted first after tokens that each
+    used one expert of layer 1."""
     history, scores = History(TWO), None
     for n, expert in enumerate(used):
-        history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))
+        history.update(
+            RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32))
+        )
         scores = policy.scores(history, None)  # type: ignore[arg-type]  # neither policy uses a forecast
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
     return min(residents, key=lambda expert: (table[expert], history.last_use[expert]))
@@ -87,12 +92,21 @@ def test_make_policy_rejects_unknown_names_and_missing_artifacts() -> None:
         ("ram=auto,vram=lru", "lru", "auto", "lru"),
     ],
 )
-def test_policy_text_sets_a_policy_for_each_tier(text: str, vram: str, ram: str, below: str) -> None:
+def test_policy_text_sets_a_policy_for_each_tier(
+    text: str, vram: str, ram: str, below: str
+) -> None:
     assert ControllerOptions(policy=text).policy == text
-    assert (device_policy(text, "vram"), device_policy(text, "ram"), ram_policy(text)) == (vram, ram, below)
+    assert (
+        device_policy(text, "vram"),
+        device_policy(text, "ram"),
+        ram_policy(text),
+    ) == (vram, ram, below)
 
 
-@pytest.mark.parametrize("text", ["vram=", "gpu=lru", "vram=lru,vram=slru", "vram=lru,slru", "=lru", "vram=lru,"])
+@pytest.mark.parametrize(
+    "text",
+    ["vram=", "gpu=lru", "vram=lru,vram=slru", "vram=lru,slru", "=lru", "vram=lru,"],
+)
 def test_parse_policies_rejects_malformed_texts(text: str) -> None:
     with pytest.raises(OptionError, match=r"vram=NAME,ram=NAME|there is no policy"):
         parse_policies(text)
@@ -101,12 +115,17 @@ def test_parse_policies_rejects_malformed_texts(text: str) -> None:
 
 
 def test_check_policy_rejects_unknown_names_and_ram_rejects_device_policies() -> None:
-    with pytest.raises(OptionError, match="there is no policy 'none'; known policies: auto, lru"):
+    with pytest.raises(
+        OptionError, match="there is no policy 'none'; known policies: auto, lru"
+    ):
         check_policy("none")
     with pytest.raises(OptionError, match="no policy 'best'"):
         ControllerOptions(policy="ram=best")
     for name in ("next-use", "lfu"):
-        with pytest.raises(OptionError, match=f"slots in RAM below a device must be one of lru, .*but is '{name}'"):
+        with pytest.raises(
+            OptionError,
+            match=f"slots in RAM below a device must be one of lru, .*but is '{name}'",
+        ):
             ram_policy(f"ram={name}")
     assert "policy" not in read_load_keywords(environ={})
     variables = {"MOEGGUF_POLICY": " vram=lru,ram=slru "}
@@ -115,7 +134,10 @@ def test_check_policy_rejects_unknown_names_and_ram_rejects_device_policies() ->
 
 def test_find_strategy_resolves_names_and_rejects_unknown_ones() -> None:
     assert find_strategy("") is find_strategy("moegguf")
-    with pytest.raises(OptionError, match="no strategy 'promo'; known strategies: none, lru, moe-infinity"):
+    with pytest.raises(
+        OptionError,
+        match="no strategy 'promo'; known strategies: none, lru, moe-infinity",
+    ):
         find_strategy("promo")
 
 

@@ -1,7 +1,8 @@
 """Tests the arrays of predictors, and the files that store them.
 
-Arrays are compared with hand-computed counts. Arrays that do not fit the model are refused. A saved file is read back
-unchanged, and a bad file is ignored with exactly one warning.
+Arrays are compared with hand-computed counts. Arrays that do not fit the model are
+refused. A saved file is read back unchanged, and a bad file is ignored with exactly one
+warning.
 """
 
 from __future__ import annotations
@@ -24,24 +25,41 @@ from traces import random_trace
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors.counts import MAX_COUNT, affinity, token_table
-from moegguf.controller.predictors.networks import expert_mlp, mlp, state_size, window_pairs
+from moegguf.controller.predictors.networks import (
+    expert_mlp,
+    mlp,
+    state_size,
+    window_pairs,
+)
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.learning.counts import COUNTED, count_affinity, count_popularity, count_tokens
+from moegguf.learning.counts import (
+    COUNTED,
+    count_affinity,
+    count_popularity,
+    count_tokens,
+)
 from moegguf.learning.expert_mlp import states
 from moegguf.native.predictor import QuantizedMatrix
 
-THREE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)
-FOUR = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)
+THREE = MoeShape(
+    n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6
+)
+FOUR = MoeShape(
+    n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6
+)
 
-# Experts of three tokens. In layer 0 they chose {0, 1}, {0, 2} and {0, 1}. In layer 2 the first two chose {0, 1} and
-# {1, 2}, and the layer was not computed for the third.
+# Experts of three tokens. In layer 0 they chose {0, 1}, {0, 2} and {0, 1}. In layer 2
+# the first two chose {0, 1} and {1, 2}, and the layer was not computed for the third.
 PAIRS = hand_made(THREE, [[[[0, 1], [0, 1]], [[2, 0], [2, 1]], [[1, 0], [-1, -1]]]])
-# Token id 5 occurs twice, with the experts {0, 1} and {0, 2} in layer 1. Token id 3 occurs once, with {2, 3}. The last
-# token has no known id.
+# Token id 5 occurs twice, with the experts {0, 1} and {0, 2} in layer 1. Token id 3
+# occurs once, with {2, 3}. The last token has no known id.
 TOKENS = replace(
-    hand_made(FOUR, [[[[0, 1], [3, 2]], [[0, 2], [3, 2]], [[2, 3], [-1, -1]], [[1, 2], [0, 1]]]]),
+    hand_made(
+        FOUR,
+        [[[[0, 1], [3, 2]], [[0, 2], [3, 2]], [[2, 3], [-1, -1]], [[1, 2], [0, 1]]]],
+    ),
     tokens=np.array([5, 5, 3, -1], np.int32),
 )
 
@@ -49,8 +67,8 @@ TOKENS = replace(
 def test_popularity_and_affinity_equal_shares_counted_by_hand() -> None:
     popularity = count_popularity(PAIRS)
     assert popularity == pytest.approx(np.array([[3, 2, 1], [1, 2, 1]]) / [[6], [4]])
-    # Tokens that chose expert 0 in layer 0 chose {0, 1} and {1, 2} in layer 2. After expert 1 they chose {0, 1}; after
-    # expert 2, {1, 2}.
+    # Tokens that chose expert 0 in layer 0 chose {0, 1} and {1, 2} in layer 2. After
+    # expert 1 they chose {0, 1}; after expert 2, {1, 2}.
     expected = np.array([[1, 2, 1], [2, 2, 0], [0, 2, 2]]) / 4
     assert count_affinity(PAIRS, popularity)[0] == pytest.approx(expected)
     trace = replace(PAIRS, expert_ids=PAIRS.expert_ids.copy())
@@ -64,19 +82,30 @@ def test_count_tokens_limits_the_table_and_saturates_its_counts() -> None:
     assert count_tokens(TOKENS, most_tokens=1).arrays["tokens"].tolist() == [3]
     ids = np.tile(np.array([0, 1], np.int16), (2, MAX_COUNT + 2, 1))
     many = replace(TOKENS, tokens=np.ones(MAX_COUNT + 2, np.int32), expert_ids=ids)
-    assert count_tokens(many).arrays["counts"][0, 0].tolist() == [MAX_COUNT, MAX_COUNT, 0, 0]
+    assert count_tokens(many).arrays["counts"][0, 0].tolist() == [
+        MAX_COUNT,
+        MAX_COUNT,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])
-def test_token_table_and_affinity_reject_damaged_arrays_and_other_shapes(tokens: list[int]) -> None:
+def test_token_table_and_affinity_reject_damaged_arrays_and_other_shapes(
+    tokens: list[int],
+) -> None:
     weights = count_tokens(TOKENS)
     with pytest.raises(ValueError, match="different token ids"):
-        token_table(FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)}))
+        token_table(
+            FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)})
+        )
     with pytest.raises(ValueError, match="must have the shape"):
         affinity(THREE, COUNTED["affinity"](random_trace()))
 
 
-SPARSE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
+SPARSE = MoeShape(
+    n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6
+)
 POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
 
@@ -102,8 +131,14 @@ def test_expert_mlp_rejects_wrong_sizes() -> None:
         arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
     expert_mlp(SPARSE, Weights(arrays, {"hidden": [8] * 6}))
     for hidden, why in (
-        ([8, 8], "'hidden' must be a list of 6 whole numbers above 0, but is .*; make it again"),
-        (8, "'hidden' must be a list of 6 whole numbers above 0, but is 8; make it again"),
+        (
+            [8, 8],
+            "'hidden' must be a list of 6 whole numbers above 0, but is .*; make it again",
+        ),
+        (
+            8,
+            "'hidden' must be a list of 6 whole numbers above 0, but is 8; make it again",
+        ),
         ([0, *[8] * 5], "whole numbers above 0, but is .*; make it again"),
         ([9, *[8] * 5], r"'layers\.0\.weight' must have the shape"),
     ):
@@ -111,7 +146,9 @@ def test_expert_mlp_rejects_wrong_sizes() -> None:
             expert_mlp(SPARSE, Weights(arrays, {"hidden": hidden}))
 
 
-FIVE = MoeShape(n_layer=5, n_expert=3, n_expert_used=1, layers=(1, 2, 3, 4), n_embd=2, n_vocab=6)
+FIVE = MoeShape(
+    n_layer=5, n_expert=3, n_expert_used=1, layers=(1, 2, 3, 4), n_embd=2, n_vocab=6
+)
 
 
 def windows_of(windows: list[int]) -> Weights:
@@ -123,30 +160,45 @@ def windows_of(windows: list[int]) -> Weights:
     return Weights(arrays, {"windows": windows, "n_hidden": 2})
 
 
-def test_window_pairs_fall_back_to_the_first_layer_and_mlp_rejects_bad_windows() -> None:
+def test_window_pairs_fall_back_to_the_first_layer_and_mlp_rejects_bad_windows() -> (
+    None
+):
     assert window_pairs(FIVE, [1]) == [(1, 2), (2, 3), (3, 4)]
     assert window_pairs(FIVE, [2]) == [(1, 2), (1, 3), (2, 4)]
     assert window_pairs(FIVE, [1, 8]) == [(1, 2), (1, 3), (1, 4), (2, 3), (3, 4)]
     assert mlp(FIVE, windows_of([1, 2])).reach == 2
-    shape = MoeShape(n_layer=2, n_expert=3, n_expert_used=1, layers=(1,), n_embd=2, n_vocab=6)
+    shape = MoeShape(
+        n_layer=2, n_expert=3, n_expert_used=1, layers=(1,), n_embd=2, n_vocab=6
+    )
     assert mlp(shape, Weights({}, {"windows": [1], "n_hidden": 2})).native() is None
     assert mlp(FIVE, windows_of([1])).native() is not None
     good = windows_of([1])
     for windows, n_hidden in (([0], 2), ([], 2), ([1], "2"), ([1], 0), ([1], -2)):
-        with pytest.raises(ValueError, match="whole numbers above zero; make the file again"):
+        with pytest.raises(
+            ValueError, match="whole numbers above zero; make the file again"
+        ):
             mlp(FIVE, Weights(good.arrays, {"windows": windows, "n_hidden": n_hidden}))
-    with pytest.raises(ValueError, match=r"'1\.3\.hidden\.weight' must have the shape \(2, 2\), but is missing"):
+    with pytest.raises(
+        ValueError,
+        match=r"'1\.3\.hidden\.weight' must have the shape \(2, 2\), but is missing",
+    ):
         mlp(FIVE, Weights(good.arrays, {"windows": [2], "n_hidden": 2}))
 
 
 def test_quantized_matrix_keeps_the_product_within_rounding() -> None:
     rng = np.random.default_rng(0)
-    weights, x = rng.standard_normal((60, 2048)).astype(np.float32), rng.standard_normal(2048).astype(np.float32)
+    weights, x = (
+        rng.standard_normal((60, 2048)).astype(np.float32),
+        rng.standard_normal(2048).astype(np.float32),
+    )
     matrix = QuantizedMatrix(weights)
-    # Each weight is rounded by at most half a step, independently of the others. The bound is 5 standard deviations of
-    # the sum.
+    # Each weight is rounded by at most half a step, independently of the others. The
+    # bound is 5 standard deviations of the sum.
     bound = 5 * np.abs(weights).max() / 127 / np.sqrt(12) * np.linalg.norm(x)
-    assert np.abs((matrix.bytes.astype(np.float32) @ x) * matrix.scale - weights @ x).max() < bound
+    assert (
+        np.abs((matrix.bytes.astype(np.float32) @ x) * matrix.scale - weights @ x).max()
+        < bound
+    )
     assert not QuantizedMatrix(np.zeros((2, 3), np.float32)).bytes.any()
 
 
@@ -156,7 +208,10 @@ ATTENTION = {
     "norm": (N_EMBD,), "out": (N_HEAD, N_EMBD // N_HEAD, N_EMBD),
     **dict.fromkeys("qkv", (N_EMBD, N_HEAD, N_EMBD // N_HEAD)),
 }  # fmt: skip
-BLOCK = {"self": ATTENTION, "feed": {"norm": (N_EMBD,), "up": (N_EMBD, N_FF), "down": (N_FF, N_EMBD)}}
+BLOCK = {
+    "self": ATTENTION,
+    "feed": {"norm": (N_EMBD,), "up": (N_EMBD, N_FF), "down": (N_FF, N_EMBD)},
+}
 BLOCKS = {"encoder.0": BLOCK, "decoder.0": {**BLOCK, "cross": ATTENTION}}
 SIZES: dict[str, tuple[int, ...]] = {
     "embedding": (PATH_SHAPE.n_vocab + 1, N_EMBD), "window": (6, N_EMBD), "chunk": (4, N_EMBD),
@@ -174,14 +229,23 @@ def test_routing_path_rejects_missing_misshapen_and_infinite_arrays(name: str) -
     arrays = {name: np.ones(size, np.float32) for name, size in SIZES.items()}
     routing_path(PATH_SHAPE, Weights(arrays))
     with pytest.raises(ValueError, match=r"must|holds"):
-        routing_path(PATH_SHAPE, Weights({**arrays, name: np.full_like(arrays[name], np.nan)}))
+        routing_path(
+            PATH_SHAPE, Weights({**arrays, name: np.full_like(arrays[name], np.nan)})
+        )
     with pytest.raises(ValueError, match="must"):
-        routing_path(PATH_SHAPE, Weights({**arrays, name: arrays[name][..., np.newaxis]}))
+        routing_path(
+            PATH_SHAPE, Weights({**arrays, name: arrays[name][..., np.newaxis]})
+        )
     with pytest.raises(ValueError, match="must"):
-        routing_path(PATH_SHAPE, Weights({key: array for key, array in arrays.items() if key != name}))
+        routing_path(
+            PATH_SHAPE,
+            Weights({key: array for key, array in arrays.items() if key != name}),
+        )
 
 
-SAVED_SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=16)
+SAVED_SHAPE = MoeShape(
+    n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=16
+)
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
@@ -193,7 +257,9 @@ def build(weights: Weights) -> Weights:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "popularity.safetensors"
-    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE}, {"passes": 7}))
+    weights_file.save(
+        path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE}, {"passes": 7})
+    )
     return path
 
 
@@ -209,13 +275,24 @@ def refused(path: Path, why: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
-def test_saved_weights_are_loaded_as_float32_without_a_warning(path: Path, kind: type) -> None:
-    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE.astype(kind)}, {"passes": 7}))
+def test_saved_weights_are_loaded_as_float32_without_a_warning(
+    path: Path, kind: type
+) -> None:
+    weights_file.save(
+        path,
+        "popularity",
+        "abc",
+        SAVED_SHAPE,
+        Weights({"table": TABLE.astype(kind)}, {"passes": 7}),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = load(path)
     assert found.facts == {"passes": 7}
-    assert np.array_equal(found.array("table", 3, 4), TABLE) and found.array("table", 3, 4).dtype == np.float32
+    assert (
+        np.array_equal(found.array("table", 3, 4), TABLE)
+        and found.array("table", 3, 4).dtype == np.float32
+    )
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -230,15 +307,21 @@ def test_load_rejects_flipped_bits_and_cut_files(path: Path) -> None:
         refused(path, "is not used")
 
 
-def test_load_rejects_a_file_above_the_limit_of_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_rejects_a_file_above_the_limit_of_bytes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n_bytes = path.stat().st_size
     monkeypatch.setattr(weights_file, "MAX_FILE_BYTES", n_bytes)
     assert weights_file.load(path, "popularity", "abc", SAVED_SHAPE, build) is not None
     monkeypatch.setattr(weights_file, "MAX_FILE_BYTES", n_bytes - 1)
-    refused(path, f"must have at most {n_bytes - 1} bytes, but has {n_bytes}; make it again")
+    refused(
+        path, f"must have at most {n_bytes - 1} bytes, but has {n_bytes}; make it again"
+    )
 
 
-def test_load_rejects_another_model_shape_predictor_or_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_rejects_another_model_shape_predictor_or_version(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, fingerprint, shape in (
         ("affinity", "abc", SAVED_SHAPE),
         ("popularity", "abd", SAVED_SHAPE),
@@ -252,7 +335,9 @@ def test_load_rejects_another_model_shape_predictor_or_version(path: Path, monke
 
 
 def test_load_rejects_arrays_of_another_shape(path: Path) -> None:
-    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE[:2]}))
+    weights_file.save(
+        path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE[:2]})
+    )
     refused(path, "must have the shape")
 
 
@@ -270,17 +355,28 @@ def test_load_never_executes_pickles_or_foreign_files(path: Path) -> None:
     mark = path.with_name("executed")
     path.write_bytes(pickle.dumps(Payload(mark)))
     refused(path, "is not used")
-    np.save(path.with_suffix(".npy"), np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    np.save(
+        path.with_suffix(".npy"),
+        np.array([Payload(mark)], dtype=object),
+        allow_pickle=True,
+    )
     refused(path.with_suffix(".npy"), "is not used")
     assert not mark.exists()
     save_file({"table": TABLE}, path)
     refused(path, "by an old version of moegguf or by another program")
-    head = {"version": 1, "predictor": "popularity", "fingerprint": "abc", "shape": dataclasses.asdict(SAVED_SHAPE)}
+    head = {
+        "version": 1,
+        "predictor": "popularity",
+        "fingerprint": "abc",
+        "shape": dataclasses.asdict(SAVED_SHAPE),
+    }
     save_file({"table": TABLE}, path, {"moegguf": json.dumps(head)})
     refused(path, "checksum")
 
 
-def test_failed_save_keeps_the_old_file_and_leaves_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_the_old_file_and_leaves_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = path.read_bytes()
 
     def full(handle: int) -> None:
@@ -288,6 +384,8 @@ def test_failed_save_keeps_the_old_file_and_leaves_no_other(path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE}))
+        weights_file.save(
+            path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE})
+        )
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]

@@ -70,7 +70,9 @@ def test_prose_joins_comments_on_successive_lines() -> None:
 
 
 def test_findings_name_file_line_and_rule(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text('"""A module."""\n\n\ndef f() -> None:\n    """What it does."""\n')
+    (tmp_path / "a.py").write_text(
+        '"""A module."""\n\n\ndef f() -> None:\n    """What it does."""\n'
+    )
     assert [str(finding) for finding in prose.findings_in(["."], tmp_path)] == [
         "a.py:5: opens with 'what': What it does."
     ]

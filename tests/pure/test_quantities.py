@@ -1,4 +1,5 @@
-"""Tests sizes, budgets, times and environment variables: accepted texts, messages of refusals, and printed forms."""
+"""Tests sizes, budgets, times and environment variables: accepted texts, messages of
+refusals, and printed forms."""
 
 import contextlib
 import math
@@ -39,7 +40,22 @@ def test_parse_size_reads_numbers_with_units(text: str | int, n_bytes: int) -> N
     assert parse_size(text) == n_bytes
 
 
-BAD_SIZES = ["", "0", "-1", "-4GiB", "1e9", "2.5", "GiB", "4 PiB", "4GiBs", "٤GiB", "1 2", "9" * 30, "4GiB\0", "0x10"]
+BAD_SIZES = [
+    "",
+    "0",
+    "-1",
+    "-4GiB",
+    "1e9",
+    "2.5",
+    "GiB",
+    "4 PiB",
+    "4GiBs",
+    "٤GiB",
+    "1 2",
+    "9" * 30,
+    "4GiB\0",
+    "0x10",
+]
 
 
 def test_parse_expert_cache_reads_auto_percentages_and_sizes() -> None:
@@ -52,11 +68,29 @@ def test_parse_expert_cache_reads_auto_percentages_and_sizes() -> None:
     assert parse_expert_cache(ExpertCache("auto")) == ExpertCache("auto")
 
 
-BAD_BUDGETS = [0, -1, True, 0.0, 0.5, -2.5, math.nan, math.inf, 1e30, "0%", "101%", "-5%", "abc", "half", *BAD_SIZES]
+BAD_BUDGETS = [
+    0,
+    -1,
+    True,
+    0.0,
+    0.5,
+    -2.5,
+    math.nan,
+    math.inf,
+    1e30,
+    "0%",
+    "101%",
+    "-5%",
+    "abc",
+    "half",
+    *BAD_SIZES,
+]
 
 
 @pytest.mark.parametrize("value", [*BAD_BUDGETS, None, [], b"4GiB"])
-def test_parse_expert_cache_rejects_other_values_and_lists_accepted_forms(value: object) -> None:
+def test_parse_expert_cache_rejects_other_values_and_lists_accepted_forms(
+    value: object,
+) -> None:
     with pytest.raises(BudgetError, match=r'"auto".*"50%".*"4GiB"') as caught:
         parse_expert_cache(value)  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
@@ -65,17 +99,24 @@ def test_parse_expert_cache_rejects_other_values_and_lists_accepted_forms(value:
 
 
 @pytest.mark.parametrize("text", ["50", " 100 ", "1", "12.5"])
-def test_parse_expert_cache_suggests_percent_for_a_bare_number_up_to_100(text: str) -> None:
+def test_parse_expert_cache_suggests_percent_for_a_bare_number_up_to_100(
+    text: str,
+) -> None:
     with pytest.raises(BudgetError, match=f'did you mean "{text.strip()}%"') as caught:
         parse_expert_cache(text)
     assert len(str(caught.value)) < 300
-    assert parse_expert_cache("101").n_bytes == 101 and parse_expert_cache("50 B").n_bytes == 50
+    assert (
+        parse_expert_cache("101").n_bytes == 101
+        and parse_expert_cache("50 B").n_bytes == 50
+    )
     assert parse_expert_cache(50).n_bytes == 50, "a number from a program is in bytes"
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=30))
-def test_parse_expert_cache_returns_or_raises_budget_error_for_any_text(text: str) -> None:
+def test_parse_expert_cache_returns_or_raises_budget_error_for_any_text(
+    text: str,
+) -> None:
     with contextlib.suppress(BudgetError):
         parse_expert_cache(text)
 
@@ -87,8 +128,14 @@ def test_format_bytes_up_never_rounds_down(n_bytes: int) -> None:
 
 
 def test_read_environment_checks_values_and_unknown_option_suggests_a_name() -> None:
-    assert read_environment({}) == read_environment({"MOEGGUF_HOOKS": "", "MOEGGUF_EXPERT_CACHE": " "})
-    variables = {"MOEGGUF_HOOKS": "0", "MOEGGUF_EXPERT_CACHE": "25%", "MOEGGUF_MODELS": "/m"}
+    assert read_environment({}) == read_environment(
+        {"MOEGGUF_HOOKS": "", "MOEGGUF_EXPERT_CACHE": " "}
+    )
+    variables = {
+        "MOEGGUF_HOOKS": "0",
+        "MOEGGUF_EXPERT_CACHE": "25%",
+        "MOEGGUF_MODELS": "/m",
+    }
     env = read_environment(variables)
     assert (env.hooks, env.models, env.library) == (False, Path("/m"), None)
     assert str(read_load_keywords(environ=variables)["expert_cache"]) == "25%"
@@ -113,12 +160,28 @@ def test_read_environment_checks_values_and_unknown_option_suggests_a_name() -> 
 )
 def test_parse_link_reads_bandwidth_and_latency(text: str, link: Link) -> None:
     assert parse_link(text) == link
-    assert parse_link(str(Link(24e9, 35e-6))) == Link(24e9, 35e-6), "it says what can be read again"
-    assert link.seconds(2e9, 3) == pytest.approx(2e9 / link.bytes_per_s + 3 * link.latency_s)
+    assert parse_link(str(Link(24e9, 35e-6))) == Link(24e9, 35e-6), (
+        "it says what can be read again"
+    )
+    assert link.seconds(2e9, 3) == pytest.approx(
+        2e9 / link.bytes_per_s + 3 * link.latency_s
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "24GB", "24", "/s", "24GB/ms", "0GB/s", "-1GB/s", "24GB/s,fast", "24GB/s,-1", "x"]
+    "text",
+    [
+        "",
+        "24GB",
+        "24",
+        "/s",
+        "24GB/ms",
+        "0GB/s",
+        "-1GB/s",
+        "24GB/s,fast",
+        "24GB/s,-1",
+        "x",
+    ],
 )
 def test_parse_link_rejects_malformed_texts(text: str) -> None:
     with pytest.raises(OptionError, match="24GB/s,35us"):
@@ -149,19 +212,31 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
         )),
     ],
 )  # fmt: skip
-def test_human_formats_print_bytes_durations_and_numbers(human: Callable[[float], str], n: float, text: str) -> None:
+def test_human_formats_print_bytes_durations_and_numbers(
+    human: Callable[[float], str], n: float, text: str
+) -> None:
     assert human(n) == text
 
 
 def test_human_time_prints_past_and_future_times() -> None:
     assert human_time(NOW - timedelta(days=3), NOW) == "3 days ago"
-    assert human_time(NOW + timedelta(minutes=4, seconds=10), NOW) == "4 minutes from now"
+    assert (
+        human_time(NOW + timedelta(minutes=4, seconds=10), NOW) == "4 minutes from now"
+    )
     assert human_time(None) == "Forever"
 
 
 @pytest.mark.parametrize(
     ("size_bytes", "vram_bytes", "text"),
-    [(10, 0, "100% CPU"), (10, 10, "100% GPU"), (10, 12, "Unknown"), (0, 3, "Unknown"), (100, 52, "48%/52% CPU/GPU")],
+    [
+        (10, 0, "100% CPU"),
+        (10, 10, "100% GPU"),
+        (10, 12, "Unknown"),
+        (0, 3, "Unknown"),
+        (100, 52, "48%/52% CPU/GPU"),
+    ],
 )
-def test_processor_split_prints_the_shares_of_cpu_and_gpu(size_bytes: int, vram_bytes: int, text: str) -> None:
+def test_processor_split_prints_the_shares_of_cpu_and_gpu(
+    size_bytes: int, vram_bytes: int, text: str
+) -> None:
     assert processor_split(size_bytes, vram_bytes) == text

@@ -1,5 +1,5 @@
-"""Tests which replica a request prefers in Ray Serve, the sum of replicas' states, and the checks of the application's
-arguments."""
+"""Tests which replica a request prefers in Ray Serve, the sum of replicas' states, and
+the checks of the application's arguments."""
 
 import subprocess
 import sys
@@ -13,7 +13,12 @@ from moegguf.generate.request import Request
 from moegguf.models.catalog import demo_path
 from moegguf.serving.events import LoadedModel
 from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig, read_config
-from moegguf.serving.ray.preference import BEGINNING, MAX_IMBALANCE, conversation_of, rank
+from moegguf.serving.ray.preference import (
+    BEGINNING,
+    MAX_IMBALANCE,
+    conversation_of,
+    rank,
+)
 from moegguf.serving.ray.status import total
 
 WITHOUT_RAY = ("config", "preference", "status")
@@ -22,7 +27,10 @@ WITHOUT_RAY = ("config", "preference", "status")
 def talk(*contents: str, **fields: Any) -> Request:
     system, *turns = contents
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages += [
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(turns)
+    ]
     return Request(messages=tuple(messages), **fields)
 
 
@@ -40,22 +48,42 @@ def test_total_sums_the_requests_that_replicas_answer_and_can_answer_at_once() -
         )  # fmt: skip
 
     found = total([replica(2048, 4, 3), replica(1024, 2, 1)])
-    assert (found.n_parallel, found.n_answering, found.n_ctx, found.queue) == (6, 4, 1024, 2)
+    assert (found.n_parallel, found.n_answering, found.n_ctx, found.queue) == (
+        6,
+        4,
+        1024,
+        2,
+    )
 
 
 def test_conversation_of_is_equal_for_all_turns_of_a_conversation() -> None:
     first = conversation_of(talk("", "What is an expert?"))
     assert conversation_of(talk("", "What is an expert?", "A matrix.", "Why?")) == first
-    prompts = [Request(prompt="x" * n + "?") for n in (BEGINNING, BEGINNING + 1, BEGINNING - 1)]
-    assert [conversation_of(each) == conversation_of(prompts[0]) for each in prompts] == [True, True, False]
-    turns = [Request(prompt="Why?", context=tuple(range(n))) for n in (BEGINNING, BEGINNING + 9, 9)]
-    assert [conversation_of(each) == conversation_of(turns[0]) for each in turns] == [True, True, False]
+    prompts = [
+        Request(prompt="x" * n + "?") for n in (BEGINNING, BEGINNING + 1, BEGINNING - 1)
+    ]
+    assert [
+        conversation_of(each) == conversation_of(prompts[0]) for each in prompts
+    ] == [True, True, False]
+    turns = [
+        Request(prompt="Why?", context=tuple(range(n)))
+        for n in (BEGINNING, BEGINNING + 9, 9)
+    ]
+    assert [conversation_of(each) == conversation_of(turns[0]) for each in turns] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        talk("", "What is an expert?", tools=({"type": "function", "function": {"name": "f"}},)),
+        talk(
+            "",
+            "What is an expert?",
+            tools=({"type": "function", "function": {"name": "f"}},),
+        ),
         talk("", "What is an expert?", template="{{ messages }}"),
         talk("", "What is an expert?", think=True),
         talk("Be short.", "What is an expert?"),
@@ -63,7 +91,9 @@ def test_conversation_of_is_equal_for_all_turns_of_a_conversation() -> None:
         talk("", "What is an expert?", owner="another"),
     ],
 )
-def test_conversation_of_differs_by_owner_and_text_before_the_first_answer(other: Request) -> None:
+def test_conversation_of_differs_by_owner_and_text_before_the_first_answer(
+    other: Request,
+) -> None:
     assert conversation_of(other) != conversation_of(talk("", "What is an expert?"))
 
 
@@ -76,7 +106,13 @@ def test_conversation_of_differs_by_owner_and_text_before_the_first_answer(other
         (None, [], []),
         (0, [MAX_IMBALANCE, 0], [[0, 1]]),
     ],
-    ids=["the holder first", "the only one", "none holds it", "none", "not one with too long a queue"],
+    ids=[
+        "the holder first",
+        "the only one",
+        "none holds it",
+        "none",
+        "not one with too long a queue",
+    ],
 )
 def test_rank_puts_the_holder_first_unless_its_queue_is_too_long(
     holder: int | None, queues: list[int], expected: list[Any]
@@ -100,7 +136,9 @@ WHOLE = {
 
 def test_read_config_reads_every_option_and_defaults_to_the_demo() -> None:
     (found,) = read_config({"models": {"big": WHOLE}})
-    assert found.model_dump(by_alias=True) == {"name": "big:latest"} | WHOLE | {"memory": 24 << 30}
+    assert found.model_dump(by_alias=True) == {"name": "big:latest"} | WHOLE | {
+        "memory": 24 << 30
+    }
     demo = ModelConfig(name="demo:latest", model="demo")
     assert read_config({}) == read_config({"models": {"demo": None}}) == (demo,)
 
@@ -110,7 +148,12 @@ def test_ongoing_requests_is_twice_the_parallel_requests_with_a_minimum() -> Non
         (config,) = read_config({"models": {"demo": options}})
         return config.ongoing_requests(n_parallel)
 
-    assert (ongoing(), ongoing(parallel=4), ongoing(parallel=32), ongoing(n_parallel=16)) == (8, 8, 64, 32)
+    assert (
+        ongoing(),
+        ongoing(parallel=4),
+        ongoing(parallel=32),
+        ongoing(n_parallel=16),
+    ) == (8, 8, 64, 32)
     assert ongoing(n_parallel=16, parallel=2) == 8
     assert ongoing(parallel=32, max_ongoing_requests=3) == 3
 
@@ -121,16 +164,36 @@ def test_ongoing_requests_is_twice_the_parallel_requests_with_a_minimum() -> Non
         ({"model": {}}, "model: Extra inputs are not permitted"),
         ({"models": {}}, "models: .* at least 1 item"),
         ({"models": {"demo": 4}}, "models.demo: .*dictionary, but is 4"),
-        ({"models": {"demo": {"memry": "1GiB"}}}, "models.demo.memry: Extra inputs are not permitted"),
-        ({"models": {"demo": {"memory": "much"}}}, r"models.demo.memory: .*\"4GiB\", but is 'much'; correct it\.$"),
-        ({"models": {"demo": {"expert_cache": "200%"}}}, r"models.demo.expert_cache: .* \"2\.5 GB\"; correct it\.$"),
-        ({"models": {"demo": {"expert_cache": True}}}, r"models.demo.expert_cache: must be .* True"),
-        ({"models": {"demo": {"threads": 0}}}, "models.demo.threads: .* than or equal to 1, but is 0"),
-        ({"models": {"demo": {"model": ""}}}, "models.demo.model: must be a name or a path"),
+        (
+            {"models": {"demo": {"memry": "1GiB"}}},
+            "models.demo.memry: Extra inputs are not permitted",
+        ),
+        (
+            {"models": {"demo": {"memory": "much"}}},
+            r"models.demo.memory: .*\"4GiB\", but is 'much'; correct it\.$",
+        ),
+        (
+            {"models": {"demo": {"expert_cache": "200%"}}},
+            r"models.demo.expert_cache: .* \"2\.5 GB\"; correct it\.$",
+        ),
+        (
+            {"models": {"demo": {"expert_cache": True}}},
+            r"models.demo.expert_cache: must be .* True",
+        ),
+        (
+            {"models": {"demo": {"threads": 0}}},
+            "models.demo.threads: .* than or equal to 1, but is 0",
+        ),
+        (
+            {"models": {"demo": {"model": ""}}},
+            "models.demo.model: must be a name or a path",
+        ),
         ({"models": {"demo": {}, "Demo:latest": {}}}, "more than once"),
     ],
 )
-def test_read_config_names_the_key_and_the_rule_of_an_error(arguments: dict[str, Any], message: str) -> None:
+def test_read_config_names_the_key_and_the_rule_of_an_error(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
         read_config(arguments)
 
@@ -141,7 +204,9 @@ def test_read_config_rejects_invalid_model_names() -> None:
 
 
 def test_configured_catalog_has_only_the_names_of_the_config() -> None:
-    catalog = ConfiguredCatalog(read_config({"models": {"small": {"model": str(demo_path())}}}))
+    catalog = ConfiguredCatalog(
+        read_config({"models": {"small": {"model": str(demo_path())}}})
+    )
     assert [entry.name for entry in catalog.entries()] == ["small:latest"]
     assert catalog.find("SMALL").path == demo_path()
     for name in ("demo", "other"):

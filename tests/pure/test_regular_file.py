@@ -1,6 +1,7 @@
 """Tests files that moegguf opens without being given their paths.
 
-A pipe, folder or device in place of such a file causes an error or is treated as missing.
+A pipe, folder or device in place of such a file causes an error or is treated as
+missing.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ def test_open_regular_with_own_rejects_links_and_files_of_another_user(
     path, link = tmp_path / "file", tmp_path / "link"
     path.write_bytes(b"text")
     link.symlink_to(path)
-    assert read_regular(path) == read_regular(path, own=True) == read_regular(link) == b"text"
+    assert (
+        read_regular(path)
+        == read_regular(path, own=True)
+        == read_regular(link)
+        == b"text"
+    )
     with pytest.raises(OSError, match="Too many levels"):
         open_regular(link, own=True)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -57,7 +63,9 @@ def test_open_regular_with_own_rejects_links_and_files_of_another_user(
     assert read_regular(path) == b"text"
 
 
-def test_catalog_lists_other_models_if_the_index_or_a_commit_is_a_pipe(catalog: Catalog) -> None:
+def test_catalog_lists_other_models_if_the_index_or_a_commit_is_a_pipe(
+    catalog: Catalog,
+) -> None:
     folder = cache("user/repo", {"model-Q4_K_M.gguf": moe().build()})
     (folder / "refs" / "main").unlink()
     os.mkfifo(folder / "refs" / "main")
@@ -70,7 +78,9 @@ def test_catalog_lists_other_models_if_the_index_or_a_commit_is_a_pipe(catalog: 
     assert "mine:latest" in names()
 
 
-def test_known_fact_replaces_a_pipe_and_remove_abandoned_skips_pipes(tmp_path: Path, user: Path) -> None:
+def test_known_fact_replaces_a_pipe_and_remove_abandoned_skips_pipes(
+    tmp_path: Path, user: Path
+) -> None:
     fact = KnownFact("tests", read_layout(moe().write(tmp_path / "model.gguf")), {})
     fact.write("known")
     fact._path.unlink()
@@ -82,9 +92,13 @@ def test_known_fact_replaces_a_pipe_and_remove_abandoned_skips_pipes(tmp_path: P
     remove_abandoned([tmp_path / ".abandoned"])
 
 
-async def test_batches_ignore_pipes_in_place_of_a_batch_or_a_file(tmp_path: Path) -> None:
+async def test_batches_ignore_pipes_in_place_of_a_batch_or_a_file(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "files").mkdir()
     os.mkfifo(tmp_path / "batch_1.json")
     os.mkfifo(tmp_path / "files" / "file-1.json")
-    async with Batches(tmp_path, Endpoint(), max_bytes=1 << 30, n_parallel=1, window_s=60.0) as found:
+    async with Batches(
+        tmp_path, Endpoint(), max_bytes=1 << 30, n_parallel=1, window_s=60.0
+    ) as found:
         assert (found.all(), found.files.all()) == ([], [])

@@ -1,5 +1,5 @@
-"""Tests that a replay of the shipped trace reproduces its recorded figures, so that recorded results are valid for this
-code."""
+"""Tests that a replay of the shipped trace reproduces its recorded figures, so that
+recorded results are valid for this code."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,9 @@ def test_shipped_trace_replays_its_three_recorded_figures_exactly() -> None:
     assert shipped.replayed() == recorded, (
         f"the code counts other figures: python -m predictors.study.shipped, and CODE_VERSION {CODE_VERSION + 1}"
     )
-    assert 0 < recorded["LRU, ready"] < 1 and recorded["token table, times as fast"] != 1
+    assert (
+        0 < recorded["LRU, ready"] < 1 and recorded["token table, times as fast"] != 1
+    )
 
 
 @pytest.mark.usefixtures("user")
@@ -33,5 +35,10 @@ def test_replayed_figures_ignore_a_collection_that_an_earlier_run_saved() -> Non
     collection.add(np.ones(shape.table, np.float32))
     artifacts.save_collection(shape, collection.weights())
     assert artifacts.collection(shape) is not None
-    assert replace(artifacts, folder=shipped.TRACE.parent, only_folder=True).collection(shape) is None
+    assert (
+        replace(artifacts, folder=shipped.TRACE.parent, only_folder=True).collection(
+            shape
+        )
+        is None
+    )
     assert shipped.replayed() == json.loads(shipped.FIGURES.read_text(encoding="utf-8"))

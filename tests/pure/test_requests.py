@@ -1,4 +1,5 @@
-"""Tests `Requests`: which evaluation begins a request, and which evaluations belong to its prompt."""
+"""Tests `Requests`: which evaluation begins a request, and which evaluations belong to
+its prompt."""
 
 from collections.abc import Generator
 
@@ -11,7 +12,8 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Counts evaluated tokens like `Llama`. `noted` collects (number of the request, phase) for each evaluation."""
+    """Counts evaluated tokens like `Llama`. `noted` collects (number of the request,
+    phase) for each evaluation."""
 
     def __init__(self) -> None:
         self.requests = Requests()
@@ -24,7 +26,8 @@ class Context:
         self.n_past += n_tokens
 
     def generate(self, n_prompt: int, *, keep: int = 0) -> Generator[int, None, None]:
-        """Evaluates `n_prompt` tokens after the `keep` tokens in the context, then single tokens."""
+        """Evaluates `n_prompt` tokens after the `keep` tokens in the context, then
+        single tokens."""
 
         def steps() -> Generator[int, None, None]:
             self.n_past = keep
@@ -42,7 +45,9 @@ def take(steps: Generator[int, None, None], n: int) -> None:
     steps.close()
 
 
-def test_prompt_of_any_length_starts_a_request_but_an_unstarted_generator_does_not() -> None:
+def test_prompt_of_any_length_starts_a_request_but_an_unstarted_generator_does_not() -> (
+    None
+):
     context = Context()
     take(context.generate(5), 2)
     take(context.generate(1, keep=6), 2)
@@ -65,12 +70,17 @@ def test_prompt_of_any_length_starts_a_request_but_an_unstarted_generator_does_n
     [
         (0, (4, 1, 1), (1, 1, 3),
          [(0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL)]),
-        (10, (1,), (), [(0, PREFILL)]),  # a loaded state has 10 tokens before the first evaluation
-        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # the first pass failed and left no tokens, so it is repeated
+        # A loaded state has 10 tokens before the first evaluation.
+        (10, (1,), (), [(0, PREFILL)]),
+        # The first pass failed and left no tokens, so it is repeated.
+        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),
     ],
 )  # fmt: skip
 def test_eval_on_an_empty_context_starts_a_request(
-    n_past: int, first: tuple[int, ...], then: tuple[int, ...], noted: list[tuple[int, Phase]]
+    n_past: int,
+    first: tuple[int, ...],
+    then: tuple[int, ...],
+    noted: list[tuple[int, Phase]],
 ) -> None:
     context = Context()
     for context.n_past, counts in ((n_past, first), (0, then)):

@@ -36,10 +36,15 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[ResponseStore]:
 
 
 def turn(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}, {"role": "assistant", "content": text.upper()}]
+    return [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text.upper()},
+    ]
 
 
-def test_history_returns_the_turns_of_a_conversation_in_order(store: ResponseStore) -> None:
+def test_history_returns_the_turns_of_a_conversation_in_order(
+    store: ResponseStore,
+) -> None:
     store.add({"id": "a"}, None, turn("one"))
     store.add({"id": "b", "n": 1}, "a", turn("two"))
     store.add({"id": "c"}, "a", turn("other"))
@@ -48,7 +53,9 @@ def test_history_returns_the_turns_of_a_conversation_in_order(store: ResponseSto
     assert store.get("b") == {"id": "b", "n": 1}
 
 
-def test_deleted_response_ends_the_history_of_its_continuations(store: ResponseStore) -> None:
+def test_deleted_response_ends_the_history_of_its_continuations(
+    store: ResponseStore,
+) -> None:
     store.add({"id": "a"}, None, turn("one"))
     store.add({"id": "b"}, "a", turn("two"))
     store.delete("a")
@@ -60,7 +67,9 @@ def test_deleted_response_ends_the_history_of_its_continuations(store: ResponseS
         store.history("b")
 
 
-def test_response_expires_at_its_age_limit_unless_continued(store: ResponseStore, clock: Clock) -> None:
+def test_response_expires_at_its_age_limit_unless_continued(
+    store: ResponseStore, clock: Clock
+) -> None:
     for name in ("a", "alone"):
         store.add({"id": name}, None, turn(name))
     clock.now_s += AGE_S - 1
@@ -74,7 +83,9 @@ def test_response_expires_at_its_age_limit_unless_continued(store: ResponseStore
         store.get("b")
 
 
-def test_start_deletes_expired_responses_of_an_earlier_run(tmp_path: Path, clock: Clock, store: ResponseStore) -> None:
+def test_start_deletes_expired_responses_of_an_earlier_run(
+    tmp_path: Path, clock: Clock, store: ResponseStore
+) -> None:
     store.start()
     assert not (tmp_path / "responses").exists(), "nothing was stored yet"
     store.add({"id": "a"}, None, turn("one"))
@@ -87,7 +98,9 @@ def test_start_deletes_expired_responses_of_an_earlier_run(tmp_path: Path, clock
     later.close()
 
 
-def test_response_is_visible_only_to_its_owner_or_to_all_without_owner(store: ResponseStore) -> None:
+def test_response_is_visible_only_to_its_owner_or_to_all_without_owner(
+    store: ResponseStore,
+) -> None:
     store.add({"id": "open"}, None, turn("one"))
     token = current_owner.set("ann")
     try:
@@ -116,7 +129,9 @@ def test_add_deletes_the_oldest_responses_above_the_limit(
     assert store.get("b") and store.get("c")
 
 
-def test_history_rejects_a_conversation_that_is_too_long(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_rejects_a_conversation_that_is_too_long(
+    store: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 300)
     store.add({"id": "a"}, None, turn("x" * 80))
     store.add({"id": "b"}, "a", turn("y" * 80))
@@ -125,18 +140,29 @@ def test_history_rejects_a_conversation_that_is_too_long(store: ResponseStore, m
         store.history("b")
 
 
-def test_add_raises_busy_error_if_another_process_has_the_store(tmp_path: Path, store: ResponseStore) -> None:
+def test_add_raises_busy_error_if_another_process_has_the_store(
+    tmp_path: Path, store: ResponseStore
+) -> None:
     store.add({"id": "a"}, None, turn("one"))
     code = (
         "import sys; from pathlib import Path; from moegguf.serving.responses import ResponseStore;"
         "store = ResponseStore(Path(sys.argv[1]), 9.0); store.start()\n"
         "try: store.add({'id': 'b'}, None, [])\nexcept Exception as error: print(type(error).__name__)"
     )
-    run = subprocess.run([sys.executable, "-c", code, tmp_path / "responses"], capture_output=True, text=True)
-    assert run.stdout.strip() == BusyError.__name__ and "another process is using the responses" in run.stderr
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "responses"],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        run.stdout.strip() == BusyError.__name__
+        and "another process is using the responses" in run.stderr
+    )
 
 
-def test_damaged_database_raises_storage_error(tmp_path: Path, store: ResponseStore) -> None:
+def test_damaged_database_raises_storage_error(
+    tmp_path: Path, store: ResponseStore
+) -> None:
     (tmp_path / "responses").mkdir()
     (tmp_path / "responses" / responses.DATABASE).write_bytes(b"no database" * 1000)
     with pytest.raises(StorageError, match="damaged"):

@@ -18,7 +18,9 @@ N_BACK = 4
 
 
 def chunk(sequence: int, n_tokens: int, n_drafted: int = 0) -> SequenceTokens:
-    return SequenceTokens(sequence, [1] * n_tokens, 0, 0, Phase.DECODE, draft=[2] * n_drafted)
+    return SequenceTokens(
+        sequence, [1] * n_tokens, 0, 0, Phase.DECODE, draft=[2] * n_drafted
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,18 @@ def test_forget_and_clear_remove_snapshots() -> None:
 
 @pytest.mark.parametrize(
     ("sequences", "own_cells", "expected"),
-    [([0], False, N_BACK), ([0, 1], False, 3), ([0, 2], False, 3), ([0, 2], True, 0), ([1, 2], True, 3)],
+    [
+        ([0], False, N_BACK),
+        ([0, 1], False, 3),
+        ([0, 2], False, 3),
+        ([0, 2], True, 0),
+        ([1, 2], True, 3),
+    ],
 )
-def test_most_lost_limits_drafts_to_one_ubatch(sequences: list[int], own_cells: bool, expected: int) -> None:
-    assert Rollback(N_BACK, n_ubatch=8, own_cells=own_cells).most_lost(sequences) == expected
+def test_most_lost_limits_drafts_to_one_ubatch(
+    sequences: list[int], own_cells: bool, expected: int
+) -> None:
+    assert (
+        Rollback(N_BACK, n_ubatch=8, own_cells=own_cells).most_lost(sequences)
+        == expected
+    )

@@ -1,4 +1,5 @@
-"""Tests the listeners of a store's routing events without a store: exceptions, and the log of evictions."""
+"""Tests the listeners of a store's routing events without a store: exceptions, and the
+log of evictions."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -22,8 +23,12 @@ class FailingListener(RoutingListener):
         raise ValueError("observed")
 
 
-@pytest.mark.parametrize(("method", "message"), [("_announce", "announced"), ("_observe", "observed")])
-def test_listener_that_failed_is_not_called_again_after_another_is_added(method: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "message"), [("_announce", "announced"), ("_observe", "observed")]
+)
+def test_listener_that_failed_is_not_called_again_after_another_is_added(
+    method: str, message: str
+) -> None:
     listeners = RoutingListeners(Mock())
     listeners.add(FailingListener())
     with pytest.raises(ValueError, match=message):
@@ -34,9 +39,13 @@ def test_listener_that_failed_is_not_called_again_after_another_is_added(method:
     assert added.announce.called or added.observe.called
 
 
-def test_eviction_log_names_layers_of_a_model_whose_first_layer_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_log_names_layers_of_a_model_whose_first_layer_is_dense(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logged: list[dict[str, Any]] = []
-    monkeypatch.setattr(eviction_log, "log_decision", lambda name, **fields: logged.append(fields))
+    monkeypatch.setattr(
+        eviction_log, "log_decision", lambda name, **fields: logged.append(fields)
+    )
     before, now = np.zeros((3, 4), np.uint8), np.zeros((3, 4), np.uint8)
     before[2, 1], now[1, 3] = 2, 2  # layer 0 has no experts
     session = Mock()
@@ -44,4 +53,6 @@ def test_eviction_log_names_layers_of_a_model_whose_first_layer_is_dense(monkeyp
     log = eviction_log.EvictionLog(session)
     for _ in range(2):
         log.observe(Mock(il=1, phase=Phase.DECODE))
-    assert [(fields["evicted"], fields["for_experts"]) for fields in logged] == [(["2/1"], ["1/3"])]
+    assert [(fields["evicted"], fields["for_experts"]) for fields in logged] == [
+        (["2/1"], ["1/3"])
+    ]

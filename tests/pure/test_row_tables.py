@@ -25,7 +25,9 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
 
     The file is sparse and occupies almost no disk space.
     """
-    shape = replace(PRESETS["qwen3.8-flash-next"], n_layer=4, ple_vocab_base=N_ROWS_BASE)
+    shape = replace(
+        PRESETS["qwen3.8-flash-next"], n_layer=4, ple_vocab_base=N_ROWS_BASE
+    )
     path = tmp_path_factory.mktemp("tables") / "sparse.gguf"
     return read_layout(write_sparse_model(path, shape, "q4_0"))
 
@@ -34,13 +36,18 @@ def test_row_table_bytes_are_not_counted_as_dense_weights(layout: ExpertLayout) 
     made = {tensor.name: tensor for tensor in tensors(
         replace(PRESETS["qwen3.8-flash-next"], n_layer=4, ple_vocab_base=N_ROWS_BASE), "q4_0"
     )}  # fmt: skip
-    table_bytes = made["per_layer_token_embd.weight"].n_bytes + made["token_embd.weight"].n_bytes
+    table_bytes = (
+        made["per_layer_token_embd.weight"].n_bytes + made["token_embd.weight"].n_bytes
+    )
     assert layout.row_table_bytes == table_bytes > 5 * GIB
     all_bytes = sum(tensor.n_bytes for tensor in made.values())
     assert layout.dense_bytes + layout.expert_bytes + table_bytes == all_bytes
 
 
-@pytest.mark.parametrize(("arch", "n_bytes"), [("qwen4exp", 4 * 32 * 16), ("gemma4", 4 * 32 * 16), ("gemma3n", 0)])
+@pytest.mark.parametrize(
+    ("arch", "n_bytes"),
+    [("qwen4exp", 4 * 32 * 16), ("gemma4", 4 * 32 * 16), ("gemma3n", 0)],
+)
 def test_row_tables_are_recognised_only_for_architectures_that_read_by_row(
     tmp_path: Path, arch: str, n_bytes: int
 ) -> None:
@@ -52,7 +59,9 @@ def test_row_tables_are_recognised_only_for_architectures_that_read_by_row(
     assert found.dense_bytes - without.dense_bytes == 4 * 32 * 16 - n_bytes
 
 
-def test_embedding_is_a_row_table_and_counts_as_a_weight_only_as_the_output_matrix(tmp_path: Path) -> None:
+def test_embedding_is_a_row_table_and_counts_as_a_weight_only_as_the_output_matrix(
+    tmp_path: Path,
+) -> None:
     tied = moe()
     tied.tensors = [tensor for tensor in tied.tensors if tensor.name != "output.weight"]
     as_output = read_layout(tied.write(tmp_path / "tied.gguf"))
@@ -63,7 +72,9 @@ def test_embedding_is_a_row_table_and_counts_as_a_weight_only_as_the_output_matr
     assert apart.dense_bytes == as_output.dense_bytes + as_output.tied_output_bytes
 
 
-def test_plan_fits_a_machine_with_less_memory_than_the_row_table(layout: ExpertLayout) -> None:
+def test_plan_fits_a_machine_with_less_memory_than_the_row_table(
+    layout: ExpertLayout,
+) -> None:
     memory = Memory(8 * GIB, 4 * GIB, MACHINE)
     plan = make_plan(layout, Machine(memory), LoadSpec(n_ctx=2048))
     assert plan.total_bytes <= memory.available_bytes < layout.row_table_bytes
@@ -71,10 +82,18 @@ def test_plan_fits_a_machine_with_less_memory_than_the_row_table(layout: ExpertL
     assert plan.facts()["dense_bytes"] == layout.dense_bytes
 
 
-def test_loader_advice_leaves_out_the_row_table(layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_advice_leaves_out_the_row_table(
+    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     advised = list[tuple[int, int]]()
-    monkeypatch.setattr(os, "posix_fadvise", lambda _file, begin, n, _how: advised.append((begin, n)))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _file, begin, n, _how: advised.append((begin, n))
+    )
     loader._advise(layout, "POSIX_FADV_WILLNEED", loader.threading.Event())
     for table in layout.row_tables:
-        assert not [n for begin, n in advised if table.offset <= begin < table.offset + table.n_bytes]
+        assert not [
+            n
+            for begin, n in advised
+            if table.offset <= begin < table.offset + table.n_bytes
+        ]
     assert sum(n for _, n in advised) < 2 * layout.dense_bytes

@@ -1,4 +1,5 @@
-"""Tests environment variables of servers and loads, refused values, the table of options, and its printed page."""
+"""Tests environment variables of servers and loads, refused values, the table of
+options, and its printed page."""
 
 import dataclasses
 import inspect
@@ -11,9 +12,23 @@ import pytest
 
 from moegguf import Llama
 from moegguf.errors import OptionError
-from moegguf.options import GROUPS, OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, load_options_of, page
+from moegguf.options import (
+    GROUPS,
+    OF_COMMANDS,
+    OF_EVERY_LOAD,
+    OPTIONS,
+    load_options_of,
+    page,
+)
 from moegguf.quantities import parse_duration
-from moegguf.settings import Environment, Host, Settings, parse_host, read_load_keywords, read_settings
+from moegguf.settings import (
+    Environment,
+    Host,
+    Settings,
+    parse_host,
+    read_load_keywords,
+    read_settings,
+)
 
 # The cases of ollama-python's _parse_host, followed by forms that it does not list.
 HOSTS = [
@@ -58,7 +73,9 @@ def test_parse_host_rejects_other_texts_and_hides_passwords(text: str) -> None:
         ("localhost.evil.com", False),
     ],
 )  # fmt: skip
-def test_is_loopback_is_true_only_for_local_addresses(text: str, loopback: bool) -> None:
+def test_is_loopback_is_true_only_for_local_addresses(
+    text: str, loopback: bool
+) -> None:
     assert parse_host(text).is_loopback is loopback
 
 
@@ -78,7 +95,25 @@ def test_parse_duration_reads_numbers_and_units(value: Any, seconds: float) -> N
 
 
 @pytest.mark.parametrize(
-    "value", ["", " ", "m", "5 m", "1e3", "5min", "5m-1s", "--5", "0x10", "٣m", "9" * 400, math.nan, True, None, [], {}]
+    "value",
+    [
+        "",
+        " ",
+        "m",
+        "5 m",
+        "1e3",
+        "5min",
+        "5m-1s",
+        "--5",
+        "0x10",
+        "٣m",
+        "9" * 400,
+        math.nan,
+        True,
+        None,
+        [],
+        {},
+    ],
 )
 def test_parse_duration_rejects_other_values(value: Any) -> None:
     with pytest.raises(OptionError, match="not a duration"):
@@ -89,11 +124,19 @@ def test_default_settings_match_ollama_and_placement_rejects_other_words() -> No
     settings = read_settings({})
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)
-    assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (300, 512, 300)
-    assert (
-        read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
+    assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (
+        300,
+        512,
+        300,
     )
-    assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {"placement": "slots"}
+    assert (
+        read_load_keywords(environ={})
+        == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"})
+        == {}
+    )
+    assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {
+        "placement": "slots"
+    }
     wanted = "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, slots-mapped, cpu"
     with pytest.raises(OptionError, match=wanted):
         read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})
@@ -135,15 +178,24 @@ def test_every_variable_is_read_with_both_prefixes() -> None:
         "RESPONSES_AGE": ("0", "responses_age_s", 0.0),
         "UPLOAD_LIMIT": ("1MiB", "upload_bytes", 1 << 20),
         "STORAGE_LIMIT": ("1GiB", "storage_bytes", 1 << 30),
-        "TRUST_NETWORK": ("10.0.0.0/8,::1", "trusted", (ip_network("10.0.0.0/8"), ip_network("::1"))),
+        "TRUST_NETWORK": (
+            "10.0.0.0/8,::1",
+            "trusted",
+            (ip_network("10.0.0.0/8"), ip_network("::1")),
+        ),
     }
     for name, (text, field, value) in given.items():
         assert getattr(read_settings({f"OLLAMA_{name}": text}), field) == value, name
         both = read_settings({f"MOEGGUF_{name}": text, f"OLLAMA_{name}": "nonsense"})
         assert getattr(both, field) == value, name
-    assert read_settings({"MOEGGUF_MAX_QUEUE": " ", "OLLAMA_MAX_QUEUE": '"9"'}).max_queue == 9, "empty is unset"
+    assert (
+        read_settings({"MOEGGUF_MAX_QUEUE": " ", "OLLAMA_MAX_QUEUE": '"9"'}).max_queue
+        == 9
+    ), "empty is unset"
     assert read_settings({"OLLAMA_LOAD_TIMEOUT": "0"}).load_timeout_s == math.inf
-    assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"})), "the key is in no text"
+    assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"})), (
+        "the key is in no text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +207,9 @@ def test_every_variable_is_read_with_both_prefixes() -> None:
         ("THINK_BUDGET", "-2"),
     ],
 )  # fmt: skip
-def test_wrong_value_raises_option_error_with_the_variable(name: str, text: str) -> None:
+def test_wrong_value_raises_option_error_with_the_variable(
+    name: str, text: str
+) -> None:
     environ = {f"OLLAMA_{name}": text}
     with pytest.raises(OptionError, match=f"OLLAMA_{name}"):
         (read_settings(environ), read_load_keywords(commands=True, environ=environ))
@@ -166,24 +220,41 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text()
-    assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
+    assert text == "\n".join(page()) + "\n", (
+        "run `python -m moegguf.options > docs/options.md`"
+    )
     of_commands = ", ".join(f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
     assert f"The variables {of_commands} apply only in commands and servers." in text
-    fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}
+    fields = {
+        field.name
+        for kind in (Environment, Settings)
+        for field in dataclasses.fields(kind)
+    }
     of_loading = {*OF_EVERY_LOAD, *OF_COMMANDS}
     known = fields - {"loading"} | of_loading | {"log"}
     assert known == {option.name for option in OPTIONS.values() if option.variable}
     assert all(option.group in GROUPS for option in OPTIONS.values())
     assert not fields & of_loading
-    taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
-    flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
+    taken = {
+        name
+        for base in Llama.__mro__
+        for name in inspect.signature(base.__init__).parameters
+    }
+    flags = {
+        option.name
+        for option in OPTIONS.values()
+        if option.scope == "load" and option.flags
+    }
     assert flags <= taken
 
 
 @pytest.mark.parametrize(
-    ("num_gpu", "expected"), [(None, {}), (-1, {}), (0, {"n_gpu_layers": 0}), (7, {"n_gpu_layers": 7})]
+    ("num_gpu", "expected"),
+    [(None, {}), (-1, {}), (0, {"n_gpu_layers": 0}), (7, {"n_gpu_layers": 7})],
 )
-def test_load_options_has_no_unset_parameters_but_num_gpu_0(num_gpu: int | None, expected: dict[str, int]) -> None:
+def test_load_options_has_no_unset_parameters_but_num_gpu_0(
+    num_gpu: int | None, expected: dict[str, int]
+) -> None:
     given = {
         "num_ctx": 0,
         "num_thread": None,

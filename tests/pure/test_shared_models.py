@@ -1,6 +1,7 @@
 """Tests names that refer to the same files and share one worker process.
 
-The tests check when the model is reloaded, when the process exits, and how the statistics are counted.
+The tests check when the model is reloaded, when the process exits, and how the
+statistics are counted.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from moegguf.serving.model_manager import ModelManager
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> FakeCatalog:
-    """A catalog with `a`, and with `b` and `c`, which share its files. `b` has a system message, and `c` has a context
-    of 8192."""
+    """A catalog with `a`, and with `b` and `c`, which share its files. `b` has a system
+    message, and `c` has a context of 8192."""
     catalog = FakeCatalog(tmp_path)
     catalog.add("a")
     add_persona(catalog, "b", system="Be brief.")
@@ -63,7 +64,9 @@ async def test_names_of_one_file_share_a_process_unless_their_options_differ(
         assert sum(model.n_requests for model in manager.loaded()) <= len(requests)
         for model in manager.loaded():
             entries = [catalog.entries[each.name[0]] for each in model.names]
-            assert [each.digest for each in model.names] == [entry.digest for entry in entries]
+            assert [each.digest for each in model.names] == [
+                entry.digest for entry in entries
+            ]
     assert [(load["name"][0], load["n_ctx"]) for load in catalog.loads("a")] == loads
 
 
@@ -79,7 +82,9 @@ async def test_reload_keeps_earlier_options_of_the_name(catalog: FakeCatalog) ->
     assert len(catalog.loads("a")) == 3
 
 
-async def test_simultaneous_requests_share_one_load_with_combined_options(catalog: FakeCatalog) -> None:
+async def test_simultaneous_requests_share_one_load_with_combined_options(
+    catalog: FakeCatalog,
+) -> None:
     asked = [{"n_threads": 1, "n_ctx": 8192}, {}, {"n_batch": 64}, {}]
     async with manager_of(catalog) as manager:
         pair = [generate(manager, "a", "say x", overrides) for overrides in asked[:2]]
@@ -90,31 +95,45 @@ async def test_simultaneous_requests_share_one_load_with_combined_options(catalo
     assert [load["n_ctx"] for load in catalog.loads("a")] == [8192, 4096]
 
 
-async def test_snapshots_read_the_process_that_a_name_uses(catalog: FakeCatalog) -> None:
+async def test_snapshots_read_the_process_that_a_name_uses(
+    catalog: FakeCatalog,
+) -> None:
     add_persona(catalog, "d", parameters={"num_thread": 1})
     async with manager_of(catalog) as manager:
         for name in "ad":
             await generate(manager, name, "say x")
         processes = [model.process for model in manager._models.values()]
         before = [process.stats.tokens for process in processes if process]
-        assert [snapshot.model for snapshot in await manager.snapshots(catalog.find("d"), 1)] == ["d:latest"]
-        asked = [n < process.stats.tokens for n, process in zip(before, processes, strict=True) if process]
+        assert [
+            snapshot.model for snapshot in await manager.snapshots(catalog.find("d"), 1)
+        ] == ["d:latest"]
+        asked = [
+            n < process.stats.tokens
+            for n, process in zip(before, processes, strict=True)
+            if process
+        ]
         assert asked == [False, True], "the fake worker counts requests as tokens"
 
 
-async def test_process_ends_when_its_last_name_is_unloaded(catalog: FakeCatalog) -> None:
+async def test_process_ends_when_its_last_name_is_unloaded(
+    catalog: FakeCatalog,
+) -> None:
     async with manager_of(catalog) as manager:
         for name in "ab":
             await generate(manager, name, "say x")
         pid = manager.loaded()[0].pid
         assert await manager.unload("a") is True
         assert names(manager) == ["b"] and manager.loaded()[0].pid == pid
-        assert await manager.unload("a") is False, "it is not loaded under that name any more"
+        assert await manager.unload("a") is False, (
+            "it is not loaded under that name any more"
+        )
         del catalog.entries["b"]
         assert await manager.unload("b:latest") is True and manager.loaded() == []
 
 
-async def test_unload_of_a_busy_name_waits_and_keeps_other_names(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_of_a_busy_name_waits_and_keeps_other_names(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         held = await begun(manager, "a", go)
@@ -129,7 +148,9 @@ async def test_unload_of_a_busy_name_waits_and_keeps_other_names(catalog: FakeCa
     assert len(catalog.loads("a")) == 1
 
 
-async def test_unload_of_an_idle_name_does_not_wait_for_another_name(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_of_an_idle_name_does_not_wait_for_another_name(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         await generate(manager, "b", "say x")
@@ -161,7 +182,9 @@ async def test_totals_count_each_process_once(catalog: FakeCatalog) -> None:
             totals.update(manager.loaded())
         (model,) = manager.loaded()
         totals.update([replace(model, stats=Stats(tokens=10))])
-        assert {name: stats.tokens for name, stats in totals.stats.items()} == {"a:latest": 10}
+        assert {name: stats.tokens for name, stats in totals.stats.items()} == {
+            "a:latest": 10
+        }
         totals.update([replace(model, name="b:latest", stats=Stats(tokens=15))])
         totals.update([])
         totals.update([replace(model, pid=1, name="b:latest", stats=Stats(tokens=3))])

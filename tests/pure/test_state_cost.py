@@ -1,4 +1,5 @@
-"""Tests the distance between kept states, which depends on the times to write a state and to recompute tokens."""
+"""Tests the distance between kept states, which depends on the times to write a state
+and to recompute tokens."""
 
 import pytest
 
@@ -7,9 +8,15 @@ from moegguf.quantities import GIB, MIB
 
 
 def step(
-    state_bytes: int, *, write_bytes_per_s: float, tokens_per_s: float, n_tokens: int = 1000, limit: int = 16 * GIB
+    state_bytes: int,
+    *,
+    write_bytes_per_s: float,
+    tokens_per_s: float,
+    n_tokens: int = 1000,
+    limit: int = 16 * GIB,
 ) -> int:
-    """Returns the distance that is chosen once two passes of a prompt and one write of a state have been measured."""
+    """Returns the distance that is chosen once two passes of a prompt and one write of
+    a state have been measured."""
     cost = StateCost(limit)
     for n_pass in (1, 2, 3):
         cost.note_pass(eval_s=512 * n_pass / tokens_per_s, n_new=512)
@@ -26,7 +33,9 @@ def test_step_of_a_larger_state_computes_twenty_times_as_long_as_the_write() -> 
 
 
 def test_step_is_capped_if_writing_is_faster_than_computing() -> None:
-    assert step(100_000_000, write_bytes_per_s=1e9, tokens_per_s=1000) == MOST_STEP_TOKENS
+    assert (
+        step(100_000_000, write_bytes_per_s=1e9, tokens_per_s=1000) == MOST_STEP_TOKENS
+    )
 
 
 def test_step_is_the_whole_prompt_if_writing_takes_longer_than_computing() -> None:
@@ -34,7 +43,9 @@ def test_step_is_the_whole_prompt_if_writing_takes_longer_than_computing() -> No
 
 
 @pytest.mark.parametrize(("n_tokens", "expected"), [(16_000, 512), (64_000, 977)])
-def test_step_of_a_long_conversation_uses_half_of_the_store(n_tokens: int, expected: int) -> None:
+def test_step_of_a_long_conversation_uses_half_of_the_store(
+    n_tokens: int, expected: int
+) -> None:
     found = step(125 * MIB, write_bytes_per_s=1e9, tokens_per_s=1000, n_tokens=n_tokens)
     assert found == expected
 

@@ -30,15 +30,27 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a <city>",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
-CALL = {"id": "call_0a1b2c3d", "function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}
+CALL = {
+    "id": "call_0a1b2c3d",
+    "function": {"name": "get_weather", "arguments": {"city": "Zürich"}},
+}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather?"},
     {"role": "assistant", "content": None, "thinking": "I call.", "tool_calls": [CALL]},
-    {"role": "tool", "content": "sunny", "tool_name": "get_weather", "tool_call_id": "call_0a1b2c3d"},
+    {
+        "role": "tool",
+        "content": "sunny",
+        "tool_name": "get_weather",
+        "tool_call_id": "call_0a1b2c3d",
+    },
 ]
 
 
@@ -124,14 +136,24 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @pytest.mark.parametrize("roles", [ROLES, *((role,) for role in ROLES)], ids="+".join)
 @pytest.mark.parametrize("kind", PARTS)
-def test_render_passes_texts_to_a_template_that_reads_lists_of_parts(kind: str, roles: tuple[str, ...]) -> None:
-    """The template reads the content of `roles` as a list of parts, and the content of the other roles as text."""
+def test_render_passes_texts_to_a_template_that_reads_lists_of_parts(
+    kind: str, roles: tuple[str, ...]
+) -> None:
+    """The template reads the content of `roles` as a list of parts, and the content of
+    the other roles as text."""
     template = (
         f"{{% for m in messages %}}{{{{ m.role }}}}:{{% if m.role in {roles} %}}{PARTS[kind]}"
         "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}"
     )
-    prompt = render(template, [*CHAT, {"role": "assistant", "content": "It is."}, CHAT[1]], tools=[TOOL])
-    assert prompt == "system:Be brief.;user:Weather?;assistant:;tool:sunny;assistant:It is.;user:Weather?;"
+    prompt = render(
+        template,
+        [*CHAT, {"role": "assistant", "content": "It is."}, CHAT[1]],
+        tools=[TOOL],
+    )
+    assert (
+        prompt
+        == "system:Be brief.;user:Weather?;assistant:;tool:sunny;assistant:It is.;user:Weather?;"
+    )
 
 
 TEXTS_OF_ARGUMENTS = (
@@ -142,16 +164,31 @@ TEXTS_OF_ARGUMENTS = (
     "{{ '{' }}{% for k, v in a.items() %}{{ ',' if not loop.first }}\"{{ k }}\": {{ v | tojson }}{% endfor %}{{ '}' }}",
     "{{ '{' }}{% for k, v in a | items %}{{ ',' if not loop.first }}\"{{ k }}\": {{ v | tojson }}{% endfor %}{{ '}' }}",
 )  # fmt: skip
-ARGUMENTS = {"city": 'Zürich\'s "x"', "now": True, "unit": None, "more": {"list": [1.5, False, {"a": "b"}]}}
+ARGUMENTS = {
+    "city": 'Zürich\'s "x"',
+    "now": True,
+    "unit": None,
+    "more": {"list": [1.5, False, {"a": "b"}]},
+}
 
 
-@pytest.mark.parametrize("given", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "text"])
+@pytest.mark.parametrize(
+    "given", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "text"]
+)
 @pytest.mark.parametrize("text", TEXTS_OF_ARGUMENTS)
 def test_render_writes_call_arguments_as_json(text: str, given: Any) -> None:
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}" + text
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+        + text
+    )
     call = {"id": "1", "function": {"name": "f", "arguments": given}}
     messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
-    assert json.loads(render(template + "{% endfor %}{% endfor %}", messages, tools=[TOOL])) == ARGUMENTS
+    assert (
+        json.loads(
+            render(template + "{% endfor %}{% endfor %}", messages, tools=[TOOL])
+        )
+        == ARGUMENTS
+    )
 
 
 def test_render_writes_parts_of_arguments_as_json_and_keeps_their_types() -> None:
@@ -161,12 +198,16 @@ def test_render_writes_parts_of_arguments_as_json_and_keeps_their_types() -> Non
     )
     call = {"id": "1", "function": {"name": "f", "arguments": ARGUMENTS}}
     prompt = render(template, [*QUESTION, {"role": "assistant", "tool_calls": [call]}])
-    assert prompt == '{"list": [1.5, false, {"a": "b"}]}|x[1.5, false, {"a": "b"}]|TrueTrueTrue'
+    assert (
+        prompt
+        == '{"list": [1.5, false, {"a": "b"}]}|x[1.5, false, {"a": "b"}]|TrueTrueTrue'
+    )
 
 
 @pytest.mark.parametrize("kind", RENDERED)
 def test_render_passes_conversation_and_options_to_the_template(kind: str) -> None:
-    """The characters `^` and `$` in expected texts stand for the beginning and end of the prompt."""
+    """The characters `^` and `$` in expected texts stand for the beginning and end of
+    the prompt."""
     template, messages, options, expected = RENDERED[kind]
     assert expected in f"^{render(template, messages, **options)}$"
 
@@ -174,24 +215,35 @@ def test_render_passes_conversation_and_options_to_the_template(kind: str) -> No
 def test_date_variables_hold_the_day_of_rendering() -> None:
     before = datetime.now()
     rendered = render("{{ date_string }}/{{ datetime }}", QUESTION)
-    days = {day.strftime("%d %b %Y/%b %d %Y") for day in (before, datetime.now())}  # two around midnight
+    # Two around midnight.
+    days = {day.strftime("%d %b %Y/%b %d %Y") for day in (before, datetime.now())}
     assert rendered in days
 
 
-@pytest.mark.parametrize("kind", [kind for kind in templates.TEMPLATES if kind != "plain"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in templates.TEMPLATES if kind != "plain"]
+)
 def test_template_of_every_family_renders_a_conversation_with_tools(kind: str) -> None:
-    prompt = render(templates.TEMPLATES[kind], CHAT, tools=[TOOL], bos="<s>", eos="</s>")
+    prompt = render(
+        templates.TEMPLATES[kind], CHAT, tools=[TOOL], bos="<s>", eos="</s>"
+    )
     assert "get_weather" in prompt and "Zürich" in prompt and "sunny" in prompt
 
 
-def test_template_changes_to_lists_reach_neither_the_caller_nor_the_next_render() -> None:
+def test_template_changes_to_lists_reach_neither_the_caller_nor_the_next_render() -> (
+    None
+):
     messages = [{"role": "user", "content": "x", "parts": ["a"]}]
-    template = "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
+    template = (
+        "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
+    )
     assert render(template, messages) == "a,b"
     assert messages[0]["parts"] == ["a"]
     sandbox_pool.close()
     render("{% set x = 1 %}{% set _ = messages.append(2) %}", CHAT)
-    assert render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
+    assert (
+        render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
+    )
 
 
 FEATURES = (
@@ -214,18 +266,32 @@ def test_render_equals_jinja_with_the_settings_of_transformers(template: str) ->
     def dump(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    judge = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    judge = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     judge.filters["tojson"] = dump
     judge.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    chat = [CHAT[0], CHAT[1], {"role": "assistant", "content": "<think>\nx</think>\n A 'b' ☀"}, CHAT[1]]
+    chat = [
+        CHAT[0],
+        CHAT[1],
+        {"role": "assistant", "content": "<think>\nx</think>\n A 'b' ☀"},
+        CHAT[1],
+    ]
     expected = judge.from_string(template).render(
-        messages=chat, tools=[TOOL], bos_token="<s>", eos_token="</s>", add_generation_prompt=True
+        messages=chat,
+        tools=[TOOL],
+        bos_token="<s>",
+        eos_token="</s>",
+        add_generation_prompt=True,
     )
     assert render(template, chat, tools=[TOOL], bos="<s>", eos="</s>") == expected
 
 
 FAILING = {
-    "its own rule": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "its own rule": (
+        "{{ raise_exception('roles must alternate') }}",
+        "roles must alternate",
+    ),
     "syntax": ("{% for %}", "line 1"),
     "another file": ("{% include '/etc/passwd' %}", "loader"),
 }
@@ -240,7 +306,9 @@ def test_failing_template_raises_template_error_with_the_reason(kind: str) -> No
 
 DOUBLE = "{% set x = 'a' %}" + "{% set x = x + x %}" * 60
 NEST = "{% set x = [] %}" + "{% set x = [x, x] %}" * 60
-TUPLES = "{% set x = () %}{% set y = () %}" + "{% set x = (x, x) %}{% set y = (y, y) %}" * 60
+TUPLES = (
+    "{% set x = () %}{% set y = () %}" + "{% set x = (x, x) %}{% set y = (y, y) %}" * 60
+)
 RANGE = "range(99999)"
 
 ATTACKS = {
@@ -301,16 +369,23 @@ def test_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "limit"), [(ATTACKS["nested loops"], "0.5 s"), ("{{ 'a' * 10**10 }}", "MiB of memory")]
+    ("template", "limit"),
+    [(ATTACKS["nested loops"], "0.5 s"), ("{{ 'a' * 10**10 }}", "MiB of memory")],
 )
-def test_stopped_template_names_the_limit(template: str, limit: str, impatient: None) -> None:
+def test_stopped_template_names_the_limit(
+    template: str, limit: str, impatient: None
+) -> None:
     with pytest.raises(TemplateError, match=limit):
         render(template, CHAT)
     assert render("{{ 1 }}", []) == "1"  # the next template is rendered
 
 
 def sandboxes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if sandbox_pool.COMMAND[-1] in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if sandbox_pool.COMMAND[-1] in child.cmdline()
+    ]
 
 
 def test_render_restarts_a_killed_sandbox_and_limits_the_processes() -> None:
@@ -325,11 +400,15 @@ def test_render_restarts_a_killed_sandbox_and_limits_the_processes() -> None:
     assert render("{{ 3 }}", CHAT) == "3"
     sandbox_pool.close()
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [str(i) for i in range(32)]
+        assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [
+            str(i) for i in range(32)
+        ]
     assert len(sandboxes()) <= sandbox_pool.MAX_PROCESSES
 
 
-def test_render_starts_another_sandbox_beside_a_slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_starts_another_sandbox_beside_a_slow_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sandbox_pool.close()
     monkeypatch.setattr(sandbox_pool, "MAX_S", 60.0)
     with ThreadPoolExecutor(1) as pool:
@@ -342,9 +421,14 @@ def test_render_starts_another_sandbox_beside_a_slow_template(monkeypatch: pytes
             slow.result()
 
 
-def test_sandbox_process_gets_the_module_path_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Uses a folder that this process has added to sys.path, and a Python without sys.executable."""
-    (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
+def test_sandbox_process_gets_the_module_path_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Uses a folder that this process has added to sys.path, and a Python without
+    sys.executable."""
+    (tmp_path / "elsewhere.py").write_text(
+        "from moegguf.generate.sandbox import main\nmain()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # Python ignores entries of the wrong type
     sandbox_pool.close()
@@ -357,9 +441,15 @@ def test_sandbox_process_gets_the_module_path_of_its_parent(monkeypatch: pytest.
 
 
 def test_render_limits_output_and_depth_but_accepts_long_conversations() -> None:
-    assert len(render(templates.QWEN, [{"role": "user", "content": "word " * 1_000_000}])) > 5_000_000
+    assert (
+        len(render(templates.QWEN, [{"role": "user", "content": "word " * 1_000_000}]))
+        > 5_000_000
+    )
     with pytest.raises(TemplateError, match="more than"):
-        render("{{ messages[0].content }}" * 3, [{"role": "user", "content": "a" * 6_000_000}])
+        render(
+            "{{ messages[0].content }}" * 3,
+            [{"role": "user", "content": "a" * 6_000_000}],
+        )
     deep: Any = []
     for _ in range(1000):
         deep = [deep]
@@ -368,13 +458,24 @@ def test_render_limits_output_and_depth_but_accepts_long_conversations() -> None
 
 
 @given(st.text(alphabet="{}%#-|[]()'\"~+*.=_ abimnorst01\n", max_size=60))
-def test_render_returns_a_prompt_or_a_template_error_for_any_template(template: str) -> None:
+def test_render_returns_a_prompt_or_a_template_error_for_any_template(
+    template: str,
+) -> None:
     with contextlib.suppress(TemplateError):
         assert isinstance(render(template, CHAT), str)
 
 
 def test_capabilities_of_reads_tools_and_thinking_from_the_template() -> None:
     both = ("tools", "thinking")
-    expected = {"plain": (), "qwen": both, "mistral": both[:1], "llama": both[:1], "deepseek": both, "harmony": both}
-    assert {kind: capabilities_of(templates.TEMPLATES[kind]) for kind in expected} == expected
+    expected = {
+        "plain": (),
+        "qwen": both,
+        "mistral": both[:1],
+        "llama": both[:1],
+        "deepseek": both,
+        "harmony": both,
+    }
+    assert {
+        kind: capabilities_of(templates.TEMPLATES[kind]) for kind in expected
+    } == expected
     assert capabilities_of(None) == ()

@@ -1,10 +1,17 @@
-"""Tests text in other encodings: byte order marks, bytes that are not UTF-8, and halves of surrogate pairs."""
+"""Tests text in other encodings: byte order marks, bytes that are not UTF-8, and halves
+of surrogate pairs."""
 
 from io import BytesIO
 
 import pytest
 
-from moegguf.text import decode_text, in_utf8, to_utf8, without_password, without_surrogates
+from moegguf.text import (
+    decode_text,
+    in_utf8,
+    to_utf8,
+    without_password,
+    without_surrogates,
+)
 
 FILES = {
     "UTF-8": b"caf\xc3\xa9\r\n",
@@ -40,7 +47,9 @@ def test_without_password_hides_credentials(address: str, shown: str) -> None:
 def test_decode_text_replaces_invalid_bytes() -> None:
     assert decode_text(b"caf\xe9") == "caf\ufffd"
     assert decode_text(b"\xff\xfea\0\0\xd8b\0c") == "a\ufffdb\ufffd"
-    assert in_utf8(BytesIO(b"\xff\xfea\0\0\xd8b\0c")).read() == "a\ufffdb\ufffd".encode()
+    assert (
+        in_utf8(BytesIO(b"\xff\xfea\0\0\xd8b\0c")).read() == "a\ufffdb\ufffd".encode()
+    )
     assert decode_text(b"") == "" and in_utf8(BytesIO(b"")).read() == b""
 
 

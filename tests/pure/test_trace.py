@@ -1,4 +1,5 @@
-"""Tests a trace in memory: events in live order, selections, shuffling, and passes with tokens of several requests.
+"""Tests a trace in memory: events in live order, selections, shuffling, and passes with
+tokens of several requests.
 
 Belady's bound is computed by hand, and compared with every choice of victims.
 """
@@ -29,15 +30,18 @@ from moegguf.trace.format import check, read, write
 from moegguf.trace.trace import Trace, TraceHeader
 from predictors.study.arrange import separated, shuffled
 
-TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
-# A token uses two experts of layer 1 and one of layer 3. The first three tokens are a prompt in two passes, and layer 3
-# is computed only for the last of them.
+TINY = MoeShape(
+    n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100
+)
+# A token uses two experts of layer 1 and one of layer 3. The first three tokens are a
+# prompt in two passes, and layer 3 is computed only for the last of them.
 LAYER_1 = [[0, 1], [1, 2], [2, 3], [3, 0], [1, 0], [2, 1]]
 LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 
 
 def tiny(**changes: Any) -> Trace:
-    """Returns a trace of two requests. The prompt of request 5 is announced once and computed in two passes."""
+    """Returns a trace of two requests. The prompt of request 5 is announced once and
+    computed in two passes."""
     trace = Trace(
         shape=TINY,
         header=TraceHeader("tiny", "ab", {5: "code", 6: "prose"}, {"threads": 2}),
@@ -63,25 +67,61 @@ def test_events_have_the_order_of_a_live_run() -> None:
         if isinstance(event, Announcement):
             events.append((event.sequence, event.phase, event.tokens.tolist()))
         else:
-            events.append((event.pass_, event.il, event.first_token, event.expert_ids.tolist()))
+            events.append(
+                (event.pass_, event.il, event.first_token, event.expert_ids.tolist())
+            )
     assert events == [
         (5, 0, [7, 8, 9]), (0, 1, 0, [[0, 1], [1, 2]]), (1, 1, 2, [[2, 3]]), (1, 3, 2, [[3]]), (6, 0, [20]),
         (2, 1, 0, [[3, 0]]), (2, 3, 0, [[0]]), (5, 1, [11]), (3, 1, 0, [[1, 0]]), (3, 3, 0, [[1]]),
         (4, 1, -1, [[2, 1]]), (4, 3, -1, [[2]]),
     ]  # fmt: skip
-    assert [event.time_ns for event in routing_events(tiny())] == [10, 20, 20, 30, 30, 40, 40, 50, 50]
+    assert [event.time_ns for event in routing_events(tiny())] == [
+        10,
+        20,
+        20,
+        30,
+        30,
+        40,
+        40,
+        50,
+        50,
+    ]
     assert {type(event.phase) for event in routing_events(tiny())} == {Phase}
-    assert all(event.expert_ids.dtype == np.int32 and event.weights is None for event in routing_events(tiny()))
+    assert all(
+        event.expert_ids.dtype == np.int32 and event.weights is None
+        for event in routing_events(tiny())
+    )
     trace = tiny(pass_first_token=np.array([1, 3, 0, 7, -1], np.int32))
-    (announced,) = (event for event in trace.events() if isinstance(event, Announcement))
-    assert (announced.sequence, announced.phase, announced.tokens.tolist()) == (6, 0, [20])
-    assert [event.first_token for event in routing_events(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
+    (announced,) = (
+        event for event in trace.events() if isinstance(event, Announcement)
+    )
+    assert (announced.sequence, announced.phase, announced.tokens.tolist()) == (
+        6,
+        0,
+        [20],
+    )
+    assert [event.first_token for event in routing_events(trace)] == [
+        -1,
+        -1,
+        -1,
+        0,
+        0,
+        -1,
+        -1,
+        -1,
+        -1,
+    ]
 
 
-def test_events_of_the_last_layer_and_of_a_failed_pass_have_computed_rows_only() -> None:
+def test_events_of_the_last_layer_and_of_a_failed_pass_have_computed_rows_only() -> (
+    None
+):
     ids = np.array([LAYER_1, LAYER_3], np.int16)
     ids[1, 1] = [2, -1]
-    events = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
+    events = {
+        (event.pass_, event.il): event.expert_ids.tolist()
+        for event in routing_events(tiny(expert_ids=ids))
+    }
     assert events[0, 1] == [[0, 1], [1, 2]] and events[0, 3] == [[2]]
     trace = random_trace(n_sequences=1, n_prefill=2, n_decode=2, seed=0)
     trace.expert_ids[2:, 2] = -1
@@ -93,23 +133,38 @@ def test_events_carry_weights_and_inputs_of_their_tokens() -> None:
     weights = np.arange(24).reshape(2, 6, 2).astype(np.float16)
     inputs = np.arange(1, 25).reshape(2, 6, 2).astype(np.float16)
     inputs[:, 4] = 0
-    events = {(event.pass_, event.il): event for event in routing_events(tiny(weights=weights, inputs=inputs))}
+    events = {
+        (event.pass_, event.il): event
+        for event in routing_events(tiny(weights=weights, inputs=inputs))
+    }
     first, last, without_inputs = events[0, 1], events[1, 3], events[3, 1]
     assert first.weights is not None and first.weights.tolist() == [[0, 1], [2, 3]]
     assert last.weights is not None and last.weights.tolist() == [[16]]
     assert first.inputs is not None and first.inputs.tolist() == [[1, 2], [3, 4]]
-    assert last.inputs is not None and last.inputs.tolist() == [[17, 18]] and last.inputs.dtype == np.float32
+    assert (
+        last.inputs is not None
+        and last.inputs.tolist() == [[17, 18]]
+        and last.inputs.dtype == np.float32
+    )
     assert without_inputs.inputs is None, "not recorded for this pass"
 
 
 def test_select_and_decode_cut_a_trace_by_request_and_phase() -> None:
     five = tiny().select([5])
     assert tiny().sequences() == [5, 6] and five.sequences() == [5]
-    assert five.tokens.tolist() == [7, 8, 9, 11] and five.pass_start.tolist() == [0, 2, 3, 4]
+    assert five.tokens.tolist() == [7, 8, 9, 11] and five.pass_start.tolist() == [
+        0,
+        2,
+        3,
+        4,
+    ]
     assert five.expert_ids[0].tolist() == [[0, 1], [1, 2], [2, 3], [1, 0]]
     assert five.pass_ns.tolist() == [10, 20, 40] and five.header.labels == {5: "code"}
     decode = tiny().decode()
-    assert (decode.n_pass, decode.n_tokens) == (2, 2) and decode.tokens.tolist() == [11, -1]
+    assert (decode.n_pass, decode.n_tokens) == (2, 2) and decode.tokens.tolist() == [
+        11,
+        -1,
+    ]
     nothing = tiny().select([])
     assert (nothing.n_pass, nothing.n_tokens) == (0, 0) and list(nothing.events()) == []
     for part in (five, decode, nothing):
@@ -123,28 +178,43 @@ def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
     assert same(control, shuffled(trace, 1)) and not same(control, shuffled(trace, 2))
     prefill = np.repeat(trace.pass_phase == Phase.PREFILL, np.diff(trace.pass_start))
     assert np.array_equal(control.expert_ids[:, prefill], trace.expert_ids[:, prefill])
-    assert np.array_equal(control.tokens, trace.tokens) and control.inputs is trace.inputs
+    assert (
+        np.array_equal(control.tokens, trace.tokens) and control.inputs is trace.inputs
+    )
     for sequence in trace.sequences():
         mine = trace.sequence_of == sequence
-        assert not np.array_equal(control.expert_ids[:, mine], trace.expert_ids[:, mine])
+        assert not np.array_equal(
+            control.expert_ids[:, mine], trace.expert_ids[:, mine]
+        )
         for row in range(len(SMALL.layers)):
             before, after = (
-                sorted(zip(map(tuple, of.expert_ids[row, mine]), map(tuple, of.weights[row, mine]), strict=True))
+                sorted(
+                    zip(
+                        map(tuple, of.expert_ids[row, mine]),
+                        map(tuple, of.weights[row, mine]),
+                        strict=True,
+                    )
+                )
                 for of in (trace, control)
             )
             assert before == after
-    # Only the order of the experts differs. The shuffled trace keeps some reuse, but less than the recorded trace has.
+    # Only the order of the experts differs. The shuffled trace keeps some reuse, but
+    # less than the recorded trace has.
     assert reuse(trace) > 1.15 * reuse(control)
 
 
 def reuse(trace: Trace) -> float:
-    """Returns the mean share of a decoded token's experts that the previous token also used, in the first MoE layer."""
+    """Returns the mean share of a decoded token's experts that the previous token also
+    used, in the first MoE layer."""
     ids = trace.decode().expert_ids[0]
-    return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
+    return float(
+        np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)])
+    )
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
-    """Returns a trace of one request with one token per pass. passes[p][row] lists the token's experts in a layer."""
+    """Returns a trace of one request with one token per pass. passes[p][row] lists the
+    token's experts in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
@@ -157,7 +227,9 @@ def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
     for row in range(len(trace.shape.layers)):
         ids = trace.expert_ids[row, :5].ravel()
         expected = list(dict.fromkeys(ids[ids >= 0].tolist()))
-        assert (lookups.keys[lookups.start[row] : lookups.start[row + 1]] - row * n_expert).tolist() == expected
+        assert (
+            lookups.keys[lookups.start[row] : lookups.start[row + 1]] - row * n_expert
+        ).tolist() == expected
     assert lookups.decode.tolist() == [False] * 5 + [True] * 10
     trace = random_trace(n_sequences=3, n_prefill=6, n_decode=5)
     counted = belady(Lookups.of(trace), 20)
@@ -167,7 +239,8 @@ def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
 
 
 def optimum(trace: Trace, n_slots: int) -> int:
-    """Returns the maximum number of hits with n_slots slots, found by trying every choice of victims."""
+    """Returns the maximum number of hits with n_slots slots, found by trying every
+    choice of victims."""
     lookups = Lookups.of(trace)
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):
@@ -184,10 +257,16 @@ def optimum(trace: Trace, n_slots: int) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(*[st.sets(st.integers(0, 3), min_size=2, max_size=2)] * 2), min_size=1, max_size=10),
+    st.lists(
+        st.tuples(*[st.sets(st.integers(0, 3), min_size=2, max_size=2)] * 2),
+        min_size=1,
+        max_size=10,
+    ),
     st.integers(2, 6),
 )
-def test_belady_equals_the_best_choice_of_victims(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
+def test_belady_equals_the_best_choice_of_victims(
+    passes: list[tuple[set[int], set[int]]], n_slots: int
+) -> None:
     trace = trace_of([[sorted(layer) for layer in one] for one in passes])
     bound = belady(Lookups.of(trace), n_slots)
     assert bound.hits == optimum(trace, n_slots)
@@ -200,7 +279,11 @@ def test_event_parts_split_tokens_by_request_and_phase() -> None:
         sequences=np.array([7, 8, 7, 7], np.int32), phases=np.array([0, 1, 0, 1], np.int32),
     )  # fmt: skip
     parts = [(part.sequence, part.phase, list(part.rows)) for part in event.parts()]  # type: ignore[arg-type]
-    assert parts == [(7, Phase.PREFILL, [0, 2]), (8, Phase.DECODE, [1]), (7, Phase.DECODE, [3])]
+    assert parts == [
+        (7, Phase.PREFILL, [0, 2]),
+        (8, Phase.DECODE, [1]),
+        (7, Phase.DECODE, [3]),
+    ]
     alone = event._replace(sequences=None, phases=None)
     assert alone.parts() == [Part(7, Phase.PREFILL, slice(0, 4))]
 
@@ -232,11 +315,21 @@ def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEven
     ids = np.array(experts, np.int32)[:, np.newaxis]
     phases = np.full(len(sequences), Phase.DECODE, np.int32)
     return RoutingEvent(
-        pass_, 0, sequences[0], Phase.DECODE, 0, 1, ids, sequences=np.array(sequences, np.int32), phases=phases
+        pass_,
+        0,
+        sequences[0],
+        Phase.DECODE,
+        0,
+        1,
+        ids,
+        sequences=np.array(sequences, np.int32),
+        phases=phases,
     )
 
 
-def test_history_ends_a_request_after_passes_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_ends_a_request_after_passes_without_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(history_module, "ABSENT_PASSES", 3)
     history = History(SMALL)
     history.update(decoded([0, 1], 0, [3, 4]))
@@ -248,19 +341,28 @@ def test_history_ends_a_request_after_passes_without_tokens(monkeypatch: pytest.
     assert sorted(history.requests) == [1, 2]
 
 
-def test_history_keeps_counts_of_waiting_requests_and_limits_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_keeps_counts_of_waiting_requests_and_limits_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     history = History(SMALL)
     for pass_ in range(10):
         history.update(decoded([0, 1] if pass_ % 2 else [2, 3], pass_, [pass_ % 2, 5]))
         assert not history.finished
-    assert [history.requests[s].counts[Phase.DECODE].sum() for s in range(4)] == [5, 5, 5, 5]
+    assert [history.requests[s].counts[Phase.DECODE].sum() for s in range(4)] == [
+        5,
+        5,
+        5,
+        5,
+    ]
     monkeypatch.setattr(history_module, "MOST_REQUESTS", 4)
     for pass_ in range(10, 30):
         history.update(decoded([2 * pass_, 2 * pass_ + 1], pass_, [0, 1]))
         assert len(history.requests) <= 4
 
 
-def test_select_and_decode_keep_batches_and_read_rejects_wrong_phases(tmp_path: Path) -> None:
+def test_select_and_decode_keep_batches_and_read_rejects_wrong_phases(
+    tmp_path: Path,
+) -> None:
     trace = batched()
     part = trace.select([1, 3])
     assert part.sequences() == [1, 3]

@@ -1,4 +1,5 @@
-"""Tests predictors/train/predictor.py: held-out requests, checks of options, and loading of the written files."""
+"""Tests predictors/train/predictor.py: held-out requests, checks of options, and
+loading of the written files."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ def test_held_out_takes_whole_requests_of_every_kind() -> None:
     trace = random_trace(n_sequences=12, n_labels=3)
     unseen = held_out(trace, 0.25, seed=0)
     assert len(unseen) == 3
-    assert {trace.header.labels[sequence] for sequence in unseen} == {"kind0", "kind1", "kind2"}
+    assert {trace.header.labels[sequence] for sequence in unseen} == {
+        "kind0",
+        "kind1",
+        "kind2",
+    }
     assert held_out(trace, 0.25, seed=0) == unseen
     assert held_out(trace, 1.0, seed=0) != trace.sequences()
     tokens = validation_tokens(trace, seed=0)
@@ -74,7 +79,17 @@ def test_main_writes_a_counted_predictor_with_its_accuracy(
 ) -> None:
     trace = recorded(model, with_inputs=True)
     trace_file.write(tmp_path / "t.trace", trace)
-    main([str(tmp_path / "t.trace"), "--model", str(model), "--predictor", "affinity", "--out", str(tmp_path / "out")])
+    main(
+        [
+            str(tmp_path / "t.trace"),
+            "--model",
+            str(model),
+            "--predictor",
+            "affinity",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     printed = capsys.readouterr().out
     assert [line.split("  ")[0] for line in printed.splitlines()[1:]] == [
         "affinity", "skip", "affinity, shuffled", "skip, shuffled",
@@ -84,13 +99,23 @@ def test_main_writes_a_counted_predictor_with_its_accuracy(
     assert facts["training"]["requests"] + facts["heldout"]["requests"] == 12
     assert set(facts["heldout"]["accuracy"]["affinity"]) == {"1", "2", "4", "8"}
     made = facts["manifest"]
-    assert made["options"][:2] == ["--predictor", "affinity"] and "--seed" in made["options"]
-    assert made["trained_on"]["sha256"] == hashlib.sha256((tmp_path / "t.trace").read_bytes()).hexdigest()
+    assert (
+        made["options"][:2] == ["--predictor", "affinity"]
+        and "--seed" in made["options"]
+    )
+    assert (
+        made["trained_on"]["sha256"]
+        == hashlib.sha256((tmp_path / "t.trace").read_bytes()).hexdigest()
+    )
     used = made["trained_on"]["requests"], made["scored_on"]["requests"]
     assert sorted(used[0] + used[1]) == list(range(12))
     path = tmp_path / "out/affinity.safetensors"
     found = weights_file.load(
-        path, "affinity", trace.header.fingerprint, trace.shape, lambda w: affinity(trace.shape, w)
+        path,
+        "affinity",
+        trace.header.fingerprint,
+        trace.shape,
+        lambda w: affinity(trace.shape, w),
     )
     assert found is not None
 
@@ -98,15 +123,31 @@ def test_main_writes_a_counted_predictor_with_its_accuracy(
 def test_main_rejects_a_trace_of_another_model(tmp_path: Path, model: Path) -> None:
     trace_file.write(tmp_path / "t.trace", random_trace())
     with pytest.raises(SystemExit, match="their fingerprints differ"):
-        main([str(tmp_path / "t.trace"), "--model", str(model), "--predictor", "affinity", "--out", str(tmp_path)])
+        main(
+            [
+                str(tmp_path / "t.trace"),
+                "--model",
+                str(model),
+                "--predictor",
+                "affinity",
+                "--out",
+                str(tmp_path),
+            ]
+        )
 
 
 def test_expert_mlp_defaults_equal_the_paper_and_patience_0_runs_all_epochs() -> None:
     chosen = expert_mlp_training.Options()
-    assert (chosen.hidden, chosen.epochs, chosen.patience) == ((2048, 1024, 512, 256, 128, 64), 45, 0)
+    assert (chosen.hidden, chosen.epochs, chosen.patience) == (
+        (2048, 1024, 512, 256, 128, 64),
+        45,
+        0,
+    )
     trace, small = random_trace(n_sequences=4, n_decode=8), (16,) * 6
     for patience, runs in ((1, range(2, 30)), (0, range(30, 31))):
-        options = expert_mlp_training.Options(hidden=small, epochs=30, patience=patience, batch=32, lr=1e-6)
+        options = expert_mlp_training.Options(
+            hidden=small, epochs=30, patience=patience, batch=32, lr=1e-6
+        )
         assert expert_mlp_training.train(trace, options).facts["epochs_run"] in runs
 
 
@@ -116,7 +157,9 @@ def test_training_records_the_validation_accuracy_of_each_epoch() -> None:
         (mlp_training, {"windows": (1,), "n_hidden": 8}),
         (expert_mlp_training, {"hidden": (16,) * 6}),
     ):
-        curve = training.train(trace, training.Options(epochs=3, batch=32, patience=0, **sizes)).facts["curve"]
+        curve = training.train(
+            trace, training.Options(epochs=3, batch=32, patience=0, **sizes)
+        ).facts["curve"]
         assert len(curve) == 3 and all(0 < value <= 1 for value in curve)
 
 
@@ -124,9 +167,14 @@ def test_trained_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     trace = random_trace(n_sequences=20, n_decode=60, with_inputs=True)
     seen, unseen = trace.select(range(16)), trace.select(range(16, 20))
     chosen = mlp_training.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
-    learned, control = (mlp(trace.shape, mlp_training.train(taught, chosen)) for taught in (seen, shuffled(seen, 0)))
+    learned, control = (
+        mlp(trace.shape, mlp_training.train(taught, chosen))
+        for taught in (seen, shuffled(seen, 0))
+    )
     learned, control = (asked(lambda each=each: each) for each in (learned, control))
-    assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
+    assert (
+        accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
+    )
 
 
 def test_trained_expert_mlp_has_its_batch_norms_folded_in() -> None:

@@ -1,7 +1,7 @@
 """Tests the pinned source distribution and the patches.
 
-The distribution is fetched from any index that pip can read, is not built, and has the pinned digest. Patches are
-listed, explained, and can be applied twice.
+The distribution is fetched from any index that pip can read, is not built, and has the
+pinned digest. Patches are listed, explained, and can be applied twice.
 """
 
 import hashlib
@@ -45,7 +45,8 @@ FILES = {
 
 @pytest.fixture
 def index(tmp_path: Path) -> str:
-    """The URL of an index that offers a small distribution with the pinned name and version."""
+    """The URL of an index that offers a small distribution with the pinned name and
+    version."""
     folder = tmp_path / "simple" / "llama-cpp-python"
     folder.mkdir(parents=True)
     with tarfile.open(folder / f"{NAME}.tar.gz", "w:gz") as archive:
@@ -60,14 +61,21 @@ def index(tmp_path: Path) -> str:
 @pytest.fixture
 def pin(index: str, tmp_path: Path) -> dict[str, str]:
     """patches/UPSTREAM with the digest of that distribution."""
-    digest = hashlib.sha256((tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").read_bytes()).hexdigest()
+    digest = hashlib.sha256(
+        (tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").read_bytes()
+    ).hexdigest()
     return vendor.read_pin() | {"version": "0.3.36", "sha256": digest}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses an empty cache, and removes all variables that name package indexes."""
-    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "MOEGGUF_LLAMA_SDIST"):
+    for name in (
+        "PIP_EXTRA_INDEX_URL",
+        "PIP_FIND_LINKS",
+        "PIP_NO_INDEX",
+        "MOEGGUF_LLAMA_SDIST",
+    ):
         monkeypatch.delenv(name, raising=False)
     for others in vendor.UV_VARIABLES.values():
         for name in others:
@@ -83,7 +91,8 @@ def test_fetch_takes_the_sdist_from_uvs_index_without_building(
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"ours={index}")
     path = vendor.fetch(pin)
     assert path == vendor.cache_path(pin)
-    monkeypatch.setattr(vendor, "download", None)  # the second build finds it in the cache
+    # The second build finds it in the cache.
+    monkeypatch.setattr(vendor, "download", None)
     assert vendor.fetch(pin) == path
 
 
@@ -91,7 +100,10 @@ def test_fetch_without_an_index_and_apply_without_git_explain_the_remedy(
     tmp_path: Path, pin: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
-    with pytest.raises(vendor.VendorError, match=r"is a package index reachable.*MOEGGUF_LLAMA_SDIST.*0\.3\.36"):
+    with pytest.raises(
+        vendor.VendorError,
+        match=r"is a package index reachable.*MOEGGUF_LLAMA_SDIST.*0\.3\.36",
+    ):
         vendor.fetch(pin)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(vendor.VendorError, match="git is missing"):
@@ -101,7 +113,9 @@ def test_fetch_without_an_index_and_apply_without_git_explain_the_remedy(
 def test_fetch_checks_a_local_sdist_of_any_name(
     index: str, pin: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = (tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").rename(tmp_path / "copy.tar.gz")
+    local = (tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").rename(
+        tmp_path / "copy.tar.gz"
+    )
     monkeypatch.setenv("MOEGGUF_LLAMA_SDIST", str(local))
     vendor.unpack(vendor.fetch(pin), tmp_path / "tree")
     assert [path.name for path in (tmp_path / "tree").rglob("*")] == ["CMakeLists.txt"]
@@ -110,7 +124,9 @@ def test_fetch_checks_a_local_sdist_of_any_name(
     with pytest.raises(vendor.VendorError, match="sha256"):
         vendor.fetch(vendor.read_pin())
     monkeypatch.setenv("MOEGGUF_LLAMA_SDIST", str(tmp_path / "missing"))
-    with pytest.raises(vendor.VendorError, match=r"no file .*missing, which MOEGGUF_LLAMA_SDIST names"):
+    with pytest.raises(
+        vendor.VendorError, match=r"no file .*missing, which MOEGGUF_LLAMA_SDIST names"
+    ):
         vendor.fetch(pin)
 
 

@@ -1,7 +1,7 @@
 """Tests the prefetching watchdog.
 
-A trial compares stalls with and without prefetching. If prefetching saves too little, the watchdog stops it, and tries
-again after increasingly long pauses.
+A trial compares stalls with and without prefetching. If prefetching saves too little,
+the watchdog stops it, and tries again after increasingly long pauses.
 """
 
 from dataclasses import replace
@@ -11,20 +11,33 @@ import pytest
 
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 
-SHORT = WatchdogOptions(off_tokens=8, on_tokens=8, periods=4, warm_tokens=0, pause_tokens=100, max_pause_tokens=400)
+SHORT = WatchdogOptions(
+    off_tokens=8,
+    on_tokens=8,
+    periods=4,
+    warm_tokens=0,
+    pause_tokens=100,
+    max_pause_tokens=400,
+)
 WHOLE = replace(SHORT, certainty=float("inf"))  # trials that never end early
 TRIAL = SHORT.periods * (SHORT.off_tokens + SHORT.on_tokens)
 DEFAULT = WatchdogOptions()
 
 
 class Run:
-    """Feeds tokens to a watchdog. A token stalls for `off` ns without prefetching, and for `on` ns with prefetching.
+    """Feeds tokens to a watchdog. A token stalls for `off` ns without prefetching, and
+    for `on` ns with prefetching.
 
     `noise` makes the stalls random.
     """
 
     def __init__(
-        self, off: float, on: float, noise: float = 0.0, seed: int = 0, options: WatchdogOptions = WHOLE
+        self,
+        off: float,
+        on: float,
+        noise: float = 0.0,
+        seed: int = 0,
+        options: WatchdogOptions = WHOLE,
     ) -> None:
         self.dog = Watchdog(options)
         self.off, self.on, self.noise = off, on, noise
@@ -37,7 +50,9 @@ class Run:
         for _ in range(n):
             self.was_on.append(self.dog.on)
             mean = self.on if self.dog.on else self.off
-            self.stall_ns += round(mean * self.random.lognormal(0, self.noise) if self.noise else mean)
+            self.stall_ns += round(
+                mean * self.random.lognormal(0, self.noise) if self.noise else mean
+            )
             self.dog.token(self.stall_ns)
 
 
@@ -53,9 +68,13 @@ def test_watchdog_prefetches_during_warm_up_without_counting_these_tokens() -> N
     assert run.was_on[-1] is False, "the second trial begins with a period that counts"
 
 
-@pytest.mark.parametrize(("on", "stays"), [(0.7e6, True), (0.8e6, True), (1.1e6, False), (1.3e6, False)])
+@pytest.mark.parametrize(
+    ("on", "stays"), [(0.7e6, True), (0.8e6, True), (1.1e6, False), (1.3e6, False)]
+)
 def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
-    whole = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens) + DEFAULT.warm_tokens
+    whole = (
+        DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens) + DEFAULT.warm_tokens
+    )
     lengths = []
     for seed in range(20):
         run = Run(1e6, on, noise=0.1, seed=seed, options=DEFAULT)
@@ -69,7 +88,9 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
 def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
     for seed in range(100):  # prefetching saves about the required minimum
-        run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
+        run = Run(
+            1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0)
+        )
         run.tokens(whole - 1)
         early += run.dog.trials
     assert early <= 3
@@ -180,4 +201,6 @@ def test_busy_link_starts_a_trial_without_warm_up() -> None:
     run.tokens(TRIAL)
     assert run.dog.trials == 1 and run.dog.on
     run.tokens(WHOLE.pause_tokens)
-    assert run.dog.resting and not run.dog.on, "before the next trial the link is watched without prefetching"
+    assert run.dog.resting and not run.dog.on, (
+        "before the next trial the link is watched without prefetching"
+    )

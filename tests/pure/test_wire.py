@@ -1,7 +1,7 @@
 """Tests messages between server and worker.
 
-Messages survive encoding and decoding, and invalid messages are refused. Other tests check which deltas are sent
-together, and the failure line in a worker's log.
+Messages survive encoding and decoding, and invalid messages are refused. Other tests
+check which deltas are sent together, and the failure line in a worker's log.
 """
 
 import json
@@ -32,7 +32,15 @@ from moegguf.generate.request import (
 from moegguf.quantities import Link
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import LoadConfig, Ready, build, build_error, decode, encode, encode_error
+from moegguf.serving.wire import (
+    LoadConfig,
+    Ready,
+    build,
+    build_error,
+    decode,
+    encode,
+    encode_error,
+)
 from moegguf.serving.worker import DELTA_S, Events, Outbox
 from moegguf.serving.worker_process import failure_line
 
@@ -45,7 +53,9 @@ PLAN = Plan(
     reasons=("a reason",), tensor_split=(2.0, 1.0),
     placement=PlacementPlan((SLOTS,), SLOTS, "fast", SPEEDS, "put in", 30),
 )  # fmt: skip
-LIKELY = TokenLogprob(7, b"t", -0.5, (TokenChance(8, b"\xe6\x97", -1.0), TokenChance(9, b"v", -2.0)))
+LIKELY = TokenLogprob(
+    7, b"t", -0.5, (TokenChance(8, b"\xe6\x97", -1.0), TokenChance(9, b"v", -2.0))
+)
 OBJECTS = [
     Request(prompt="hi"),
     Request(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
@@ -88,12 +98,25 @@ def test_any_text_survives_encoding_and_decoding(text: str, thinking: str) -> No
 
 
 def test_encode_sends_only_fields_that_differ_from_defaults() -> None:
-    assert json.loads(encode({"kind": "event", "Delta": Delta("a")})) == {"kind": "event", "Delta": {"text": "a"}}
-    line = encode({"kind": "x", "item": Request(prompt="", template_options=MappingProxyType({"a": 1}))})
+    assert json.loads(encode({"kind": "event", "Delta": Delta("a")})) == {
+        "kind": "event",
+        "Delta": {"text": "a"},
+    }
+    line = encode(
+        {
+            "kind": "x",
+            "item": Request(prompt="", template_options=MappingProxyType({"a": 1})),
+        }
+    )
     assert build(Request, decode(line)["item"]).template_options == {"a": 1}
 
 
-@pytest.mark.parametrize("name", sorted(name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)
+    ),
+)
 def test_encoded_moegguf_error_keeps_its_class(name: str) -> None:
     kind = getattr(moegguf.errors, name)
     if issubclass(kind, MoeggufError):
@@ -101,34 +124,60 @@ def test_encoded_moegguf_error_keeps_its_class(name: str) -> None:
         assert type(error) is kind and str(error) == "why"
 
 
-@pytest.mark.parametrize("name", ["ValueError", "Iterable", "difflib", "__name__", "SystemExit", ""])
+@pytest.mark.parametrize(
+    "name", ["ValueError", "Iterable", "difflib", "__name__", "SystemExit", ""]
+)
 def test_build_error_turns_other_classes_into_moegguf_error(name: str) -> None:
     error = build_error({"class": name, "message": "why"})
     assert type(error) is MoeggufError and "why" in str(error)
-    assert str(build_error(encode_error(ContextError()))) == "ContextError", "one without text names its class"
+    assert str(build_error(encode_error(ContextError()))) == "ContextError", (
+        "one without text names its class"
+    )
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\n", b"{", b"[]", b"1", b"null", b'{"a":1}', b'{"kind":1}', b"\xff", b"[" * 9999]
+    "line",
+    [
+        b"",
+        b"\n",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'{"a":1}',
+        b'{"kind":1}',
+        b"\xff",
+        b"[" * 9999,
+    ],
 )
 def test_decode_rejects_an_invalid_message(line: bytes) -> None:
     with pytest.raises(WorkerError):
         decode(line)
 
 
-@pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"logprobs": [{"text": "a"}]}])
+@pytest.mark.parametrize(
+    "data",
+    [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"logprobs": [{"text": "a"}]}],
+)
 def test_build_rejects_an_invalid_delta(data: Any) -> None:
     with pytest.raises(WorkerError, match="Delta"):
         build(Delta, data)
 
 
-def test_build_puts_the_text_of_another_error_into_brackets_without_its_full_stop() -> None:
+def test_build_puts_the_text_of_another_error_into_brackets_without_its_full_stop() -> (
+    None
+):
     data = json.loads(encode({"speeds": SPEEDS}))["speeds"] | {"disk_bytes_per_s": -1}
-    with pytest.raises(WorkerError, match=r"not a valid Speeds \(speeds must be .*; give other numbers\)\.$"):
+    with pytest.raises(
+        WorkerError,
+        match=r"not a valid Speeds \(speeds must be .*; give other numbers\)\.$",
+    ):
         build(Speeds, data)
 
 
-def test_encode_rejects_long_messages_and_values_outside_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_rejects_long_messages_and_values_outside_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*fewer than 1000"):
         encode({"kind": "generate", "request": Request(prompt="x" * 2000)})
@@ -148,7 +197,10 @@ COMPUTE = "graph_compute: ggml_backend_sched_graph_compute_async"
     [
         ("", ""),
         ("all is well\n", ""),
-        ("a\nggml.c:12: GGML_ASSERT(x) failed\n[New LWP 5]\n", "ggml.c:12: GGML_ASSERT(x) failed"),
+        (
+            "a\nggml.c:12: GGML_ASSERT(x) failed\n[New LWP 5]\n",
+            "ggml.c:12: GGML_ASSERT(x) failed",
+        ),
         ("Traceback\nMemoryError: no memory\n\n", "MemoryError: no memory"),
         (f"an error\n{COMPUTE} failed with error 1\n", "an error"),
         (f"{COMPUTE} failed with error -1\n", f"{COMPUTE} failed with error -1"),
@@ -179,8 +231,11 @@ def test_outbox_sends_the_lines_of_a_block_in_one_call_even_after_an_error() -> 
     assert calls == [b"a\n", b"b\nc\n", b"d\n"]
 
 
-def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tuple[list[str], str]:
-    """Returns the texts of the deltas that are sent before an answer ends, and the text that is sent when it ends.
+def sent(
+    texts_and_waits: list[tuple[str, float]], *, stream: bool = True
+) -> tuple[list[str], str]:
+    """Returns the texts of the deltas that are sent before an answer ends, and the text
+    that is sent when it ends.
 
     `texts_and_waits` lists the text of each delta, and the seconds until the next one.
     """
@@ -213,6 +268,9 @@ def test_events_lose_no_text(steps: list[tuple[str, float]]) -> None:
 def test_join_keeps_all_fields_in_order() -> None:
     calls = tuple(ToolCall(str(i), "f", {}) for i in range(2))
     logprobs = tuple(TokenLogprob(n, b"ab"[n : n + 1], -1.0) for n in range(2))
-    deltas = [Delta("a", "x", calls[:1], logprobs[:1]), Delta("b", "y", calls[1:], logprobs[1:])]
+    deltas = [
+        Delta("a", "x", calls[:1], logprobs[:1]),
+        Delta("b", "y", calls[1:], logprobs[1:]),
+    ]
     assert join(deltas) == Delta("ab", "xy", calls, logprobs)
     assert join(deltas[:1]) is deltas[0]

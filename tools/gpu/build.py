@@ -1,4 +1,5 @@
-"""Builds the library with one of ggml's GPU backends. Each build has its own folder below build/.
+"""Builds the library with one of ggml's GPU backends. Each build has its own folder
+below build/.
 
 python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0 and today's servers
 """
@@ -17,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "build/cuda-carried/bin"  # the build to copy to a machine with a card
-VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # adds definitions that ggml needs to older Vulkan headers
+# Adds definitions that ggml needs to older Vulkan headers.
+VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"
 VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
@@ -27,20 +29,24 @@ class Backend:
 
     name: str
     flags: tuple[str, ...]  # flags for cmake
-    environment: Mapping[str, str] = field(default_factory=dict)  # set for every process that uses the build
+    # Set for every process that uses the build.
+    environment: Mapping[str, str] = field(default_factory=dict)
     target: str = "moegguf_all"
 
 
 def cuda(architecture: str) -> Backend:
-    """Returns the CUDA build for an architecture ("90" is compute capability 9.0) or for several ("80;90").
+    """Returns the CUDA build for an architecture ("90" is compute capability 9.0) or
+    for several ("80;90").
 
-    Compiling for one architecture takes tens of minutes of CPU time. Propagates errors from `nvcc` and `cuda_version`.
+    Compiling for one architecture takes tens of minutes of CPU time. Propagates errors
+    from `nvcc` and `cuda_version`.
     """
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     wheel = next(_cublas_wheels(), None)
     if wheel is None:
         return Backend("cuda", tuple(flags))
-    # cmake's FindCUDAToolkit looks for cublas and the driver's stub only next to nvcc, but wheels are elsewhere.
+    # cmake's FindCUDAToolkit looks for cublas and the driver's stub only next to nvcc,
+    # but wheels are elsewhere.
     library = next(wheel.glob("lib/libcublas.so.*"))
     flags += [
         f"-DCUDA_cublas_LIBRARY={library}",
@@ -53,19 +59,31 @@ def cuda(architecture: str) -> Backend:
 
 
 def to_carry(backend: Backend) -> Backend:
-    """Returns `backend` as a small build for the CPUs of today's servers, not for this machine's CPU.
+    """Returns `backend` as a small build for the CPUs of today's servers, not for this
+    machine's CPU.
 
-    These are Xeon CPUs since Sapphire Rapids and EPYC CPUs since Genoa. The build lacks CUDA's flash attention kernels,
-    which the measurements do not use.
+    These are Xeon CPUs since Sapphire Rapids and EPYC CPUs since Genoa. The build lacks
+    CUDA's flash attention kernels, which the measurements do not use.
     """
     extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
-    flags = ["-DGGML_NATIVE=OFF", "-DGGML_CUDA_FA=OFF", *(f"-DGGML_{name}=ON" for name in extensions)]
-    return replace(backend, name=f"{backend.name}-carried", flags=(*backend.flags, *flags))
+    flags = [
+        "-DGGML_NATIVE=OFF",
+        "-DGGML_CUDA_FA=OFF",
+        *(f"-DGGML_{name}=ON" for name in extensions),
+    ]
+    return replace(
+        backend, name=f"{backend.name}-carried", flags=(*backend.flags, *flags)
+    )
 
 
 def nvcc() -> Path:
-    """Returns the path of the CUDA compiler. Raises FileNotFoundError with a message for the user."""
-    found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    """Returns the path of the CUDA compiler. Raises FileNotFoundError with a message
+    for the user."""
+    found = (
+        os.environ.get("CUDACXX")
+        or shutil.which("nvcc")
+        or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    )
     if found is None:
         raise FileNotFoundError(
             "nvcc, CUDA's compiler, is neither on PATH nor in /usr/local/cuda/bin: install the CUDA toolkit, or name "
@@ -75,27 +93,37 @@ def nvcc() -> Path:
 
 
 def cuda_version() -> int:
-    """Returns the major version of nvcc. Raises FileNotFoundError, subprocess.CalledProcessError."""
-    text = subprocess.run([nvcc(), "--version"], check=True, capture_output=True, text=True).stdout
+    """Returns the major version of nvcc. Raises FileNotFoundError,
+    subprocess.CalledProcessError."""
+    text = subprocess.run(
+        [nvcc(), "--version"], check=True, capture_output=True, text=True
+    ).stdout
     return int(text.partition("release ")[2].partition(".")[0])
 
 
 def _cublas_wheels() -> Iterator[Path]:
-    """Yields the folders of cublas wheels from PyPI that match nvcc's version. Yields nothing if nvcc's own toolkit
-    includes cublas."""
+    """Yields the folders of cublas wheels from PyPI that match nvcc's version. Yields
+    nothing if nvcc's own toolkit includes cublas."""
     toolkit = nvcc().resolve().parents[1]
-    if any(next(toolkit.glob(f"{folder}/libcublas.so"), None) for folder in ("lib*", "targets/*/lib")):
+    if any(
+        next(toolkit.glob(f"{folder}/libcublas.so"), None)
+        for folder in ("lib*", "targets/*/lib")
+    ):
         return
     for entry in sys.path:
-        for library in sorted(Path(entry).glob(f"nvidia/*/lib/libcublas.so.{cuda_version()}")):
+        for library in sorted(
+            Path(entry).glob(f"nvidia/*/lib/libcublas.so.{cuda_version()}")
+        ):
             if (library.parents[1] / "include/cublas_v2.h").exists():
                 yield library.parents[1]
 
 
 def vulkan(driver: Path, devices: str = "0") -> Backend:
-    """Returns the Vulkan build for one driver file. `devices` lists the numbers of the driver's devices to use.
+    """Returns the Vulkan build for one driver file. `devices` lists the numbers of the
+    driver's devices to use.
 
-    Mesa's compiled kernels are cached in the build's folder, because a software device takes minutes to compile them.
+    Mesa's compiled kernels are cached in the build's folder, because a software device
+    takes minutes to compile them.
     """
     return Backend(
         "vulkan",
@@ -120,27 +148,46 @@ def library_of(backend: Backend) -> Path:
 
 
 def of_processes(library: Path, home: Path) -> dict[str, str]:
-    """Returns the environment variables that a process needs to run these sources with the library in `library`."""
-    folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    """Returns the environment variables that a process needs to run these sources with
+    the library in `library`."""
+    folders = [
+        str(ROOT),
+        str(ROOT / "tests"),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
     return {
         "MOEGGUF_LIBRARY": str(library),
         "MOEGGUF_TRIAL_LOAD": "0",
         "MOEGGUF_HOME": str(home),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # do not load pytest plugins that happen to be installed on the machine
+        # Do not load pytest plugins that happen to be installed on the machine.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
 
 
 def runtime_folders() -> list[Path]:
-    """Returns the folders with the CUDA runtime or cublas on this machine: toolkits first, then wheels from PyPI."""
-    toolkits = [Path("/usr/local/cuda/lib64"), *sorted(Path("/usr/local").glob("cuda-*/lib64"))]
-    wheels = [folder for entry in sys.path for folder in sorted(Path(entry).glob("nvidia/*/lib"))]
+    """Returns the folders with the CUDA runtime or cublas on this machine: toolkits
+    first, then wheels from PyPI."""
+    toolkits = [
+        Path("/usr/local/cuda/lib64"),
+        *sorted(Path("/usr/local").glob("cuda-*/lib64")),
+    ]
+    wheels = [
+        folder
+        for entry in sys.path
+        for folder in sorted(Path(entry).glob("nvidia/*/lib"))
+    ]
     names = ("libcudart.so.*", "libcublas.so.*")
-    return [folder for folder in (*toolkits, *wheels) if any(next(folder.glob(name), None) for name in names)]
+    return [
+        folder
+        for folder in (*toolkits, *wheels)
+        if any(next(folder.glob(name), None) for name in names)
+    ]
 
 
 def build(backend: Backend, timeout_s: float | None = None) -> None:
-    """Builds the library with cmake and ninja. If a timeout ends the build, the next call continues it.
+    """Builds the library with cmake and ninja. If a timeout ends the build, the next
+    call continues it.
 
     Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
     """
@@ -154,7 +201,8 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
     try:
         status = ninja.wait(timeout_s)
     except BaseException:  # reached after a timeout or Ctrl-C
-        ninja.terminate()  # ninja stops its compilers and deletes their unfinished outputs
+        # ninja stops its compilers and deletes their unfinished outputs.
+        ninja.terminate()
         ninja.wait()
         raise
     if status:
@@ -162,7 +210,8 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
 
 
 def build_programs(folder: Path, architecture: str) -> None:
-    """Builds `micro` and `libcalls.so` for the short run in `folder`. Raises subprocess.CalledProcessError."""
+    """Builds `micro` and `libcalls.so` for the short run in `folder`. Raises
+    subprocess.CalledProcessError."""
     ggml = ROOT / "build/vendor/llama.cpp/ggml/include"
     common = [str(nvcc()), "-O2", "-std=c++17", f"-arch=sm_{architecture}"]
     micro = [
@@ -178,12 +227,13 @@ def build_programs(folder: Path, architecture: str) -> None:
 
 
 def main() -> int:
-    """Builds for the CUDA architecture on the command line, and prints how long the build took. Returns the exit
-    status."""
+    """Builds for the CUDA architecture on the command line, and prints how long the
+    build took. Returns the exit status."""
     start = time.monotonic()
     try:
         architecture = sys.argv[1]
-        backend = to_carry(cuda(f"{architecture}-real"))  # "real": machine code only, no PTX
+        # "real": machine code only, no PTX.
+        backend = to_carry(cuda(f"{architecture}-real"))
         build(backend)
         build_programs(library_of(backend), architecture)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:

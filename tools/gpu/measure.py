@@ -1,8 +1,10 @@
-"""Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON object for each part.
+"""Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON
+object for each part.
 
-moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then greedy decoding token by token.
-Each timed part begins after the store's pending work has finished. If the case has `hold` and a limit, the process
-first allocates the device's memory above the limit, to imitate a smaller card.
+moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then
+greedy decoding token by token. Each timed part begins after the store's pending work
+has finished. If the case has `hold` and a limit, the process first allocates the
+device's memory above the limit, to imitate a smaller card.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ from moegguf.testing.link_device import add_link_device
 from tools.gpu.case import N_FIRST, Case
 
 SPARE_BYTES = 1 << 30  # estimate for compute buffers and the driver's own memory
-COUNTED = ("hook_ns", "stall_ns", "forecast_scored", "prefetch_started")  # counters of the store
-COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # counters of each tier
-CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # counted by tools/gpu/calls.cpp, in this order
+# Counters of the store.
+COUNTED = ("hook_ns", "stall_ns", "forecast_scored", "prefetch_started")
+# Counters of each tier.
+COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")
+# Counted by tools/gpu/calls.cpp, in this order.
+CALLS = ("graph launches", "copies", "synchronisations", "event waits")
 
 
 class _Override(c.Structure):
@@ -47,13 +52,19 @@ class _Override(c.Structure):
 
 
 class Upstream(Llama):
-    """Plain llama.cpp (MOEGGUF_HOOKS=0) with the experts of the first `n_cpu_moe` layers on the CPU, as with -ncmoe."""
+    """Plain llama.cpp (MOEGGUF_HOOKS=0) with the experts of the first `n_cpu_moe`
+    layers on the CPU, as with -ncmoe."""
 
     def __init__(self, path: str, n_cpu_moe: int, **options: Any) -> None:
         buffer_type = library.ggml().ggml_backend_cpu_buffer_type
         buffer_type.restype = c.c_void_p
-        patterns = [rb"blk\.%d\.ffn_(up|down|gate_up|gate)_(ch|)exps" % il for il in range(n_cpu_moe)]
-        self._overrides = (_Override * (n_cpu_moe + 1))(*(_Override(text, buffer_type()) for text in patterns))
+        patterns = [
+            rb"blk\.%d\.ffn_(up|down|gate_up|gate)_(ch|)exps" % il
+            for il in range(n_cpu_moe)
+        ]
+        self._overrides = (_Override * (n_cpu_moe + 1))(
+            *(_Override(text, buffer_type()) for text in patterns)
+        )
         super().__init__(path, **options)
 
     def _attach_model(self, params: Any) -> None:
@@ -62,8 +73,8 @@ class Upstream(Llama):
 
 
 class Held:
-    """Allocates device memory until at most `keep_free_bytes` are free. The memory stays allocated until the process
-    exits.
+    """Allocates device memory until at most `keep_free_bytes` are free. The memory
+    stays allocated until the process exits.
     """
 
     def __init__(self, device: Device, keep_free_bytes: int) -> None:
@@ -77,23 +88,30 @@ class Held:
             getattr(ggml, name).restype = c.c_void_p
             getattr(ggml, name).argtypes = arguments
         ggml.ggml_backend_buft_get_max_size.restype = c.c_size_t
-        buffer_type = ggml.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(device.name.encode()))
+        buffer_type = ggml.ggml_backend_dev_buffer_type(
+            ggml.ggml_backend_dev_by_name(device.name.encode())
+        )
         largest = min(ggml.ggml_backend_buft_get_max_size(buffer_type), 16 << 30)
         while (rest := find_gpus(device.name)[0].free_bytes - keep_free_bytes) > 0:
             if not ggml.ggml_backend_buft_alloc_buffer(buffer_type, min(rest, largest)):
-                raise MemoryError(f"{device.name} refused {rest} bytes that are to be held.")
+                raise MemoryError(
+                    f"{device.name} refused {rest} bytes that are to be held."
+                )
 
 
 def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
-    """Returns how many bytes within the memory limit remain for experts, after dense weights, KV cache and, with
-    `hold`, buffers."""
+    """Returns how many bytes within the memory limit remain for experts, after dense
+    weights, KV cache and, with `hold`, buffers."""
     assert case.limit_bytes is not None
     spare = SPARE_BYTES if case.hold else 0
-    return max(0, case.limit_bytes - layout.dense_bytes - kv_bytes(layout, case.n_ctx) - spare)
+    return max(
+        0, case.limit_bytes - layout.dense_bytes - kv_bytes(layout, case.n_ctx) - spare
+    )
 
 
 def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
-    """Returns the value for -ncmoe: the number of leading layers whose experts llama.cpp runs on the CPU.
+    """Returns the value for -ncmoe: the number of leading layers whose experts
+    llama.cpp runs on the CPU.
 
     Layers without experts are counted, too.
     """
@@ -101,35 +119,46 @@ def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
         return layout.n_layer
     if case.limit_bytes is None:
         return 0
-    on_device = expert_room_bytes(case, layout) * len(layout.layers) // layout.expert_bytes
+    on_device = (
+        expert_room_bytes(case, layout) * len(layout.layers) // layout.expert_bytes
+    )
     return max(0, min(layout.n_layer, layout.n_layer - on_device + case.more_on_cpu))
 
 
 def load(case: Case) -> Llama:
-    """Loads the model with the options of the case. The caller has set MOEGGUF_HOOKS for the case's system."""
+    """Loads the model with the options of the case. The caller has set MOEGGUF_HOOKS
+    for the case's system."""
     options: dict[str, Any] = {
         "n_ctx": case.n_ctx, "n_batch": case.n_ctx, "n_ubatch": case.n_ubatch, "n_threads": case.n_threads,
         "n_gpu_layers": -1, "verbose": case.system == "llama.cpp",
     }  # fmt: skip
     if case.system == "llama.cpp":
         layout = read_layout(case.model)
-        return Upstream(case.model, n_cpu_moe(case, layout), use_mmap=case.use_mmap, **options)
+        return Upstream(
+            case.model, n_cpu_moe(case, layout), use_mmap=case.use_mmap, **options
+        )
     given = dict(case.options or {})
     if isinstance(limits := given.get("prefetch"), dict):
         given["prefetch"] = PrefetchOptions(**limits)
     if case.limit_bytes is not None and not case.hold:
         given["vram_cache"] = expert_room_bytes(case, read_layout(case.model))
-    return Llama(case.model, store=StoreOptions(device=case.device), **{"vram_cache": "auto"} | given | options)
+    return Llama(
+        case.model,
+        store=StoreOptions(device=case.device),
+        **{"vram_cache": "auto"} | given | options,
+    )
 
 
 def settle(llm: Llama) -> None:
-    """Waits for the store's pending transfers to finish, so that they do not slow down the next timed part."""
+    """Waits for the store's pending transfers to finish, so that they do not slow down
+    the next timed part."""
     if llm.session is not None:
         llm.session.store.drain()
 
 
 def read(llm: Llama, prompt: Sequence[int]) -> float:
-    """Evaluates a prompt from an empty context. Returns the seconds until the first token of the answer is known."""
+    """Evaluates a prompt from an empty context. Returns the seconds until the first
+    token of the answer is known."""
     settle(llm)
     llm.reset()
     start = time.perf_counter()
@@ -153,7 +182,8 @@ Counts = dict[str, dict[str, int]]
 
 
 def counts(llm: Llama) -> Counts:
-    """Returns the current counters by source: each CUDA call, the store, each tier, and the staging tensors."""
+    """Returns the current counters by source: each CUDA call, the store, each tier, and
+    the staging tensors."""
     found = Counts()
     if (calls := getattr(c.CDLL(None), "moegguf_calls", None)) is not None:
         sums = (c.c_uint64 * (2 * len(CALLS)))()
@@ -165,27 +195,34 @@ def counts(llm: Llama) -> Counts:
     of_store = llm.session.store.counters()
     found["store"] = {name: of_store[name] for name in COUNTED}
     staged = llm.session.store.staging()
-    for name, tier in (llm.session.tiers() | ({"staging": staged} if staged else {})).items():
+    for name, tier in (
+        llm.session.tiers() | ({"staging": staged} if staged else {})
+    ).items():
         found[name] = {field: tier[field] for field in (*COUNTED_THERE, "lookups")}
         found[name]["hits"] = tier["hits_ready"] + tier["hits_late"]
         found[name]["bytes"] = tier["bytes_missed"] + tier["bytes_prefetched"]
     return found
 
 
-def figures(before: Counts, after: Counts, n_tokens: int) -> dict[str, dict[str, float | None]]:
-    """Returns the growth of each counter between two readings, per token, and the hit rate of each source that counts
-    lookups."""
+def figures(
+    before: Counts, after: Counts, n_tokens: int
+) -> dict[str, dict[str, float | None]]:
+    """Returns the growth of each counter between two readings, per token, and the hit
+    rate of each source that counts lookups."""
     found = dict[str, dict[str, float | None]]()
     for place, now in after.items():
         grown = {name: value - before[place][name] for name, value in now.items()}
-        found[place] = {f"{name}_per_token": value / n_tokens for name, value in grown.items()}
+        found[place] = {
+            f"{name}_per_token": value / n_tokens for name, value in grown.items()
+        }
         if lookups := grown.get("lookups"):
             found[place]["hit_rate"] = grown["hits"] / lookups
     return found
 
 
 def is_complete(llm: Llama) -> bool | None:
-    """Returns True if the number of used slots equals the number of experts; None for plain llama.cpp."""
+    """Returns True if the number of used slots equals the number of experts; None for
+    plain llama.cpp."""
     if llm.session is None:
         return None
     info = llm.session.store.info()
@@ -193,7 +230,8 @@ def is_complete(llm: Llama) -> bool | None:
 
 
 def slots_share(llm: Llama) -> float | None:
-    """Returns the number of slots divided by the number of experts; None for plain llama.cpp."""
+    """Returns the number of slots divided by the number of experts; None for plain
+    llama.cpp."""
     if llm.session is None:
         return None
     info = llm.session.store.info()
@@ -201,8 +239,8 @@ def slots_share(llm: Llama) -> float | None:
 
 
 def predictions(llm: Llama) -> dict[str, float]:
-    """Returns the predicted tokens per second for each placement and for the "chosen" one. Empty if the plan compared
-    no placements.
+    """Returns the predicted tokens per second for each placement and for the "chosen"
+    one. Empty if the plan compared no placements.
     """
     decided = getattr(llm.plan, "placement", None) if llm.session is not None else None
     if decided is None:
@@ -212,14 +250,14 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 
 def device_of(case: Case) -> str:
-    """Returns ggml's name for the case's device. If the case has a link, adds a simulated device and returns its
-    name."""
+    """Returns ggml's name for the case's device. If the case has a link, adds a
+    simulated device and returns its name."""
     return add_link_device(parse_link(case.link)) if case.link else case.device
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:
-    """Measures the case and yields each part of the result as soon as it is known. Propagates errors from `load`, and
-    raises MemoryError.
+    """Measures the case and yields each part of the result as soon as it is known.
+    Propagates errors from `load`, and raises MemoryError.
     """
     case = replace(case, device=device_of(case))
     device = find_gpus(case.device)[0]
@@ -238,7 +276,9 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
             "slots_share": slots_share(llm),
         }
         random = np.random.default_rng(0)
-        cold, *prompts = random.integers(0, llm.n_vocab(), (1 + case.n_prompts, case.n_prompt)).tolist()
+        cold, *prompts = random.integers(
+            0, llm.n_vocab(), (1 + case.n_prompts, case.n_prompt)
+        ).tolist()
         # The first prompt also loads the kernels and reads experts into RAM.
         yield {"cold_prompt_tokens_per_s": case.n_prompt / read(llm, cold)}
         settle(llm)
@@ -265,8 +305,8 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints each part of the result as one line of JSON, as soon as it is known. If a MoeggufError or MemoryError
-    occurs, prints the error as the last line."""
+    """Prints each part of the result as one line of JSON, as soon as it is known. If a
+    MoeggufError or MemoryError occurs, prints the error as the last line."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print to stdout print to stderr from here on
     try:

@@ -1,8 +1,10 @@
-"""Creates a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
+"""Creates a folder for a GPU machine without a network: for the whole trial, or for the
+short run with a built library.
 
-The trial's folder contains an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake,
-ninja and Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and
-starts `tools/gpu_trial.py` from the sources.
+The trial's folder contains an archive of the patched sources, and wheels. The GPU
+machine needs a compiler, cmake, ninja and Python 3.12. `gpu_trial.py` in the folder is
+a copy of `start.py`, which unpacks the sources and wheels, and starts
+`tools/gpu_trial.py` from the sources.
 
 python -m tools.gpu.pack FOLDER        # the folder for the short run, with the library of `make check-cuda`
 """
@@ -27,17 +29,31 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 60_000_000
 SHORT_RUN_BYTES = 64 << 20
 OPENMP = "libgomp.so.1"
-SOURCES, WHEELS, START, SHORT_RUN = "sources.tar.xz", "wheels", "gpu_trial.py", "short_run.sh"
+SOURCES, WHEELS, START, SHORT_RUN = (
+    "sources.tar.xz",
+    "wheels",
+    "gpu_trial.py",
+    "short_run.sh",
+)
 
-PARTS = ("moegguf/", "patches/", "predictors/demo/", "tests/", "tools/", "pyproject.toml", "LICENSE")
+PARTS = (
+    "moegguf/",
+    "patches/",
+    "predictors/demo/",
+    "tests/",
+    "tools/",
+    "pyproject.toml",
+    "LICENSE",
+)
 NOT_PACKED = re.compile(r"moegguf/demo/.*\.gguf|tests/(frontends|pure|native)/.*")
-# ggml backends that are left out: no trial builds them, and cmake reads a backend's files only to build it.
+# ggml backends that are left out: no trial builds them, and cmake reads a backend's
+# files only to build it.
 NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"
 )
 
-# Dependencies of moegguf that the test models, tests and measurements import. BESIDE lists the other packages they
-# need.
+# Dependencies of moegguf that the test models, tests and measurements import. BESIDE
+# lists the other packages they need.
 PRODUCT = (
     "diskcache",
     "gguf",
@@ -49,9 +65,18 @@ PRODUCT = (
     "typing-extensions",
     "xxhash",
 )
-BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
-# Compiled packages depend on the version of Python, so the short run uses the packages already installed on the GPU
-# machine.
+BESIDE = (
+    "markupsafe",
+    "pyyaml",
+    "tqdm",
+    "pytest",
+    "iniconfig",
+    "packaging",
+    "pluggy",
+    "pygments",
+)
+# Compiled packages depend on the version of Python, so the short run uses the packages
+# already installed on the GPU machine.
 COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [
@@ -64,8 +89,8 @@ def _name(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Returns the requirements for pip: the packages in PRODUCT with the versions from pyproject.toml, and the packages
-    in BESIDE."""
+    """Returns the requirements for pip: the packages in PRODUCT with the versions from
+    pyproject.toml, and the packages in BESIDE."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
     bounds = {_name(line): line for line in lines}
@@ -73,7 +98,8 @@ def requirements() -> list[str]:
 
 
 def own_sources() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for the sources that tests and measurements need, without the library.
+    """Yields (path in the archive, file) for the sources that tests and measurements
+    need, without the library.
 
     llama.cpp's Python bindings are included.
     """
@@ -82,7 +108,11 @@ def own_sources() -> Iterator[tuple[str, Path]]:
         cwd=ROOT, check=True, capture_output=True, text=True,
     )  # fmt: skip
     for name in sorted(listed.stdout.splitlines()):
-        if name.startswith(PARTS) and not NOT_PACKED.fullmatch(name) and (ROOT / name).is_file():
+        if (
+            name.startswith(PARTS)
+            and not NOT_PACKED.fullmatch(name)
+            and (ROOT / name).is_file()
+        ):
             yield name, ROOT / name
     bindings = vendor.VENDOR / "bindings"
     for path in sorted(bindings.rglob("*.py")):
@@ -90,12 +120,17 @@ def own_sources() -> Iterator[tuple[str, Path]]:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for the sources that a build, the tests and the measurements need."""
+    """Yields (path in the archive, file) for the sources that a build, the tests and
+    the measurements need."""
     tree = vendor.prepare()
     yield from own_sources()
     for path in sorted(tree.rglob("*")):
         name = path.relative_to(tree).as_posix()
-        if path.is_file() and name.startswith(vendor.BUILT) and not NOT_BUILT.fullmatch(name):
+        if (
+            path.is_file()
+            and name.startswith(vendor.BUILT)
+            and not NOT_BUILT.fullmatch(name)
+        ):
             yield f"build/vendor/llama.cpp/{name}", path
     yield "build/vendor/llama.cpp.stamp", vendor.VENDOR / "llama.cpp.stamp"
 
@@ -103,7 +138,8 @@ def sources() -> Iterator[tuple[str, Path]]:
 def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields (path in the archive, file) for the files of a build, and for libgomp.
 
-    Libraries and programs are stripped of unneeded symbols; the stripped copies are written to `folder`.
+    Libraries and programs are stripped of unneeded symbols; the stripped copies are
+    written to `folder`.
 
     Raises subprocess.CalledProcessError, FileNotFoundError.
     """
@@ -111,10 +147,21 @@ def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
         if path.is_file():
             is_program = path.suffix == ".so" or path.name == "micro"
             if is_program:
-                subprocess.run(["strip", "--strip-unneeded", "-o", str(folder / path.name), str(path)], check=True)
+                subprocess.run(
+                    [
+                        "strip",
+                        "--strip-unneeded",
+                        "-o",
+                        str(folder / path.name),
+                        str(path),
+                    ],
+                    check=True,
+                )
             yield f"library/{path.name}", folder / path.name if is_program else path
     command = ["c++", f"-print-file-name={OPENMP}"]  # the GPU machine may lack libgomp
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.strip()
     yield f"library/{OPENMP}", Path(found)
 
 
@@ -123,7 +170,11 @@ def _write_sources(archive: Path, files: Iterable[tuple[str, Path]]) -> None:
         for name, path in files:
             data = path.read_bytes()
             member = tarfile.TarInfo(name)
-            member.size, member.mtime, member.mode = len(data), int(path.stat().st_mtime), 0o644
+            member.size, member.mtime, member.mode = (
+                len(data),
+                int(path.stat().st_mtime),
+                0o644,
+            )
             tar.addfile(member, io.BytesIO(data))
 
 
@@ -138,7 +189,8 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 
 
 def pack(folder: Path) -> int:
-    """Creates the trial's folder, or replaces the folder of an earlier call. Returns its size in bytes.
+    """Creates the trial's folder, or replaces the folder of an earlier call. Returns
+    its size in bytes.
 
     Raises ValueError if `folder` contains other files or becomes too large.
     """
@@ -150,22 +202,30 @@ def pack(folder: Path) -> int:
 
 
 def pack_short_run(folder: Path, library: Path) -> int:
-    """Creates the short run's folder with the built libraries in `library`, or replaces the folder of an earlier call.
-    Returns the folder's size in bytes.
+    """Creates the short run's folder with the built libraries in `library`, or replaces
+    the folder of an earlier call. Returns the folder's size in bytes.
 
     Raises ValueError if `folder` contains other files or becomes too large.
     """
     _make(folder, SHORT_RUN)
-    _fetch_wheels(folder / WHEELS, [line for line in requirements() if _name(line) not in COMPILED])
+    _fetch_wheels(
+        folder / WHEELS,
+        [line for line in requirements() if _name(line) not in COMPILED],
+    )
     with tempfile.TemporaryDirectory() as stripped:
-        _write_sources(folder / SOURCES, [*own_sources(), *stripped_library(library, Path(stripped))])
+        _write_sources(
+            folder / SOURCES,
+            [*own_sources(), *stripped_library(library, Path(stripped))],
+        )
     shutil.copy(Path(__file__).with_name(SHORT_RUN), folder / SHORT_RUN)
     return _size(folder, SHORT_RUN_BYTES)
 
 
 def _make(folder: Path, script: str) -> None:
     if folder.exists() and not (folder / script).exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is no folder of an earlier pack, and not empty: name another")
+        raise ValueError(
+            f"{folder} is no folder of an earlier pack, and not empty: name another"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     (folder / WHEELS).mkdir(parents=True)
 
@@ -173,7 +233,9 @@ def _make(folder: Path, script: str) -> None:
 def _size(folder: Path, most_bytes: int) -> int:
     n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if n_bytes > most_bytes:
-        raise ValueError(f"{folder} has {n_bytes / 1e6:.1f} MB, more than {most_bytes / 1e6:.0f} MB")
+        raise ValueError(
+            f"{folder} has {n_bytes / 1e6:.1f} MB, more than {most_bytes / 1e6:.0f} MB"
+        )
     return n_bytes
 
 
@@ -181,7 +243,9 @@ def main() -> int:
     """Creates the short run's folder. Returns the exit status."""
     folder = Path(sys.argv[1])
     try:
-        print(f"{pack_short_run(folder, CARRIED) / 1e6:.1f} MB in {folder}: run {folder}/{SHORT_RUN} beside the card")
+        print(
+            f"{pack_short_run(folder, CARRIED) / 1e6:.1f} MB in {folder}: run {folder}/{SHORT_RUN} beside the card"
+        )
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

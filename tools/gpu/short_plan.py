@@ -1,8 +1,10 @@
-"""The plan for the short run on a card: the steps in order, with their times, processes and predicted figures.
+"""The plan for the short run on a card: the steps in order, with their times, processes
+and predicted figures.
 
-Each step has a share of the time. A step must finish before the shares of this step and all earlier steps are used up.
-In each turn, a step runs its parts, but some parts only in the first turn. The predictions were written down before any
-run, for cards with PCIe 5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
+Each step has a share of the time. A step must finish before the shares of this step and
+all earlier steps are used up. In each turn, a step runs its parts, but some parts only
+in the first turn. The predictions were written down before any run, for cards with PCIe
+5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
 """
 
 from __future__ import annotations
@@ -17,23 +19,39 @@ from tools.gpu.rig import GB
 
 TOTAL_S = 568.0  # time for all steps; the whole run takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that are equal to llama.cpp's
+# Figure: number of leading tokens that are equal to llama.cpp's.
+SAME = "tokens as of llama.cpp, resident"
 SLOTS = "slots per expert"  # figure: number of slots divided by the number of experts
-SCORED = "store, layers predicted in the graph a token"  # figure: the last layer predicts nothing
-STOP = "a stop, us"  # figure: us per layer that resident llama.cpp does not take, without the time of copies
+# Figure: the last layer predicts nothing.
+SCORED = "store, layers predicted in the graph a token"
+# Figure: us per layer that resident llama.cpp does not take, without the time of
+# copies.
+STOP = "a stop, us"
 
-# Remedies: experimental changes that a library may contain behind switches, each with its bit. `moegguf_switches`
-# returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
-# on.
+# Remedies: experimental changes that a library may contain behind switches, each with
+# its bit. `moegguf_switches` returns the bits of all remedies in the library. The
+# variable MOEGGUF_SWITCHES holds the bits of the remedies that are on.
 DEFAULT = "abdefi"  # the remedies that are on by default
-SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32, "g": 64, "i": 128, "k": 256}
+SWITCHES = {
+    "a": 1,
+    "b": 2,
+    "c": 4,
+    "d": 8,
+    "e": 16,
+    "f": 32,
+    "g": 64,
+    "i": 128,
+    "k": 256,
+}
 
 Kind = Literal["facts", "micro", "measure", "batches", "tests"]
-Predicted = Mapping[str, tuple[float, float]]  # predicted range: {name of the figure: (minimum, maximum)}
+# Predicted range: {name of the figure: (minimum, maximum)}.
+Predicted = Mapping[str, tuple[float, float]]
 
 
 def switch_bits(letters: str) -> int:
-    """Returns the value of MOEGGUF_SWITCHES that turns on the remedies with these letters."""
+    """Returns the value of MOEGGUF_SWITCHES that turns on the remedies with these
+    letters."""
     return sum(SWITCHES[letter] for letter in letters.replace("-", ""))
 
 
@@ -46,12 +64,17 @@ class Part:
     arguments: tuple[str, ...] = ()  # command-line arguments for `micro` or pytest
     case: Case | None = None
     predicted: Predicted = field(default_factory=dict)
-    switches: str = ""  # letters of the remedies that are on; "-": all are off; "": MOEGGUF_SWITCHES is not set
+    # Letters of the remedies that are on; "-": all are off; "": MOEGGUF_SWITCHES is not
+    # set.
+    switches: str = ""
     needs_card: bool = False  # the part is skipped on a simulated device
     once: bool = False  # true: only the step's first turn has this part
-    counts_calls: bool = False  # CUDA runtime calls are counted, which takes a little time
-    model: str = ""  # name of the model, whose file must be complete before the part begins
-    n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
+    # CUDA runtime calls are counted, which takes a little time.
+    counts_calls: bool = False
+    # Name of the model, whose file must be complete before the part begins.
+    model: str = ""
+    # Number of layers in which a token may wait for experts; 0: not given.
+    n_layer: int = 0
     limit_s: float = 40.0
 
 
@@ -68,19 +91,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """The measured device (a card or a simulated one), the models, and the sizes of all measurements."""
+    """The measured device (a card or a simulated one), the models, and the sizes of all
+    measurements."""
 
     device: str
     link: str  # link speed of a simulated device; empty: the device is a real card
-    models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}; 0 layers: as in the preset
+    # {name: (preset, quantisation, layers)}; 0 layers: as in the preset.
+    models: Mapping[str, tuple[str, str, int]]
     card_bytes: int  # memory of the imitated smaller card
-    holds: bool  # true: the process allocates the card's other memory; false: no memory is held
+    # True: the process allocates the card's other memory; false: no memory is held.
+    holds: bool
     sizes: Mapping[str, Any]
-    # {share of the experts with a slot in %: budget for these slots and for the staging tensors of prompts}, in steps
-    # Q3 and Q5
+    # {share of the experts with a slot in %: budget for these slots and for the staging
+    # tensors of prompts}, in steps Q3 and Q5
     caches: Mapping[int, str]
-    n_slots: int  # slots of a large pool; on a real card, byte offsets of F16 slots need more than 32 bits
-    n_experts: int  # experts in the products of step S1's small pools, and of step M2 on a simulated device
+    # Slots of a large pool; on a real card, byte offsets of F16 slots need more than 32
+    # bits.
+    n_slots: int
+    # Experts in the products of step S1's small pools, and of step M2 on a simulated
+    # device.
+    n_experts: int
     n_columns: int  # columns of an expert's matrix in the products of step S1
 
     @property
@@ -104,7 +134,13 @@ CARD = Setting(
     },
     card_bytes=8 * GB,
     holds=True,
-    sizes={"n_prompt": 1024, "n_prompts": 2, "n_decode": 256, "n_ctx": 2048, "n_ubatch": 512},
+    sizes={
+        "n_prompt": 1024,
+        "n_prompts": 2,
+        "n_decode": 256,
+        "n_ctx": 2048,
+        "n_ubatch": 512,
+    },
     caches={65: "4.59GB", 23: "1.74GB"},
     n_slots=3000,
     n_experts=128,
@@ -120,7 +156,13 @@ REHEARSAL = Setting(
     },
     card_bytes=1_300_000,
     holds=False,
-    sizes={"n_prompt": 64, "n_prompts": 2, "n_decode": 16, "n_ctx": 256, "n_ubatch": 64},
+    sizes={
+        "n_prompt": 64,
+        "n_prompts": 2,
+        "n_decode": 16,
+        "n_ctx": 256,
+        "n_ubatch": 64,
+    },
     caches={65: "65%", 23: "1.2MB"},
     n_slots=30,
     n_experts=16,
@@ -133,19 +175,41 @@ def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
     plan = _Plan(setting, models, n_threads)
     return (
         Step("facts", 15, "the machine, the link, the library", tuple(plan.facts())),
-        Step("M1", 20, "what a stop is made of: remedies a, b, f", tuple(plan.latency())),
-        Step("M5", 15, "products from pinned memory: do mapped slots pay (0.7 or more)?", tuple(plan.mapped())),
+        Step(
+            "M1", 20, "what a stop is made of: remedies a, b, f", tuple(plan.latency())
+        ),
+        Step(
+            "M5",
+            15,
+            "products from pinned memory: do mapped slots pay (0.7 or more)?",
+            tuple(plan.mapped()),
+        ),
         Step(
             "S1",
             20,
             "32-bit offsets: is a large pool wrong? how slow are F16 products with many slots?",
             tuple(plan.offsets()),
         ),
-        Step("M2", 15, "is a prompt's product slower where experts lie apart?", tuple(plan.strides())),
         Step(
-            "Q1", 90, "Qwen1.5-MoE, everything resident: why 307 of 339 and 4,380 of 8,020?", tuple(plan.resident()), 3
+            "M2",
+            15,
+            "is a prompt's product slower where experts lie apart?",
+            tuple(plan.strides()),
         ),
-        Step("Q2", 115, "Qwen1.5-MoE, 8 GB: slots against layers and -ncmoe", tuple(plan.small_card()), 2),
+        Step(
+            "Q1",
+            90,
+            "Qwen1.5-MoE, everything resident: why 307 of 339 and 4,380 of 8,020?",
+            tuple(plan.resident()),
+            3,
+        ),
+        Step(
+            "Q2",
+            115,
+            "Qwen1.5-MoE, 8 GB: slots against layers and -ncmoe",
+            tuple(plan.small_card()),
+            2,
+        ),
         Step(
             "Q3",
             150,
@@ -153,7 +217,12 @@ def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
             tuple(plan.shares()),
             2,
         ),
-        Step("Q4", 35, "several sequences, joining, leaving and guessing: are the bits equal?", tuple(plan.batches())),
+        Step(
+            "Q4",
+            35,
+            "several sequences, joining, leaving and guessing: are the bits equal?",
+            tuple(plan.batches()),
+        ),
         Step(
             "Q5",
             33,
@@ -209,30 +278,64 @@ class _Plan:
         yield Part("latencies", "micro", ("latency",), predicted=in_us, needs_card=True)
 
     def mapped(self) -> Iterator[Part]:
-        for type_, columns, rows in (("q4_K", 2048, 768), ("q6_K", 768, 2048), ("mxfp4", 2880, 2880)):
+        for type_, columns, rows in (
+            ("q4_K", 2048, 768),
+            ("q6_K", 768, 2048),
+            ("mxfp4", 2880, 2880),
+        ):
             predicted = dict[str, tuple[float, float]]()
             for n_tokens in (1, 4):
                 what = f"{type_}, tokens: {n_tokens}"
-                predicted |= {f"{what}, pinned memory against copies": (0.70, 0.85), f"{what}, {EQUAL}": (1, 1)}
-            arguments = ("mapped", self.setting.device, type_, str(columns), str(rows), "128", "8")
-            yield Part(type_, "micro", arguments, predicted=predicted, needs_card=True, limit_s=8)
+                predicted |= {
+                    f"{what}, pinned memory against copies": (0.70, 0.85),
+                    f"{what}, {EQUAL}": (1, 1),
+                }
+            arguments = (
+                "mapped",
+                self.setting.device,
+                type_,
+                str(columns),
+                str(rows),
+                "128",
+                "8",
+            )
+            yield Part(
+                type_,
+                "micro",
+                arguments,
+                predicted=predicted,
+                needs_card=True,
+                limit_s=8,
+            )
 
     def offsets(self) -> Iterator[Part]:
         columns = self.setting.n_columns
         few = self.setting.n_experts
         many = self.setting.n_slots
-        for type_, rows, wrong in (("f16", 768, (1, 4)), ("f16", 512, (1,)), ("bf16", 768, (1, 4)), ("q4_0", 768, ())):
+        for type_, rows, wrong in (
+            ("f16", 768, (1, 4)),
+            ("f16", 512, (1,)),
+            ("bf16", 768, (1, 4)),
+            ("q4_0", 768, ()),
+        ):
             for n in (few, many):
                 overflows = wrong if n == CARD.n_slots else ()
                 predicted = {
-                    f"{type_}, slots: {n}, tokens: {n_tokens}, {EQUAL}": (0, 0) if n_tokens in overflows else (1, 1)
+                    f"{type_}, slots: {n}, tokens: {n_tokens}, {EQUAL}": (0, 0)
+                    if n_tokens in overflows
+                    else (1, 1)
                     for n_tokens in (1, 4)
                 }
-                yield self._products("offsets", f"{type_} x {rows}, {n} slots", (type_, columns, rows, n), predicted)
+                yield self._products(
+                    "offsets",
+                    f"{type_} x {rows}, {n} slots",
+                    (type_, columns, rows, n),
+                    predicted,
+                )
 
     def strides(self) -> Iterator[Part]:
-        # The `down` matrices of Qwen1.5-MoE and Qwen3-30B, each in two types. Slots of both types are as far apart as
-        # the larger type needs.
+        # The `down` matrices of Qwen1.5-MoE and Qwen3-30B, each in two types. Slots of
+        # both types are as far apart as the larger type needs.
         for type_, columns, n_experts, n_used, stride, most in (
             ("q5_0", 1408, 60, 4, 3_075_776, 1.2),
             ("q8_0", 1408, 60, 4, 3_075_776, 1.05),
@@ -244,19 +347,38 @@ class _Plan:
                 rows = 64
                 n_experts = self.setting.n_experts
                 n_used = 2
-            predicted = {f"{type_} {rows}x{n_experts}, apart against together": (0.85, most)}
+            predicted = {
+                f"{type_} {rows}x{n_experts}, apart against together": (0.85, most)
+            }
             arguments = (type_, columns, rows, n_experts, n_used, stride)
             yield self._products("strides", f"{type_} x {rows}", arguments, predicted)
 
-    def _products(self, what: str, name: str, arguments: Sequence[object], predicted: Predicted) -> Part:
+    def _products(
+        self, what: str, name: str, arguments: Sequence[object], predicted: Predicted
+    ) -> Part:
         device = "CPU" if self.setting.is_simulated else self.setting.device
-        return Part(name, "micro", (what, device, *map(str, arguments)), predicted=predicted, limit_s=8)
+        return Part(
+            name,
+            "micro",
+            (what, device, *map(str, arguments)),
+            predicted=predicted,
+            limit_s=8,
+        )
 
     def resident(self) -> Iterator[Part]:
         ours = {"vram_cache": "100%", "placement": "slots"}
-        yield self._measured("llama.cpp", WIDE, None, {ANSWER: (325, 350), PROMPT: (7600, 8400)})
-        yield self._measured("moegguf", WIDE, ours, {ANSWER: (322, 345), PROMPT: (7500, 9000)})
-        without = self._measured("moegguf, ids copied (no f)", WIDE, ours, {ANSWER: (300, 330), PROMPT: (7500, 9000)})
+        yield self._measured(
+            "llama.cpp", WIDE, None, {ANSWER: (325, 350), PROMPT: (7600, 8400)}
+        )
+        yield self._measured(
+            "moegguf", WIDE, ours, {ANSWER: (322, 345), PROMPT: (7500, 9000)}
+        )
+        without = self._measured(
+            "moegguf, ids copied (no f)",
+            WIDE,
+            ours,
+            {ANSWER: (300, 330), PROMPT: (7500, 9000)},
+        )
         yield replace(without, switches=DEFAULT.replace("f", ""))
 
     def small_card(self) -> Iterator[Part]:
@@ -267,62 +389,130 @@ class _Plan:
         if not self.setting.is_simulated:
             whole |= {"vram_cache": "5.9GB"}
         for name, options, predicted, more in (
-            ("llama.cpp -ncmoe", None, {ANSWER: (148, 160), PROMPT: (1450, 1750)}, limit),
-            ("llama.cpp -ncmoe, one layer fewer", None, {ANSWER: (158, 175)}, limit | {"more_on_cpu": -1}),
+            (
+                "llama.cpp -ncmoe",
+                None,
+                {ANSWER: (148, 160), PROMPT: (1450, 1750)},
+                limit,
+            ),
+            (
+                "llama.cpp -ncmoe, one layer fewer",
+                None,
+                {ANSWER: (158, 175)},
+                limit | {"more_on_cpu": -1},
+            ),
             ("moegguf", {}, {ANSWER: (130, 205), PROMPT: (900, 4800)}, limit),
-            ("moegguf, slots", slots, {ANSWER: (175, 205), PROMPT: (3200, 4800)}, limit),
-            ("moegguf, slots, a pass per prompt", slots, {ANSWER: (160, 200), PROMPT: (4000, 8000)}, wide),
-            ("moegguf, 5.9 GB of layers", whole, {ANSWER: (155, 172), PROMPT: (900, 1400)}, limit),
+            (
+                "moegguf, slots",
+                slots,
+                {ANSWER: (175, 205), PROMPT: (3200, 4800)},
+                limit,
+            ),
+            (
+                "moegguf, slots, a pass per prompt",
+                slots,
+                {ANSWER: (160, 200), PROMPT: (4000, 8000)},
+                wide,
+            ),
+            (
+                "moegguf, 5.9 GB of layers",
+                whole,
+                {ANSWER: (155, 172), PROMPT: (900, 1400)},
+                limit,
+            ),
         ):
             yield self._measured(name, WIDE, options, predicted, **more)
 
     def shares(self) -> Iterator[Part]:
         everything = {"vram_cache": "100%", "placement": "slots"}
         yield self._measured("llama.cpp, resident", SHALLOW, None, {ANSWER: (600, 750)})
-        yield self._measured("moegguf, resident", SHALLOW, everything, {ANSWER: (580, 740)})
+        yield self._measured(
+            "moegguf, resident", SHALLOW, everything, {ANSWER: (580, 740)}
+        )
         for share, answer, stop, remedies in (
             (
                 65,
                 (370, 510),
                 (33, 50),
-                (("i", 54, 70), ("ai", 46, 66), ("bi", 44, 64), ("abi", 39, 51), ("abcdefi", 30, 46)),
+                (
+                    ("i", 54, 70),
+                    ("ai", 46, 66),
+                    ("bi", 44, 64),
+                    ("abi", 39, 51),
+                    ("abcdefi", 30, 46),
+                ),
             ),
-            (23, (250, 350), (33, 70), (("i", 54, 90), ("ci", 40, 80), ("ei", 54, 90), ("abcdefi", 30, 66))),
+            (
+                23,
+                (250, 350),
+                (33, 70),
+                (("i", 54, 90), ("ci", 40, 80), ("ei", 54, 90), ("abcdefi", 30, 66)),
+            ),
         ):
             slots = self._slots(share)
             shares = {SLOTS: (share / 100 - 0.01, share / 100 + 0.01)}
-            yield self._measured(f"{share} %", SHALLOW, slots, {ANSWER: answer, STOP: stop} | shares)
+            yield self._measured(
+                f"{share} %", SHALLOW, slots, {ANSWER: answer, STOP: stop} | shares
+            )
             for switches, least, most in remedies:
-                part = self._measured(f"{share} %, remedies: {switches}", SHALLOW, slots, {STOP: (least, most)})
+                part = self._measured(
+                    f"{share} %, remedies: {switches}",
+                    SHALLOW,
+                    slots,
+                    {STOP: (least, most)},
+                )
                 yield replace(part, switches=switches)
-            wide = self._measured(f"{share} %, a pass per prompt", SHALLOW, slots, {}, **self._long())
+            wide = self._measured(
+                f"{share} %, a pass per prompt", SHALLOW, slots, {}, **self._long()
+            )
             yield replace(wide, once=True)
             calls = self._measured(f"{share} %, calls counted", SHALLOW, slots, {})
             yield replace(calls, counts_calls=True, once=True)
 
     def remedies(self) -> Iterator[Part]:
-        """Yields pairs of parts that differ in one remedy: g (prediction in the graph), i (slots of two sizes, with an
-        equal number of bytes) and k (one arena)."""
+        """Yields pairs of parts that differ in one remedy: g (prediction in the graph),
+        i (slots of two sizes, with an equal number of bytes) and k (one arena)."""
         slots = self._slots(23)
         predicting = slots | {"predictor": "skip", "prefetch": {"watchdog": False}}
         one_size = (0.205, 0.22)
         two_sizes = (0.22, 0.24)
         for name, options, switches, answer, share in (
             ("prediction from inputs", predicting, DEFAULT, (240, 370), two_sizes),
-            ("prediction in the graph", predicting, DEFAULT + "g", (240, 380), two_sizes),
-            ("slots of one size", slots, DEFAULT.replace("i", ""), (245, 340), one_size),
+            (
+                "prediction in the graph",
+                predicting,
+                DEFAULT + "g",
+                (240, 380),
+                two_sizes,
+            ),
+            (
+                "slots of one size",
+                slots,
+                DEFAULT.replace("i", ""),
+                (245, 340),
+                one_size,
+            ),
             ("slots of two sizes", slots, DEFAULT, (250, 350), two_sizes),
             ("one arena", slots, DEFAULT + "k", (250, 355), two_sizes),
         ):
             n_scored = self.setting.models[SHALLOW][2] - 1
             scored = {SCORED: (n_scored, n_scored)} if "g" in switches else {}
-            part = self._measured(name, SHALLOW, options, {ANSWER: answer, SLOTS: share} | scored)
+            part = self._measured(
+                name, SHALLOW, options, {ANSWER: answer, SLOTS: share} | scored
+            )
             yield replace(part, switches=switches)
 
     def batches(self) -> Iterator[Part]:
         case = replace(self._case(MIX, {"vram_cache": "40%"}), n_ctx=512, n_ubatch=64)
         predicted = {f"{n} sequences, {EQUAL}": (1.0, 1.0) for n in (3, 9)}
-        yield Part("tiny-mix, 40 %", "batches", case=case, predicted=predicted, model=MIX, limit_s=35)
+        yield Part(
+            "tiny-mix, 40 %",
+            "batches",
+            case=case,
+            predicted=predicted,
+            model=MIX,
+            limit_s=35,
+        )
 
     def identity(self) -> Iterator[Part]:
         for name, chosen in {
@@ -332,30 +522,65 @@ class _Plan:
         }.items():
             arguments = ("tests/live/test_gpu.py", "-k", chosen)
             yield Part(
-                name, "tests", arguments, predicted={"failed": (0, 0), "skipped": (0, 0)}, needs_card=True, limit_s=45
+                name,
+                "tests",
+                arguments,
+                predicted={"failed": (0, 0), "skipped": (0, 0)},
+                needs_card=True,
+                limit_s=45,
             )
 
     def _slots(self, share: int) -> dict[str, Any]:
-        """Returns options with slots for `share` % of the experts, and without prefetching, because trials of
-        prefetching would begin in some turns and not in others."""
-        return {"vram_cache": self.setting.caches[share], "placement": "slots", "prefetch": False}
+        """Returns options with slots for `share` % of the experts, and without
+        prefetching, because trials of prefetching would begin in some turns and not in
+        others."""
+        return {
+            "vram_cache": self.setting.caches[share],
+            "placement": "slots",
+            "prefetch": False,
+        }
 
     def _long(self) -> dict[str, Any]:
-        """Returns sizes with which a pass may have as many tokens as the context, so a prompt takes one pass."""
+        """Returns sizes with which a pass may have as many tokens as the context, so a
+        prompt takes one pass."""
         return {"n_ubatch": self.setting.sizes["n_ctx"]}
 
     def _case(self, model: str, options: dict[str, Any] | None, **more: Any) -> Case:
         file = str(self.setting.file(model, self.models))
         system = "llama.cpp" if options is None else "moegguf"
-        common: dict[str, Any] = {"device": self.setting.device, "link": self.setting.link, **self.setting.sizes}
-        return Case(model=file, system=system, options=options, n_threads=self.n_threads, **common | more)
+        common: dict[str, Any] = {
+            "device": self.setting.device,
+            "link": self.setting.link,
+            **self.setting.sizes,
+        }
+        return Case(
+            model=file,
+            system=system,
+            options=options,
+            n_threads=self.n_threads,
+            **common | more,
+        )
 
     def _measured(
-        self, name: str, model: str, options: dict[str, Any] | None, predicted: Predicted, **more: Any
+        self,
+        name: str,
+        model: str,
+        options: dict[str, Any] | None,
+        predicted: Predicted,
+        **more: Any,
     ) -> Part:
         case = self._case(model, options, **more)
         n_layer = self.setting.models[model][2]
-        if (options or {}).get("placement") == "slots" and case.n_ubatch == self.setting.sizes["n_ubatch"]:
+        if (options or {}).get(
+            "placement"
+        ) == "slots" and case.n_ubatch == self.setting.sizes["n_ubatch"]:
             n_tokens = N_FIRST + case.n_decode
             predicted = {**predicted, SAME: (n_tokens, n_tokens)}
-        return Part(name, "measure", case=case, predicted=predicted, model=model, n_layer=n_layer)
+        return Part(
+            name,
+            "measure",
+            case=case,
+            predicted=predicted,
+            model=model,
+            n_layer=n_layer,
+        )

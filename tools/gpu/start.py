@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Measure moegguf on this machine's GPU, without a network: unpack the archives beside this file and run the trial.
+"""Measure moegguf on this machine's GPU, without a network: unpack the archives beside
+this file and run the trial.
 
 python3 gpu_trial.py --work FOLDER          repeat until it prints that everything is done
 python3 gpu_trial.py --work FOLDER --help
 """
 
-# This file runs before the sources are unpacked, so it imports only Python's standard library.
+# This file runs before the sources are unpacked, so it imports only Python's standard
+# library.
 import os
 import sys
 import tarfile
@@ -16,8 +18,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def unpack(work: Path) -> None:
-    """Unpacks the sources and wheels into `work`, unless a source archive of the same size and time has already been
-    unpacked there."""
+    """Unpacks the sources and wheels into `work`, unless a source archive of the same
+    size and time has already been unpacked there."""
     archive = HERE / "sources.tar.xz"
     stamp = work / "unpacked"
     made = f"{archive.stat().st_size} {archive.stat().st_mtime_ns}"
@@ -41,7 +43,10 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     if sys.version_info[:2] != (3, 12):
-        print(f"error: the wheels are for Python 3.12, this is {sys.version.split()[0]}", file=sys.stderr)
+        print(
+            f"error: the wheels are for Python 3.12, this is {sys.version.split()[0]}",
+            file=sys.stderr,
+        )
         return 2
     work = Path(arguments[arguments.index("--work") + 1]).resolve()
     work.mkdir(parents=True, exist_ok=True)

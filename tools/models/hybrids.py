@@ -1,7 +1,8 @@
-"""Names and dimensions of the tensors specific to hybrid models and DeepSeek V4. The tensors belong to recurrent
-layers, special attention, n-gram tables and hyper-connections. Names and dimensions match the tensors that the pinned
-llama.cpp loads (src/models/*.cpp). The names of a layer's tensors omit the prefix "blk.N.". Dimensions are in numpy's
-order.
+"""Names and dimensions of the tensors specific to hybrid models and DeepSeek V4. The
+tensors belong to recurrent layers, special attention, n-gram tables and
+hyper-connections. Names and dimensions match the tensors that the pinned llama.cpp
+loads (src/models/*.cpp). The names of a layer's tensors omit the prefix "blk.N.".
+Dimensions are in numpy's order.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from tools.models.shapes import Shape
 Named = Iterator[tuple[str, tuple[int, ...]]]
 
 NGRAM_SIZE = 3
-PLE_LAYER = 1  # index of the layer that adds rows of the n-gram table to the residual streams
+# Index of the layer that adds rows of the n-gram table to the residual streams.
+PLE_LAYER = 1
 PLE_CONV = 4
 TABLE = "per_layer_token_embd.weight"
 ROW_MULTIPLE = 128  # the number of rows of the n-gram table is a multiple of this
 
 
 def delta_net(shape: Shape) -> Named:
-    """Yields the tensors of a gated delta net, the recurrent layer of Qwen3.5 and later."""
+    """Yields the tensors of a gated delta net, the recurrent layer of Qwen3.5 and
+    later."""
     key_width = shape.ssm_n_group * shape.ssm_d_state
     conv_width = 2 * key_width + shape.ssm_d_inner
     yield "attn_qkv.weight", (conv_width, shape.n_embd)
@@ -36,7 +39,8 @@ def delta_net(shape: Shape) -> Named:
 
 
 def gated_attention(shape: Shape) -> Named:
-    """Yields the attention tensors of Qwen3.5 and later. Their query matrix also computes a gate."""
+    """Yields the attention tensors of Qwen3.5 and later. Their query matrix also
+    computes a gate."""
     n_q = shape.n_head * shape.n_embd_head
     n_kv = shape.n_head_kv * shape.n_embd_head
     yield "attn_q.weight", (2 * n_q, shape.n_embd)
@@ -48,8 +52,12 @@ def gated_attention(shape: Shape) -> Named:
 
 
 def indexer(shape: Shape) -> Named:
-    """Yields the tensors of qwen4exp's indexer, which chooses the tokens that sparse attention reads."""
-    yield "indexer.q_proj.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_embd)
+    """Yields the tensors of qwen4exp's indexer, which chooses the tokens that sparse
+    attention reads."""
+    yield (
+        "indexer.q_proj.weight",
+        (shape.indexer_n_head * shape.indexer_head_size, shape.n_embd),
+    )
     yield "indexer.k_proj.weight", (shape.indexer_head_size, shape.n_embd)
     yield "indexer.q_norm.weight", (shape.indexer_head_size,)
     yield "indexer.k_norm.weight", (shape.indexer_head_size,)
@@ -58,7 +66,10 @@ def indexer(shape: Shape) -> Named:
 def mamba2(shape: Shape) -> Named:
     """Yields the tensors of the Mamba 2 mixer in Nemotron-H and Granite 4."""
     conv_width = shape.ssm_d_inner + 2 * shape.ssm_n_group * shape.ssm_d_state
-    yield "ssm_in.weight", (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd)
+    yield (
+        "ssm_in.weight",
+        (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd),
+    )
     yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
     yield "ssm_conv1d.bias", (conv_width,)
     yield "ssm_dt.bias", (shape.ssm_dt_rank,)
@@ -69,7 +80,8 @@ def mamba2(shape: Shape) -> Named:
 
 
 def delta_attention(shape: Shape) -> Named:
-    """Yields the tensors of Kimi's delta attention, which has a gate for each channel of the recurrent state."""
+    """Yields the tensors of Kimi's delta attention, which has a gate for each channel
+    of the recurrent state."""
     head = shape.n_embd_head_kda
     width = head * shape.n_head
     for letter in "qkv":
@@ -93,7 +105,8 @@ def short_convolution(shape: Shape) -> Named:
 
 
 def compress_ratio(shape: Shape, il: int) -> int:
-    """Returns the number of tokens that share one compressed key in a layer; 0 if the layer does not compress keys."""
+    """Returns the number of tokens that share one compressed key in a layer; 0 if the
+    layer does not compress keys."""
     if shape.arch == "qwen4exp":
         return 4 if shape.mixer(il) == "a" else 0
     if il < 2 or il >= shape.n_layer:
@@ -102,7 +115,8 @@ def compress_ratio(shape: Shape, il: int) -> int:
 
 
 def compressed_attention(shape: Shape, il: int) -> Named:
-    """Yields the tensors of one layer's attention in DeepSeek V4. Layers compress keys at different ratios."""
+    """Yields the tensors of one layer's attention in DeepSeek V4. Layers compress keys
+    at different ratios."""
     n_q = shape.n_head * shape.n_embd_head
     yield "attn_sinks.weight", (shape.n_head,)
     yield "attn_q_a.weight", (shape.n_lora_q, shape.n_embd)
@@ -110,15 +124,25 @@ def compressed_attention(shape: Shape, il: int) -> Named:
     yield "attn_q_b.weight", (n_q, shape.n_lora_q)
     yield "attn_kv.weight", (shape.n_embd_head, shape.n_embd)
     yield "attn_kv_a_norm.weight", (shape.n_embd_head,)
-    yield "attn_output_a.weight", (shape.o_n_group * shape.o_lora_rank, n_q // shape.o_n_group)
+    yield (
+        "attn_output_a.weight",
+        (shape.o_n_group * shape.o_lora_rank, n_q // shape.o_n_group),
+    )
     yield "attn_output_b.weight", (shape.n_embd, shape.o_n_group * shape.o_lora_rank)
     ratio = compress_ratio(shape, il)
     if ratio:
-        yield from _compressor("attn_compressor", shape.n_embd, shape.n_embd_head, ratio)
+        yield from _compressor(
+            "attn_compressor", shape.n_embd, shape.n_embd_head, ratio
+        )
     if ratio == 4:
         yield "indexer.proj.weight", (shape.indexer_n_head, shape.n_embd)
-        yield "indexer.attn_q_b.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_lora_q)
-        yield from _compressor("indexer_compressor", shape.n_embd, shape.indexer_head_size, ratio)
+        yield (
+            "indexer.attn_q_b.weight",
+            (shape.indexer_n_head * shape.indexer_head_size, shape.n_lora_q),
+        )
+        yield from _compressor(
+            "indexer_compressor", shape.n_embd, shape.indexer_head_size, ratio
+        )
 
 
 def _compressor(name: str, n_embd: int, head: int, ratio: int) -> Named:
@@ -130,7 +154,8 @@ def _compressor(name: str, n_embd: int, head: int, ratio: int) -> Named:
 
 
 def streams(shape: Shape) -> Named:
-    """Yields the tensors of a layer's hyper-connections, which mix residual streams before attention and experts."""
+    """Yields the tensors of a layer's hyper-connections, which mix residual streams
+    before attention and experts."""
     width = shape.hc_mult * shape.n_embd
     n_mixed = (2 + shape.hc_mult) * shape.hc_mult
     for part in ("hc_attn", "hc_ffn"):
@@ -151,8 +176,8 @@ def _low_rank_mixer(name: str, shape: Shape) -> Named:
 
 
 def last_mixer(shape: Shape) -> Named:
-    """Yields the tensors that combine the residual streams after the last layer, if the architecture has several
-    streams."""
+    """Yields the tensors that combine the residual streams after the last layer, if the
+    architecture has several streams."""
     if shape.arch == "deepseek4":
         yield "output_hc_fn.weight", (shape.hc_mult, shape.hc_mult * shape.n_embd)
         yield "output_hc_base.weight", (shape.hc_mult,)
@@ -162,14 +187,16 @@ def last_mixer(shape: Shape) -> Named:
 
 
 def table(shape: Shape) -> Named:
-    """Yields the n-gram table. Each hash function of the most recent tokens has its own rows in the table."""
+    """Yields the n-gram table. Each hash function of the most recent tokens has its own
+    rows in the table."""
     heads = table_heads(shape)
     n_rows = -(-sum(heads) // ROW_MULTIPLE) * ROW_MULTIPLE
     yield TABLE, (n_rows, shape.n_embd // len(heads))
 
 
 def table_heads(shape: Shape) -> list[int]:
-    """Returns the number of rows in the n-gram table for each hash function: consecutive primes above `ple_vocab_base`.
+    """Returns the number of rows in the n-gram table for each hash function:
+    consecutive primes above `ple_vocab_base`.
 
     The table is padded to a multiple of ROW_MULTIPLE rows.
     """

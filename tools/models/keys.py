@@ -1,4 +1,5 @@
-"""Metadata keys of the hyperparameters that depend on the architecture, as llama.cpp reads them."""
+"""Metadata keys of the hyperparameters that depend on the architecture, as llama.cpp
+reads them."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ class Wide:
 Value = bool | int | float | Sequence[int] | Wide
 Keys = dict[str, Value]
 
-SQRT_SOFTPLUS = 4  # llama.cpp's number for this gating function, which the gguf package may lack
+# llama.cpp's number for this gating function, which the gguf package may lack.
+SQRT_SOFTPLUS = 4
 
 
 def architecture_keys(shape: Shape) -> Keys:
-    """Returns {metadata key: value}. The keys omit their prefix, the name of the architecture."""
+    """Returns {metadata key: value}. The keys omit their prefix, the name of the
+    architecture."""
     keys = _feed_forward(shape) | _attention(shape)
     if shape.ssm_d_inner:
         keys |= _state(shape)
@@ -40,7 +43,9 @@ def _feed_forward(shape: Shape) -> Keys:
     keys: Keys = {"feed_forward_length": n_ff}
     if shape.arch == "nemotron_h_moe":
         layers = range(shape.n_layer_all)
-        keys["feed_forward_length"] = [n_ff if _has_experts_only(shape, il) else 0 for il in layers]
+        keys["feed_forward_length"] = [
+            n_ff if _has_experts_only(shape, il) else 0 for il in layers
+        ]
     if shape.arch not in ("llama", "granitehybrid"):
         keys["expert_feed_forward_length"] = shape.n_ff_exp
     if shape.n_ff_shexp:
@@ -72,12 +77,14 @@ def _attention(shape: Shape) -> Keys:
 
 def _heads_of_attention(shape: Shape, n_head_kv: int) -> list[int]:
     """Returns the number of KV heads of each layer; 0 for a layer without attention."""
-    return [n_head_kv if shape.mixer(il) == "a" else 0 for il in range(shape.n_layer_all)]
+    return [
+        n_head_kv if shape.mixer(il) == "a" else 0 for il in range(shape.n_layer_all)
+    ]
 
 
 def _mla(shape: Shape) -> Keys:
-    """Returns the metadata keys of multi-head latent attention, whose cache in llama.cpp is one head of compressed
-    size."""
+    """Returns the metadata keys of multi-head latent attention, whose cache in
+    llama.cpp is one head of compressed size."""
     keys: Keys = {
         "attention.head_count_kv": 1,
         "attention.key_length": shape.kv_lora_rank + shape.n_rot,
@@ -106,7 +113,8 @@ def _state(shape: Shape) -> Keys:
 
 
 def _sections(shape: Shape) -> Keys:
-    """Returns the key with the numbers of dimension pairs that RoPE rotates by time, height and width.
+    """Returns the key with the numbers of dimension pairs that RoPE rotates by time,
+    height and width.
 
     The numbers are 11, 11 and 10 in Qwen3.5. The fourth number is 0.
     """
@@ -117,7 +125,14 @@ def _sections(shape: Shape) -> Keys:
 
 
 def _qwen3vlmoe(shape: Shape) -> Keys:
-    return {"rope.dimension_sections": [shape.n_embd_head // 4, shape.n_embd_head // 8, shape.n_embd_head // 8, 0]}
+    return {
+        "rope.dimension_sections": [
+            shape.n_embd_head // 4,
+            shape.n_embd_head // 8,
+            shape.n_embd_head // 8,
+            0,
+        ]
+    }
 
 
 def _qwen35moe(shape: Shape) -> Keys:
@@ -133,7 +148,9 @@ def _qwen4exp(shape: Shape) -> Keys:
         "attention.indexer.head_count": shape.indexer_n_head,
         "attention.indexer.key_length": shape.indexer_head_size,
         "attention.indexer.top_k": shape.indexer_top_k,
-        "attention.compress_ratios": [hybrids.compress_ratio(shape, il) for il in range(shape.n_layer_all)],
+        "attention.compress_ratios": [
+            hybrids.compress_ratio(shape, il) for il in range(shape.n_layer_all)
+        ],
         "ple.layers": [hybrids.PLE_LAYER],
         "ple.ngram_size": hybrids.NGRAM_SIZE,
         "ple.heads_per_ngram": shape.ple_heads_per_ngram,
@@ -147,11 +164,16 @@ def _qwen4exp(shape: Shape) -> Keys:
 
 
 def _nemotron_h_moe(_shape: Shape) -> Keys:
-    return {"attention.layer_norm_epsilon": 1e-5, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+    return {
+        "attention.layer_norm_epsilon": 1e-5,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+    }
 
 
 def _granitehybrid(_shape: Shape) -> Keys:
-    """Returns the keys of Granite 4.0 H: its scales, and the key that turns off RoPE."""
+    """Returns the keys of Granite 4.0 H: its scales, and the key that turns off
+    RoPE."""
     return {
         "rope.scaling.finetuned": False,
         "embedding_scale": 12.0,
@@ -171,7 +193,10 @@ def _kimi_linear(shape: Shape) -> Keys:
 
 
 def _lfm2moe(shape: Shape) -> Keys:
-    return {"shortconv.l_cache": shape.ssm_d_conv, "expert_gating_func": int(ExpertGatingFuncType.SIGMOID)}
+    return {
+        "shortconv.l_cache": shape.ssm_d_conv,
+        "expert_gating_func": int(ExpertGatingFuncType.SIGMOID),
+    }
 
 
 def _deepseek4(shape: Shape) -> Keys:
@@ -184,7 +209,9 @@ def _deepseek4(shape: Shape) -> Keys:
         "attention.output_group_count": shape.o_n_group,
         "attention.output_lora_rank": shape.o_lora_rank,
         "attention.compress_rope_freq_base": 160000.0,
-        "attention.compress_ratios": [hybrids.compress_ratio(shape, il) for il in range(shape.n_layer_all)],
+        "attention.compress_ratios": [
+            hybrids.compress_ratio(shape, il) for il in range(shape.n_layer_all)
+        ],
         "hyper_connection.count": shape.hc_mult,
         "hyper_connection.sinkhorn_iterations": 20,
         "hyper_connection.epsilon": 1e-6,

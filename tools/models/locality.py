@@ -1,10 +1,13 @@
-"""Published measurements of expert reuse from token to token in real models, and a random process fitted to them.
+"""Published measurements of expert reuse from token to token in real models, and a
+random process fitted to them.
 
-The process draws router logits for each layer and expert. The experts with the largest logits are chosen. A logit is a
-sum of three independent Gaussian parts. The constant part is the popularity of the expert. The slow part is the topic,
-an AR(1) process that decays over `memory_tokens`. The third part is drawn independently for each token. The parts'
-shares of the variance were fitted so that LRU eviction has about the published hit rates. The program
-predictors/study/synthesize.py samples from the process. Models written by tools/make_model.py imitate it.
+The process draws router logits for each layer and expert. The experts with the largest
+logits are chosen. A logit is a sum of three independent Gaussian parts. The constant
+part is the popularity of the expert. The slow part is the topic, an AR(1) process that
+decays over `memory_tokens`. The third part is drawn independently for each token. The
+parts' shares of the variance were fitted so that LRU eviction has about the published
+hit rates. The program predictors/study/synthesize.py samples from the process. Models
+written by tools/make_model.py imitate it.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from moegguf.errors import OptionError
 
 @dataclass(frozen=True)
 class Locality:
-    """The published reuse of one model's experts, and the parameters of the fitted process.
+    """The published reuse of one model's experts, and the parameters of the fitted
+    process.
 
-    `hit_rates` maps the share of experts in memory to the hit rate of decoding with LRU eviction. `constant` and `slow`
-    are shares of a logit's variance.
+    `hit_rates` maps the share of experts in memory to the hit rate of decoding with LRU
+    eviction. `constant` and `slow` are shares of a logit's variance.
     """
 
     model: str
@@ -38,14 +42,15 @@ class Locality:
 
     @property
     def own(self) -> float:
-        """Returns the share of a logit's variance that is drawn independently for each token."""
+        """Returns the share of a logit's variance that is drawn independently for each
+        token."""
         return 1 - self.constant - self.slow
 
 
 LOCALITIES = {
-    # The first point, 6 %, is 8 of 128 experts per layer: memory holds only the last token's experts. The hit rate is
-    # the share of these experts that the next token reuses. On another text, the same author measured 45 % instead of
-    # 37 %.
+    # The first point, 6 %, is 8 of 128 experts per layer: memory holds only the last
+    # token's experts. The hit rate is the share of these experts that the next token
+    # reuses. On another text, the same author measured 45 % instead of 37 %.
     "qwen3-30b": Locality(
         "Qwen3-30B-A3B", "kekzl/imp#1359, #1365, #1374", 128, 8,
         {0.0625: 0.37, 0.18: 0.706, 0.19: 0.74, 0.24: 0.803, 0.26: 0.84, 0.40: 0.90, 0.64: 0.96},
@@ -61,7 +66,8 @@ LOCALITIES = {
     "olmoe": Locality(
         "OLMoE", "JustVugg/colibri#1092", 64, 8, {0.25: 0.51}, constant=0.25, slow=0.25, memory_tokens=10,
     ),
-    # A second-hand report: a hit rate of 40 to 60 % with half of the experts in memory, "residency plus a few points".
+    # A second-hand report: a hit rate of 40 to 60 % with half of the experts in memory,
+    # "residency plus a few points".
     "mixtral": Locality(
         "Mixtral-8x7B", "second-hand", 8, 2, {0.50: 0.54}, constant=0.05, slow=0.15, memory_tokens=10,
     ),
@@ -69,7 +75,8 @@ LOCALITIES = {
 
 
 def popularity(n_expert: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Returns the popularity of each expert in one layer (n_expert,): quantiles of a standard Gaussian in random order.
+    """Returns the popularity of each expert in one layer (n_expert,): quantiles of a
+    standard Gaussian in random order.
 
     The constant part of a logit is this popularity times a factor.
     """
@@ -78,7 +85,10 @@ def popularity(n_expert: int, rng: np.random.Generator) -> npt.NDArray[np.float3
 
 
 def find_locality(name: str) -> Locality:
-    """Returns the entry of LOCALITIES with this name. Raises OptionError for an unknown name."""
+    """Returns the entry of LOCALITIES with this name. Raises OptionError for an unknown
+    name."""
     if name not in LOCALITIES:
-        raise OptionError(f"--locality takes {', '.join(LOCALITIES)}, but not {name!r}.")
+        raise OptionError(
+            f"--locality takes {', '.join(LOCALITIES)}, but not {name!r}."
+        )
     return LOCALITIES[name]

@@ -1,8 +1,10 @@
-"""Writes random image projectors (mmproj): a small vision transformer, and the matrices that map to a text model.
+"""Writes random image projectors (mmproj): a small vision transformer, and the matrices
+that map to a text model.
 
-libmtmd treats the kinds in PROJECTORS differently. "mlp" (LLaVA) produces a fixed number of tokens per image, with
-causal attention. "gemma3" pools patches, and all tokens of an image attend to each other. "qwen2vl_merger" produces a
-number of tokens that depends on the image's size, with M-RoPE positions.
+libmtmd treats the kinds in PROJECTORS differently. "mlp" (LLaVA) produces a fixed
+number of tokens per image, with causal attention. "gemma3" pools patches, and all
+tokens of an image attend to each other. "qwen2vl_merger" produces a number of tokens
+that depends on the image's size, with M-RoPE positions.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ MERGE = 2  # MERGE x MERGE patches become one token, in gemma3 and qwen2vl_merge
 Dims = tuple[int, ...]
 
 
-def write_projector(path: Path | str, kind: str, n_embd_text: int, *, seed: int = 0) -> Path:
-    """Writes a random projector for a text model of width `n_embd_text`. Returns the path of the file.
+def write_projector(
+    path: Path | str, kind: str, n_embd_text: int, *, seed: int = 0
+) -> Path:
+    """Writes a random projector for a text model of width `n_embd_text`. Returns the
+    path of the file.
 
     Raises ValueError if `kind` is not in PROJECTORS.
     """
     if kind not in PROJECTORS:
-        raise ValueError(f"a projector is one of {', '.join(PROJECTORS)}, but is {kind!r}")
+        raise ValueError(
+            f"a projector is one of {', '.join(PROJECTORS)}, but is {kind!r}"
+        )
     writer = GGUFWriter(path, "clip")
     random = np.random.default_rng(seed)
     _add_metadata(writer, kind, n_embd_text)
@@ -63,7 +70,8 @@ def _add_metadata(writer: GGUFWriter, kind: str, n_embd_text: int) -> None:
 
 def _names_and_dims(kind: str, n_embd_text: int) -> Iterator[tuple[str, Dims]]:
     yield "v.patch_embd.weight", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
-    if kind == "qwen2vl_merger":  # each of two video frames has a matrix; an image is used as both frames
+    # Each of two video frames has a matrix; an image is used as both frames.
+    if kind == "qwen2vl_merger":
         yield "v.patch_embd.weight.1", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
     else:
         yield "v.position_embd.weight", ((IMAGE_SIZE // PATCH_SIZE) ** 2, N_EMBD)
@@ -96,9 +104,11 @@ def _norm(name: str) -> Iterator[tuple[str, Dims]]:
 
 
 def _weights(name: str, dims: Dims, random: np.random.Generator) -> np.ndarray:
-    """Returns random weights: norms near one, small biases, matrices with standard deviation gain / sqrt(columns).
+    """Returns random weights: norms near one, small biases, matrices with standard
+    deviation gain / sqrt(columns).
 
-    The gain is 3 for the patch embedding and the matrices that map to the text model, else 1.
+    The gain is 3 for the patch embedding and the matrices that map to the text model,
+    else 1.
     """
     if len(dims) == 1:
         centre = 0.0 if name.endswith("bias") else 1.0

@@ -1,10 +1,12 @@
-"""Dimensions of a model before quantisation, with llama.cpp's names, and presets with the shapes of real models."""
+"""Dimensions of a model before quantisation, with llama.cpp's names, and presets with
+the shapes of real models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# ARCHS lists, for each architecture, the optional fields of Shape that must be positive.
+# ARCHS lists, for each architecture, the optional fields of Shape that must be
+# positive.
 DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
 ARCHS: dict[str, tuple[str, ...]] = {
     "qwen2moe": ("n_ff_shexp",),
@@ -15,12 +17,34 @@ ARCHS: dict[str, tuple[str, ...]] = {
     "gpt-oss": ("n_swa",),
     "glm4moe": (),
     "qwen35moe": (*DELTA_NET, "n_ff_shexp", "n_rot"),
-    "qwen4exp": (*DELTA_NET, "n_ff_shexp", "n_rot", "hc_mult", "hc_low_rank", "indexer_n_head", "ple_vocab_base"),
+    "qwen4exp": (
+        *DELTA_NET,
+        "n_ff_shexp",
+        "n_rot",
+        "hc_mult",
+        "hc_low_rank",
+        "indexer_n_head",
+        "ple_vocab_base",
+    ),
     "nemotron_h_moe": (*DELTA_NET, "n_ff_shexp"),
     "lfm2moe": ("ssm_d_conv", "n_ff"),
-    "kimi-linear": ("ssm_d_conv", "n_embd_head_kda", "kv_lora_rank", "n_rot", "n_expert_shared"),
+    "kimi-linear": (
+        "ssm_d_conv",
+        "n_embd_head_kda",
+        "kv_lora_rank",
+        "n_rot",
+        "n_expert_shared",
+    ),
     "granitehybrid": (*DELTA_NET, "n_ff_shexp"),
-    "deepseek4": ("n_lora_q", "n_rot", "n_swa", "hc_mult", "indexer_n_head", "o_n_group", "n_expert_shared"),
+    "deepseek4": (
+        "n_lora_q",
+        "n_rot",
+        "n_swa",
+        "hc_mult",
+        "indexer_n_head",
+        "o_n_group",
+        "n_expert_shared",
+    ),
 }
 # Architectures that may have layers for multi-token prediction.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
@@ -29,12 +53,15 @@ ROPE_FREQ_BASE = 1_000_000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the corresponding part.
+    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the
+    corresponding part.
 
-    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` is used instead.
+    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or
+    `n_embd_head` is used instead.
 
-    `mixers` has one letter for each layer and is repeated if there are more layers. The letters are `a` for attention,
-    `r` for a recurrent state, and `e` for a layer that has only experts.
+    `mixers` has one letter for each layer and is repeated if there are more layers. The
+    letters are `a` for attention, `r` for a recurrent state, and `e` for a layer that
+    has only experts.
     """
 
     arch: str
@@ -65,7 +92,8 @@ class Shape:
     ssm_n_group: int = 0
     n_embd_head_kda: int = 0
     n_lora_q: int = 0
-    o_n_group: int = 0  # number of groups of heads; each group has its own first output matrix
+    # Number of groups of heads; each group has its own first output matrix.
+    o_n_group: int = 0
     o_lora_rank: int = 0
     hc_mult: int = 0  # number of residual streams of hyper-connections
     hc_low_rank: int = 0
@@ -73,45 +101,63 @@ class Shape:
     indexer_head_size: int = 0
     indexer_top_k: int = 0
     n_layer_hash: int = 0  # number of leading layers that route by token id
-    ple_vocab_base: int = 0  # each hash function has slightly more rows than this in the n-gram table; 0: no table
+    # Each hash function has slightly more rows than this in the n-gram table; 0: no
+    # table.
+    ple_vocab_base: int = 0
     ple_heads_per_ngram: int = 0
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
-            raise ValueError(f"arch has to be one of {', '.join(ARCHS)}, but is {self.arch!r}")
+            raise ValueError(
+                f"arch has to be one of {', '.join(ARCHS)}, but is {self.arch!r}"
+            )
         if not 0 < self.n_expert_used <= self.n_expert:
-            raise ValueError(f"n_expert_used has to be in 1..{self.n_expert}, but is {self.n_expert_used}")
+            raise ValueError(
+                f"n_expert_used has to be in 1..{self.n_expert}, but is {self.n_expert_used}"
+            )
         if self.n_head % self.n_head_kv:
-            raise ValueError(f"n_head has to be a multiple of n_head_kv={self.n_head_kv}, but is {self.n_head}")
+            raise ValueError(
+                f"n_head has to be a multiple of n_head_kv={self.n_head_kv}, but is {self.n_head}"
+            )
         if self.arch == "qwen2moe" and self.n_head * self.n_embd_head != self.n_embd:
-            raise ValueError(f"qwen2moe needs n_head * n_embd_head = n_embd = {self.n_embd}")
+            raise ValueError(
+                f"qwen2moe needs n_head * n_embd_head = n_embd = {self.n_embd}"
+            )
         missing = [name for name in ARCHS[self.arch] if not getattr(self, name)]
         if missing:
             raise ValueError(f"{self.arch} needs a positive {', '.join(missing)}")
         if self.arch == "deepseek2" and self.n_rot >= self.n_embd_head:
             raise ValueError("deepseek2 needs n_rot below n_embd_head")
         if self.n_layer_nextn and self.arch not in HEADS_ARCHS:
-            raise ValueError(f"only {', '.join(HEADS_ARCHS)} have heads for more tokens (n_layer_nextn)")
+            raise ValueError(
+                f"only {', '.join(HEADS_ARCHS)} have heads for more tokens (n_layer_nextn)"
+            )
         if self.arch == "granitehybrid" and self.ssm_d_inner != 2 * self.n_embd:
-            raise ValueError(f"granitehybrid needs ssm_d_inner = 2 * n_embd = {2 * self.n_embd}")
+            raise ValueError(
+                f"granitehybrid needs ssm_d_inner = 2 * n_embd = {2 * self.n_embd}"
+            )
 
     def mixer(self, il: int) -> str:
-        """Returns a layer's letter in `mixers`. Layers for multi-token prediction have attention, "a"."""
+        """Returns a layer's letter in `mixers`. Layers for multi-token prediction have
+        attention, "a"."""
         return self.mixers[il % len(self.mixers)] if il < self.n_layer else "a"
 
     @property
     def n_ff_shared(self) -> int:
-        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or n_ff_shexp if this product is 0."""
+        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or
+        n_ff_shexp if this product is 0."""
         return self.n_ff_exp * self.n_expert_shared or self.n_ff_shexp
 
     @property
     def n_layer_all(self) -> int:
-        """Returns the number of layers in the file, including layers for multi-token prediction."""
+        """Returns the number of layers in the file, including layers for multi-token
+        prediction."""
         return self.n_layer + self.n_layer_nextn
 
     @property
     def n_embd_out(self) -> int:
-        """Returns the number of columns in attention's output matrix: the total width of all heads' values."""
+        """Returns the number of columns in attention's output matrix: the total width
+        of all heads' values."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 
@@ -585,7 +631,9 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=128,  # if equal to indexer_head_size, llama.cpp divides by zero in a cache without layers
+        # If equal to indexer_head_size, llama.cpp divides by zero in a cache without
+        # layers.
+        n_embd_head=128,
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
@@ -621,8 +669,9 @@ PRESETS: dict[str, Shape] = {
     ),
 }
 
-# The published locality that a preset imitates by default. Presets that are not listed, such as the tiny ones, imitate
-# no locality: their routing depends only on random weights.
+# The published locality that a preset imitates by default. Presets that are not listed,
+# such as the tiny ones, imitate no locality: their routing depends only on random
+# weights.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

@@ -1,19 +1,23 @@
-"""Generates weights for random models that reuse experts from token to token like a real model
-(`tools.models.locality`).
+"""Generates weights for random models that reuse experts from token to token like a
+real model (`tools.models.locality`).
 
-The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is the same for
-all tokens, and `token` is different for each token. Both come from the token's embedding. The first layer's attention
-or delta net writes `slow`. Later layers leave all three unchanged.
+The hidden state of the model begins with three parts of equal width, which the routers
+read. `shared` is the same for all tokens, and `token` is different for each token. Both
+come from the token's embedding. The first layer's attention or delta net writes `slow`.
+Later layers leave all three unchanged.
 
-The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
-every token, and only RoPE distinguishes positions. A pair of dimensions rotates by `angle` per token. The score at
-distance d is therefore -sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head
-averages `token` over earlier tokens, with weights that fall by a factor of e in memory_tokens tokens. This is the AR(1)
-process of `synthesize`, computed by a transformer.
+The attention of the first layer has one active head. Its queries and keys come from
+`shared`, so they are equal for every token, and only RoPE distinguishes positions. A
+pair of dimensions rotates by `angle` per token. The score at distance d is therefore
+-sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the
+head averages `token` over earlier tokens, with weights that fall by a factor of e in
+memory_tokens tokens. This is the AR(1) process of `synthesize`, computed by a
+transformer.
 
-In Qwen3.5, the first layer is a gated delta net. One head has the same key for every token, and the state does not
-decay. Each token replaces about the share 1 / memory_tokens of the state's value for this key. This is the AR(1)
-process, too. Values pass through SiLU, and silu(v) - silu(-v) = v, so each value is stored with both signs.
+In Qwen3.5, the first layer is a gated delta net. One head has the same key for every
+token, and the state does not decay. Each token replaces about the share 1 /
+memory_tokens of the state's value for this key. This is the AR(1) process, too. Values
+pass through SiLU, and silu(v) - silu(-v) = v, so each value is stored with both signs.
 """
 
 from __future__ import annotations
@@ -36,20 +40,24 @@ from tools.models.tensors import Tensor
 
 Floats = NDArray[np.float32]
 
-LEAST_REST = 32  # minimum number of dimensions outside the three parts; all layers may write these dimensions
-# Maximum distance in tokens over which the chosen pair rotates by at most a quarter turn. Beyond a quarter turn, the
-# score rises again. Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16
-# bits.
+# Minimum number of dimensions outside the three parts; all layers may write these
+# dimensions.
+LEAST_REST = 32
+# Maximum distance in tokens over which the chosen pair rotates by at most a quarter
+# turn. Beyond a quarter turn, the score rises again. Smaller angles would reach
+# further, but the keys of neighbouring tokens would then be equal in 16 bits.
 LONGEST_CONTEXT = 8192
-# Factor on queries in the attention of all layers but the first. Each head then attends to only a few tokens, which
-# change at every step, so that greedy decoding does not loop.
+# Factor on queries in the attention of all layers but the first. Each head then attends
+# to only a few tokens, which change at every step, so that greedy decoding does not
+# loop.
 SHARPNESS = 4.0
-# Factor on the variance of the part that is drawn independently for each token. Without this factor, the hit rate of
-# LRU eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. There are two reasons:
-# with few dimensions, experts' logits depend on each other, and sampled tokens repeat.
+# Factor on the variance of the part that is drawn independently for each token. Without
+# this factor, the hit rate of LRU eviction would be 1 or 2 percentage points higher
+# than with the process of `synthesize`. There are two reasons: with few dimensions,
+# experts' logits depend on each other, and sampled tokens repeat.
 OWN_GAIN = 1.08
-# Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
-# of later layers are scaled up.
+# Variance that each layer adds to the hidden state (measured). The norm then shrinks
+# the three parts, so the routers of later layers are scaled up.
 GROWTH_PER_LAYER = 0.37
 VALUE_REACH = 8.0  # factor on a delta net's values before SiLU
 OPEN_GATE = 1.2784645  # gate input at which SiLU is 1
@@ -57,7 +65,8 @@ OPEN_GATE = 1.2784645  # gate input at which SiLU is 1
 
 @dataclass(frozen=True)
 class SlowRouting:
-    """Generates the tensors that give a random model's routing its locality. `qtype` is the token embeddings' type."""
+    """Generates the tensors that give a random model's routing its locality. `qtype` is
+    the token embeddings' type."""
 
     shape: Shape
     locality: Locality
@@ -80,36 +89,52 @@ class SlowRouting:
 
     @property
     def width(self) -> int:
-        """Returns the width of each of the three parts in dimensions, a multiple of `qtype`'s block size."""
+        """Returns the width of each of the three parts in dimensions, a multiple of
+        `qtype`'s block size."""
         block = GGML_QUANT_SIZES[self.qtype][0]
         return max(self.shape.n_embd // 8 // block, 1) * block
 
     @property
     def n_left_alone(self) -> int:
-        """Returns the total width of the three parts in dimensions. Layers after the first do not write them."""
+        """Returns the total width of the three parts in dimensions. Layers after the
+        first do not write them."""
         return 3 * self.width
 
     @cached_property
     def row_head(self) -> NDArray[np.uint8]:
-        """Returns the first bytes of every token's embedding: random blocks for `shared`, then zeros for `slow`."""
-        shared = random_blocks(self.qtype, self.width // GGML_QUANT_SIZES[self.qtype][0], 1.0, self.seed).ravel()
+        """Returns the first bytes of every token's embedding: random blocks for
+        `shared`, then zeros for `slow`."""
+        shared = random_blocks(
+            self.qtype, self.width // GGML_QUANT_SIZES[self.qtype][0], 1.0, self.seed
+        ).ravel()
         return np.concatenate([shared, np.zeros_like(shared)])
 
     def plan(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor's description, with the type, standard deviation and zero rows that the locality needs."""
+        """Returns the tensor's description, with the type, standard deviation and zero
+        rows that the locality needs."""
         role = tensor.name.split(".")[-2]
         if _is_memory(tensor):
-            return replace(tensor, qtype=QType.F16) if tensor.qtype != QType.F32 else tensor
+            return (
+                replace(tensor, qtype=QType.F16)
+                if tensor.qtype != QType.F32
+                else tensor
+            )
         if role in ("attn_output", "ssm_out") or role.startswith("ffn_down"):
             return replace(tensor, n_zero_rows=self.n_left_alone)
-        if role == "attn_q" and not self._has_delta_net:  # a model with delta nets has gates in attn_q, too
+        # A model with delta nets has gates in attn_q, too.
+        if role == "attn_q" and not self._has_delta_net:
             return replace(tensor, std=tensor.std * SHARPNESS)
         return tensor
 
     def weights(self, tensor: Tensor) -> NDArray[np.generic] | None:
-        """Returns the values of a tensor that the locality determines; None for an ordinary random tensor."""
+        """Returns the values of a tensor that the locality determines; None for an
+        ordinary random tensor."""
         if _is_memory(tensor):
-            made = self._delta_memory(tensor) if self._has_delta_net else self._memory(tensor)
+            made = (
+                self._delta_memory(tensor)
+                if self._has_delta_net
+                else self._memory(tensor)
+            )
             return made.astype(np.float32 if tensor.qtype == QType.F32 else np.float16)
         if ".ffn_gate_inp." in tensor.name:
             return self._router(tensor)
@@ -120,7 +145,8 @@ class SlowRouting:
         return None
 
     def _router(self, tensor: Tensor) -> Floats:
-        """Returns router rows whose products with `shared`, `slow` and `token` have the locality's shares of variance.
+        """Returns router rows whose products with `shared`, `slow` and `token` have the
+        locality's shares of variance.
 
         The share of `token` is larger by the factor OWN_GAIN.
         """
@@ -128,22 +154,30 @@ class SlowRouting:
         n_expert = tensor.shape[0]
         width = self.width
         locality = self.locality
-        rows = sqrt(locality.constant) * np.outer(popularity(n_expert, rng), self._shared)
+        rows = sqrt(locality.constant) * np.outer(
+            popularity(n_expert, rng), self._shared
+        )
         slow = rows[:, width : width + self._n_slow]
         token = rows[:, 2 * width : 3 * width]
-        slow += sqrt(locality.slow / self._n_slow) * rng.standard_normal(slow.shape, np.float32)
-        token += sqrt(OWN_GAIN * locality.own / width) * rng.standard_normal(token.shape, np.float32)
+        slow += sqrt(locality.slow / self._n_slow) * rng.standard_normal(
+            slow.shape, np.float32
+        )
+        token += sqrt(OWN_GAIN * locality.own / width) * rng.standard_normal(
+            token.shape, np.float32
+        )
         il = int(tensor.name.split(".")[1])
         return rows * np.float32(ROUTER_STD * sqrt(1 + GROWTH_PER_LAYER * il))
 
     def _output_norm(self) -> Floats:
-        """Returns the output norm's weights: 0 for the three parts, so that they do not make tokens repeat, else 1."""
+        """Returns the output norm's weights: 0 for the three parts, so that they do not
+        make tokens repeat, else 1."""
         made = np.ones(self.shape.n_embd, np.float32)
         made[: self.n_left_alone] = 0
         return made
 
     def _memory(self, tensor: Tensor) -> Floats:
-        """Returns a tensor of the first layer's attention. The matrices of all heads but the averaging one are zero."""
+        """Returns a tensor of the first layer's attention. The matrices of all heads
+        but the averaging one are zero."""
         made = np.zeros(tensor.shape, np.float32)
         shape = self.shape
         from_shared = self._length * self._rms * self._shared
@@ -160,7 +194,9 @@ class SlowRouting:
                 made[first] = from_shared
             case "attn_v.weight":
                 made[kept, 2 * self.width + kept] = 1
-            case "attn_kv_a_mqa.weight":  # rows of the compressed values, then rows of the keys that RoPE rotates
+            case "attn_kv_a_mqa.weight":
+                # Rows of the compressed values, then rows of the keys that RoPE
+                # rotates.
                 made[kept, 2 * self.width + kept] = 1
                 made[shape.kv_lora_rank + first] = from_shared
             case "attn_v_b.weight":
@@ -174,7 +210,8 @@ class SlowRouting:
         return self.shape.arch == "qwen35moe"
 
     def _delta_memory(self, tensor: Tensor) -> Floats:
-        """Returns a tensor of the first layer's delta net. The matrices of all heads but the first are zero."""
+        """Returns a tensor of the first layer's delta net. The matrices of all heads
+        but the first are zero."""
         made = np.zeros(tensor.shape, np.float32)
         shape = self.shape
         one = self._rms * self._shared
@@ -186,8 +223,12 @@ class SlowRouting:
                 made[:] = 1
             case "attn_qkv.weight":  # rows of queries, keys and values
                 made[0] = made[n_key] = VALUE_REACH * one
-                made[2 * n_key + 2 * kept, 2 * self.width + kept] = VALUE_REACH * self._rms
-                made[2 * n_key + 2 * kept + 1, 2 * self.width + kept] = -VALUE_REACH * self._rms
+                made[2 * n_key + 2 * kept, 2 * self.width + kept] = (
+                    VALUE_REACH * self._rms
+                )
+                made[2 * n_key + 2 * kept + 1, 2 * self.width + kept] = (
+                    -VALUE_REACH * self._rms
+                )
             case "attn_gate.weight":
                 made[:n_head] = OPEN_GATE * one
             case "ssm_conv1d.weight":
@@ -202,9 +243,11 @@ class SlowRouting:
 
     @property
     def _delta_gain(self) -> float:
-        """Returns the output factor that makes the delta net's averages vary as much as the values that they average.
+        """Returns the output factor that makes the delta net's averages vary as much as
+        the values that they average.
 
-        The factor also cancels the norm before the output, which divides by the RMS of a head's values.
+        The factor also cancels the norm before the output, which divides by the RMS of
+        a head's values.
         """
         values = np.linspace(-8, 8, 4001)
         weights = np.exp(-(values**2) / 2)
@@ -217,7 +260,8 @@ class SlowRouting:
 
     @property
     def _averaged_variance(self) -> float:
-        """Returns the variance of an exponential average, divided by the variance of the averaged values."""
+        """Returns the variance of an exponential average, divided by the variance of
+        the averaged values."""
         kept = exp(-1 / self.locality.memory_tokens)
         return (1 - kept) / (1 + kept)
 
@@ -231,16 +275,24 @@ class SlowRouting:
 
     @property
     def _n_slow(self) -> int:
-        """Returns the number of used dimensions of `slow`: the values that one head can store, limited by `width`. A
-        delta net stores each value with both signs, so its head can store half as many values as it has dimensions."""
+        """Returns the number of used dimensions of `slow`: the values that one head can
+        store, limited by `width`. A delta net stores each value with both signs, so its
+        head can store half as many values as it has dimensions."""
         shape = self.shape
-        n_values = shape.ssm_d_state // 2 if self._has_delta_net else shape.n_embd_head_v or shape.n_embd_head
+        n_values = (
+            shape.ssm_d_state // 2
+            if self._has_delta_net
+            else shape.n_embd_head_v or shape.n_embd_head
+        )
         return min(self.width, n_values)
 
     @property
     def _rms(self) -> float:
-        """Returns the approximate RMS of a token embedding, by which the first layer's norm divides."""
-        squares = 1 / float(self._shared @ self._shared) + self.shape.n_embd - 2 * self.width
+        """Returns the approximate RMS of a token embedding, by which the first layer's
+        norm divides."""
+        squares = (
+            1 / float(self._shared @ self._shared) + self.shape.n_embd - 2 * self.width
+        )
         return sqrt(squares / self.shape.n_embd)
 
     @property
@@ -257,21 +309,28 @@ class SlowRouting:
 
     @property
     def _pair(self) -> tuple[int, int]:
-        """Returns the chosen pair of dimensions: neighbours, or half of n_rot apart if RoPE rotates as in GPT-NeoX."""
+        """Returns the chosen pair of dimensions: neighbours, or half of n_rot apart if
+        RoPE rotates as in GPT-NeoX."""
         if self.shape.arch in ("llama", "deepseek2"):
             return 2 * self._pair_index, 2 * self._pair_index + 1
         return self._pair_index, self._pair_index + self._n_rot // 2
 
     @property
     def _length(self) -> float:
-        """Returns the length of query and key at which q * k / sqrt(n_embd_head) is 1 / (angle * memory_tokens)."""
+        """Returns the length of query and key at which q * k / sqrt(n_embd_head) is 1 /
+        (angle * memory_tokens)."""
         score = 1 / (self._angle(self._pair_index) * self.locality.memory_tokens)
         return sqrt(score * sqrt(self.shape.n_embd_head))
 
     @property
     def _gain(self) -> float:
-        """Returns the output factor that makes the head's averages vary as much as the averaged values."""
-        value_std = sqrt(self.shape.kv_lora_rank / self._n_slow) if self.shape.kv_lora_rank else 1 / self._rms
+        """Returns the output factor that makes the head's averages vary as much as the
+        averaged values."""
+        value_std = (
+            sqrt(self.shape.kv_lora_rank / self._n_slow)
+            if self.shape.kv_lora_rank
+            else 1 / self._rms
+        )
         return 1 / (value_std * sqrt(self._averaged_variance))
 
 

@@ -1,4 +1,5 @@
-"""Lists the tensors of a model: llama.cpp's names, quantisation types, and standard deviations of the weights."""
+"""Lists the tensors of a model: llama.cpp's names, quantisation types, and standard
+deviations of the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tools.models import hybrids
 from tools.models.hybrids import Named
 from tools.models.shapes import Shape
 
-# The type of most matrices in each quantisation; _qtype_of_role and ROW_FALLBACK define the exceptions.
+# The type of most matrices in each quantisation; _qtype_of_role and ROW_FALLBACK define
+# the exceptions.
 QUANTS = {
     "q4_0": QType.Q4_0,
     "q4_k_m": QType.Q4_K,
@@ -24,37 +26,49 @@ QUANTS = {
     "f16": QType.F16,
     "bf16": QType.BF16,
 }
-PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations that use one type for all matrices that are not F32
+# Quantisations that use one type for all matrices that are not F32.
+PURE = ("q4_0", "q8_0", "f16", "bf16")
 
 # llama.cpp's tensor_type_fallback: types for rows whose length is not a multiple of 256
 ROW_FALLBACK = {
     QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
 }  # fmt: skip
 
-# {role of a matrix: gain}; other roles have a gain of 1. Weights have a standard deviation of gain / sqrt(columns),
-# except token embeddings, which have 1. The tokens of one text share much of attention's output, so the gain of
-# `attn_output` sets how similar their routing is. With 0.7, tokens are routed almost independently. With 1.4, most
-# tokens use the same few experts. With 0.9, LRU has a hit rate of 75 % with slots for 37 % of the experts. The gain of
-# `output` sets how peaked the distribution of the next token is.
+# {role of a matrix: gain}; other roles have a gain of 1. Weights have a standard
+# deviation of gain / sqrt(columns), except token embeddings, which have 1. The tokens
+# of one text share much of attention's output, so the gain of `attn_output` sets how
+# similar their routing is. With 0.7, tokens are routed almost independently. With 1.4,
+# most tokens use the same few experts. With 0.9, LRU has a hit rate of 75 % with slots
+# for 37 % of the experts. The gain of `output` sets how peaked the distribution of the
+# next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
-# The norm after the last layer of LFM2. Its weights are smaller, because the token embeddings also serve as the output
-# matrix, and their weights are larger than other output matrices'.
+# The norm after the last layer of LFM2. Its weights are smaller, because the token
+# embeddings also serve as the output matrix, and their weights are larger than other
+# output matrices'.
 TIED_OUTPUT_NORM = "token_embd_norm.weight"
 
-# Tensors that stay F32. llama-quantize does not quantise them either (tensor_allows_quantization in llama-quant.cpp),
-# with two exceptions: HEADS_INPUT, which is near the identity, and the convolution of the n-gram table's reader.
+# Tensors that stay F32. llama-quantize does not quantise them either
+# (tensor_allows_quantization in llama-quant.cpp), with two exceptions: HEADS_INPUT,
+# which is near the identity, and the convolution of the n-gram table's reader.
 STAY_F32_ENDS = (".bias", "_norm.weight", "ssm_a", "ssm_d", HEADS_INPUT)
-STAY_F32_PARTS = (".ffn_gate_inp.", "conv1d", "shortconv.conv.", "indexer.q_proj.", "indexer.k_proj.")
+STAY_F32_PARTS = (
+    ".ffn_gate_inp.",
+    "conv1d",
+    "shortconv.conv.",
+    "indexer.q_proj.",
+    "indexer.k_proj.",
+)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a model. `shape` is in numpy's order, for example (experts, rows, columns).
+    """One tensor of a model. `shape` is in numpy's order, for example (experts, rows,
+    columns).
 
-    `std` is the standard deviation of the weights; F32 and I32 tensors do not use it and have 0. The first
-    `n_zero_rows` rows of each matrix are zero.
+    `std` is the standard deviation of the weights; F32 and I32 tensors do not use it
+    and have 0. The first `n_zero_rows` rows of each matrix are zero.
     """
 
     name: str
@@ -76,20 +90,23 @@ class Tensor:
 
     @property
     def n_chunks(self) -> int:
-        """Returns the number of matrices in the tensor. Each matrix starts at a different place in the pool of random
-        blocks."""
+        """Returns the number of matrices in the tensor. Each matrix starts at a
+        different place in the pool of random blocks."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
 
 def tensors(shape: Shape, quant: str) -> list[Tensor]:
-    """Returns all tensors of a model without a locality, in the order of an unsplit file."""
+    """Returns all tensors of a model without a locality, in the order of an unsplit
+    file."""
     return [_tensor(name, dims, shape, quant) for name, dims in _names_and_dims(shape)]
 
 
 def model_size_bytes(shape: Shape, quant: str) -> int:
-    """Returns the size of all tensors in bytes. Metadata adds a few MB for a large vocabulary.
+    """Returns the size of all tensors in bytes. Metadata adds a few MB for a large
+    vocabulary.
 
-    The first layer of a model with a locality (`tools.models.locality`) is slightly larger.
+    The first layer of a model with a locality (`tools.models.locality`) is slightly
+    larger.
     """
     return sum(tensor.n_bytes for tensor in tensors(shape, quant))
 
@@ -97,7 +114,11 @@ def model_size_bytes(shape: Shape, quant: str) -> int:
 def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tensor:
     if name.endswith("tid2eid.weight"):
         return Tensor(name, dims, QType.I32, 0.0)
-    if len(dims) == 1 or name.endswith(STAY_F32_ENDS) or any(part in name for part in STAY_F32_PARTS):
+    if (
+        len(dims) == 1
+        or name.endswith(STAY_F32_ENDS)
+        or any(part in name for part in STAY_F32_PARTS)
+    ):
         return Tensor(name, dims, QType.F32, 0.0)
     role = name.split(".")[-2]
     std = 1.0 if role.endswith("token_embd") else GAINS.get(role, 1.0) / sqrt(dims[-1])
@@ -105,16 +126,20 @@ def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tenso
 
 
 def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QType:
-    """Returns the type of one matrix, by the rules of llama_tensor_get_type_impl (llama-quant.cpp).
+    """Returns the type of one matrix, by the rules of llama_tensor_get_type_impl
+    (llama-quant.cpp).
 
-    Raises ValueError if the length of a row is not a multiple of the block size, even with ROW_FALLBACK.
+    Raises ValueError if the length of a row is not a multiple of the block size, even
+    with ROW_FALLBACK.
     """
     qtype = QUANTS[quant] if quant in PURE else _qtype_of_role(name, role, shape, quant)
     if n_columns % GGML_QUANT_SIZES[qtype][0]:
         qtype = ROW_FALLBACK.get(qtype, qtype)
     block = GGML_QUANT_SIZES[qtype][0]
     if n_columns % block:
-        raise ValueError(f"{name}: {qtype.name} needs rows that are a multiple of {block}, but they have {n_columns}")
+        raise ValueError(
+            f"{name}: {qtype.name} needs rows that are a multiple of {block}, but they have {n_columns}"
+        )
     return qtype
 
 
@@ -134,7 +159,11 @@ def _qtype_of_role(name: str, role: str, shape: Shape, quant: str) -> QType:
     if role.startswith("ffn_down") and quant == "iq4_xs":
         return QType.Q5_K if int(name.split(".")[1]) < shape.n_layer // 8 else most
     if role == "attn_v" or role.startswith("ffn_down"):
-        return QType.Q6_K if _use_more_bits(int(name.split(".")[1]), shape.n_layer) else most
+        return (
+            QType.Q6_K
+            if _use_more_bits(int(name.split(".")[1]), shape.n_layer)
+            else most
+        )
     return most
 
 
@@ -237,13 +266,20 @@ def _mla(shape: Shape) -> Named:
     yield "attn_kv_a_mqa.weight", (shape.kv_lora_rank + shape.n_rot, shape.n_embd)
     yield "attn_kv_a_norm.weight", (shape.kv_lora_rank,)
     yield "attn_k_b.weight", (shape.n_head, shape.kv_lora_rank, n_nope)
-    yield "attn_v_b.weight", (shape.n_head, shape.n_embd_out // shape.n_head, shape.kv_lora_rank)
+    yield (
+        "attn_v_b.weight",
+        (shape.n_head, shape.n_embd_out // shape.n_head, shape.kv_lora_rank),
+    )
     yield "attn_output.weight", (shape.n_embd, shape.n_embd_out)
 
 
 def _ffn(shape: Shape, il: int) -> Named:
     if shape.arch != "qwen4exp":
-        norm = "post_attention_norm" if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe") else "ffn_norm"
+        norm = (
+            "post_attention_norm"
+            if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe")
+            else "ffn_norm"
+        )
         yield f"{norm}.weight", (shape.n_embd,)
     if il < shape.n_layer_dense_lead:
         yield from _gate_up_down("", (), shape.n_ff, shape.n_embd)
@@ -260,12 +296,17 @@ def _ffn(shape: Shape, il: int) -> Named:
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
     if shape.arch == "gpt-oss":
         yield "ffn_gate_inp.bias", (shape.n_expert,)
-        for matrix, rows in (("gate", shape.n_ff_exp), ("up", shape.n_ff_exp), ("down", shape.n_embd)):
+        for matrix, rows in (
+            ("gate", shape.n_ff_exp),
+            ("up", shape.n_ff_exp),
+            ("down", shape.n_embd),
+        ):
             yield f"ffn_{matrix}_exps.bias", (shape.n_expert, rows)
 
 
 def _squared_ffn(shape: Shape) -> Named:
-    """Yields the router, the experts and the shared expert of a layer whose activation is a squared ReLU.
+    """Yields the router, the experts and the shared expert of a layer whose activation
+    is a squared ReLU.
 
     The experts have no gate matrices.
     """

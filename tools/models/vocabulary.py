@@ -1,7 +1,9 @@
-"""Builds a byte-level BPE vocabulary of any size from 259 up that encodes and decodes all UTF-8, without a corpus.
+"""Builds a byte-level BPE vocabulary of any size from 259 up that encodes and decodes
+all UTF-8, without a corpus.
 
-The order of tokens is: 256 bytes, pieces and words that merges produce, filler words, and three special tokens of
-ChatML. No merge produces a filler word, so a model can generate a filler word, but the tokenizer never returns one.
+The order of tokens is: 256 bytes, pieces and words that merges produce, filler words,
+and three special tokens of ChatML. No merge produces a filler word, so a model can
+generate a filler word, but the tokenizer never returns one.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ answer computer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens in llama.cpp's `gpt2` form, the type of each token, and the merges in the order of their rank."""
+    """Tokens in llama.cpp's `gpt2` form, the type of each token, and the merges in the
+    order of their rank."""
 
     tokens: list[str]
     types: list[int]
@@ -55,30 +58,44 @@ class Vocabulary:
 
 
 def build_vocabulary(n_vocab: int) -> Vocabulary:
-    """Returns a vocabulary of exactly n_vocab tokens. Raises ValueError if n_vocab is less than 259.
+    """Returns a vocabulary of exactly n_vocab tokens. Raises ValueError if n_vocab is
+    less than 259.
 
     The vocabulary depends only on n_vocab.
     """
     n_reachable = n_vocab - len(SPECIALS)
     if n_reachable < 256:
-        raise ValueError(f"n_vocab has to be at least {256 + len(SPECIALS)} (bytes, specials), not {n_vocab}")
+        raise ValueError(
+            f"n_vocab has to be at least {256 + len(SPECIALS)} (bytes, specials), not {n_vocab}"
+        )
     tokens, merges = _merged_tokens(n_reachable)
     tokens += islice(_fillers(set(tokens)), n_reachable - len(tokens))
-    types = [int(TokenType.NORMAL)] * n_reachable + [int(TokenType.CONTROL)] * len(SPECIALS)
+    types = [int(TokenType.NORMAL)] * n_reachable + [int(TokenType.CONTROL)] * len(
+        SPECIALS
+    )
     return Vocabulary([*tokens, *SPECIALS], types, merges)
 
 
 def byte_characters() -> list[str]:
-    """Returns the printable character that represents each byte in a byte-level BPE vocabulary (GPT-2's table)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """Returns the printable character that represents each byte in a byte-level BPE
+    vocabulary (GPT-2's table)."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     stand_ins = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
+    return [
+        chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)
+    ]
 
 
 def _merged_tokens(limit: int) -> tuple[list[str], list[str]]:
-    """Returns at most `limit` tokens (bytes, pieces, words) and the merges that produce them.
+    """Returns at most `limit` tokens (bytes, pieces, words) and the merges that produce
+    them.
 
-    Earlier merges are applied to each word first. New merges then join the rest of the word from left to right.
+    Earlier merges are applied to each word first. New merges then join the rest of the
+    word from left to right.
     """
     tokens = dict.fromkeys(byte_characters())
     ranks: dict[tuple[str, str], int] = {}
@@ -97,7 +114,10 @@ def _merged_tokens(limit: int) -> tuple[list[str], list[str]]:
 def _encode(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
     symbols = list(word)
     while len(symbols) > 1:
-        rank, at = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(pairwise(symbols)))
+        rank, at = min(
+            (ranks.get(pair, len(ranks)), at)
+            for at, pair in enumerate(pairwise(symbols))
+        )
         if rank == len(ranks):
             break
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
@@ -105,11 +125,14 @@ def _encode(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 def _fillers(taken: set[str]) -> Iterator[str]:
-    """Yields an endless series of invented words made of syllables, each with a leading space.
+    """Yields an endless series of invented words made of syllables, each with a leading
+    space.
 
     Skips the words in `taken`.
     """
-    syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou"]
+    syllables = [
+        consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou"
+    ]
     words = ["Ġ"]
     while True:
         words = [word + syllable for word in words for syllable in syllables]

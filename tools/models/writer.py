@@ -1,6 +1,8 @@
-"""Writes the GGUF file of a random model, in one or several shards: metadata and tensor data.
+"""Writes the GGUF file of a random model, in one or several shards: metadata and tensor
+data.
 
-Most tensor data are streamed from the block pools. `Weights` generates the rest, such as norms and routers.
+Most tensor data are streamed from the block pools. `Weights` generates the rest, such
+as norms and routers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tools.models.tensors import Tensor, tensors
 from tools.models.vocabulary import CHAT_TEMPLATE, build_vocabulary
 
 ALIGNMENT = 32
-# Free disk space that is required for vocabulary, merges and tensor infos: 151,936 tokens take about 4 MB.
+# Free disk space that is required for vocabulary, merges and tensor infos: 151,936
+# tokens take about 4 MB.
 METADATA_BYTES = 16 << 20
 
 FILE_TYPES = {
@@ -60,16 +63,18 @@ def write_model(
 ) -> list[Path]:
     """Writes a random model. Returns the paths of its files, first shard first.
 
-    The weights depend only on shape, quant, seed and locality. `locality` is a key of LOCALITIES, and the routing then
-    reuses experts as published for that model. With None, the routing depends only on random weights.
+    The weights depend only on shape, quant, seed and locality. `locality` is a key of
+    LOCALITIES, and the routing then reuses experts as published for that model. With
+    None, the routing depends only on random weights.
 
-    `n_split` is the number of shards. Each tensor goes to the shard that is smallest so far, so that gate, up and down
-    of a layer are usually in different files. `split_max_bytes` instead fills one shard after another, as
-    llama-gguf-split does.
+    `n_split` is the number of shards. Each tensor goes to the shard that is smallest so
+    far, so that gate, up and down of a layer are usually in different files.
+    `split_max_bytes` instead fills one shard after another, as llama-gguf-split does.
 
-    `progress` is called after each tensor with two sizes in bytes: the tensor data written so far, and all tensor data.
-    The files have temporary names until all are complete. Raises OSError if the disk is too full, OptionError for an
-    unknown locality, and ValueError for other wrong options.
+    `progress` is called after each tensor with two sizes in bytes: the tensor data
+    written so far, and all tensor data. The files have temporary names until all are
+    complete. Raises OSError if the disk is too full, OptionError for an unknown
+    locality, and ValueError for other wrong options.
     """
     path = Path(path)
     plan = tensors(shape, quant)
@@ -119,7 +124,9 @@ def _check_disk(folder: Path, total_bytes: int) -> None:
 
 def _deal(plan: list[Tensor], n_split: int) -> list[list[Tensor]]:
     if not 1 <= n_split <= len(plan):
-        raise ValueError(f"n_split has to be in 1..{len(plan)} (the number of tensors), but is {n_split}")
+        raise ValueError(
+            f"n_split has to be in 1..{len(plan)} (the number of tensors), but is {n_split}"
+        )
     shards: list[list[Tensor]] = [[] for _ in range(n_split)]
     sizes = [0] * n_split
     for tensor in plan:
@@ -145,12 +152,15 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
     if n_split == 1:
         return [path]
     stem = path.name.removesuffix(".gguf")
-    return [path.with_name(f"{stem}-{no:05d}-of-{n_split:05d}.gguf") for no in range(1, n_split + 1)]
+    return [
+        path.with_name(f"{stem}-{no:05d}-of-{n_split:05d}.gguf")
+        for no in range(1, n_split + 1)
+    ]
 
 
 def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
-    """Writes a model file for tests of plans. The weights are a hole in the file, which occupies no disk space. Returns
-    `path`."""
+    """Writes a model file for tests of plans. The weights are a hole in the file, which
+    occupies no disk space. Returns `path`."""
     plan = tensors(shape, quant)
     writer = GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape, quant, "random", None)
@@ -164,9 +174,16 @@ def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
 
 
 def _write_header(writer: GGUFWriter, shard: list[Tensor]) -> BinaryIO:
-    """Writes the header, metadata and tensor infos of a shard. Returns the open file, positioned after them."""
+    """Writes the header, metadata and tensor infos of a shard. Returns the open file,
+    positioned after them."""
     for tensor in shard:
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.qtype)
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.shape,
+            np.dtype(np.float32),
+            tensor.n_bytes,
+            tensor.qtype,
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -174,7 +191,12 @@ def _write_header(writer: GGUFWriter, shard: list[Tensor]) -> BinaryIO:
     return writer.fout[0]
 
 
-def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, advance: Callable[[int], None]) -> None:
+def _write_shard(
+    writer: GGUFWriter,
+    shard: list[Tensor],
+    weights: Weights,
+    advance: Callable[[int], None],
+) -> None:
     try:
         out = _write_header(writer, shard)
         for tensor in shard:
@@ -191,8 +213,8 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 class Weights:
     """Generates the bytes of each tensor.
 
-    A tensor contains values for the locality, F32 values, a table of expert ids for each token, or blocks from the
-    pools.
+    A tensor contains values for the locality, F32 values, a table of expert ids for
+    each token, or blocks from the pools.
     """
 
     pools: BlockPools
@@ -210,18 +232,25 @@ class Weights:
         elif tensor.qtype == QType.I32:
             yield token_experts(tensor, self.n_expert, self.seed).data
         elif self.routing and tensor.name == "token_embd.weight":
-            yield from _with_row_heads(self.pools.deltas(tensor), tensor.row_bytes, self.routing.row_head)
+            yield from _with_row_heads(
+                self.pools.deltas(tensor), tensor.row_bytes, self.routing.row_head
+            )
         else:
             yield from self.pools.deltas(tensor)
 
 
-def _with_row_heads(pieces: Iterator[memoryview], row_bytes: int, head: Bytes) -> Iterator[memoryview]:
-    """Yields the bytes of the rows, with the first bytes of each row replaced by `head`."""
+def _with_row_heads(
+    pieces: Iterator[memoryview], row_bytes: int, head: Bytes
+) -> Iterator[memoryview]:
+    """Yields the bytes of the rows, with the first bytes of each row replaced by
+    `head`."""
     rest = b""
     for piece in pieces:
         data = bytearray(rest + piece)
         rest = bytes(data[len(data) // row_bytes * row_bytes :])
-        rows = np.frombuffer(data, np.uint8, len(data) - len(rest)).reshape(-1, row_bytes)
+        rows = np.frombuffer(data, np.uint8, len(data) - len(rest)).reshape(
+            -1, row_bytes
+        )
         rows[:, : len(head)] = head
         yield rows.data
 
@@ -232,7 +261,9 @@ def _add_split(writer: GGUFWriter, no: int, n_split: int, n_tensors: int) -> Non
     writer.add_int32(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, n_tensors)
 
 
-def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str, locality: str | None) -> None:
+def _add_metadata(
+    writer: GGUFWriter, shape: Shape, quant: str, name: str, locality: str | None
+) -> None:
     writer.add_name(name)
     writer.add_description("random weights, written by moegguf tools/make_model.py")
     if locality is not None:
@@ -261,12 +292,16 @@ def _add_key(writer: GGUFWriter, key: str, value: Value) -> None:
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, Wide):
-        writer.add_key_value(key, value.numbers, GGUFValueType.ARRAY, GGUFValueType.UINT64)
+        writer.add_key_value(
+            key, value.numbers, GGUFValueType.ARRAY, GGUFValueType.UINT64
+        )
     else:
         writer.add_array(key, value)
 
 
-def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str = CHAT_TEMPLATE) -> None:
+def add_tokenizer(
+    writer: GGUFWriter, n_vocab: int, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """Adds the vocabulary, the special tokens and the chat template to the metadata."""
     vocabulary = build_vocabulary(n_vocab)
     writer.add_tokenizer_model("gpt2")

@@ -1,4 +1,5 @@
-"""Creates GGUF files with damaged headers: reads a file, applies one to three random changes, and writes the result.
+"""Creates GGUF files with damaged headers: reads a file, applies one to three random
+changes, and writes the result.
 
 Imports nothing from moegguf.
 """

@@ -1,4 +1,5 @@
-"""Reads and writes a GGUF file as parts that can be changed one by one: key-values, tensor infos, tensor bytes."""
+"""Reads and writes a GGUF file as parts that can be changed one by one: key-values,
+tensor infos, tensor bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Item = int | float | bytes
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key with its value. `item_type` is the GGUF type of an array's items; None if the value is not an array."""
+    """One key with its value. `item_type` is the GGUF type of an array's items; None if
+    the value is not an array."""
 
     key: str
     gguf_type: int
@@ -28,7 +30,8 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor with its bytes from the original file. `raw_type` is the number of its ggml type."""
+    """One tensor with its bytes from the original file. `raw_type` is the number of its
+    ggml type."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +40,8 @@ class TensorEntry:
 
     @property
     def n_bytes(self) -> int:
-        """Returns the size in bytes of a tensor with this shape and type. An unknown type is treated as F32."""
+        """Returns the size in bytes of a tensor with this shape and type. An unknown
+        type is treated as F32."""
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.raw_type)]
         except ValueError:
@@ -57,17 +61,27 @@ class Header:
     tensors: tuple[TensorEntry, ...]
 
     def with_pair(self, index: int, pair: KeyValue | None) -> Header:
-        """Returns a copy in which `pair` replaces the key-value at `index`. If `pair` is None, the key-value is
-        removed.
+        """Returns a copy in which `pair` replaces the key-value at `index`. If `pair`
+        is None, the key-value is removed.
 
         An index after the last one appends `pair`.
         """
-        return replace(self, pairs=self.pairs[:index] + ((pair,) if pair else ()) + self.pairs[index + 1 :])
+        return replace(
+            self,
+            pairs=self.pairs[:index]
+            + ((pair,) if pair else ())
+            + self.pairs[index + 1 :],
+        )
 
     def with_tensor(self, index: int, tensor: TensorEntry | None) -> Header:
-        """Returns a copy in which `tensor` replaces the tensor at `index`. If `tensor` is None, the old tensor is
-        removed."""
-        return replace(self, tensors=self.tensors[:index] + ((tensor,) if tensor else ()) + self.tensors[index + 1 :])
+        """Returns a copy in which `tensor` replaces the tensor at `index`. If `tensor`
+        is None, the old tensor is removed."""
+        return replace(
+            self,
+            tensors=self.tensors[:index]
+            + ((tensor,) if tensor else ())
+            + self.tensors[index + 1 :],
+        )
 
 
 class _Reader:
@@ -98,7 +112,9 @@ class _Reader:
             return KeyValue(key, gguf_type, self.item(gguf_type))
         item_type = self.whole("I")
         count = self.whole("Q")
-        return KeyValue(key, ARRAY, [self.item(item_type) for _ in range(count)], item_type)
+        return KeyValue(
+            key, ARRAY, [self.item(item_type) for _ in range(count)], item_type
+        )
 
 
 def read_header(path: Path) -> Header:
@@ -148,14 +164,23 @@ def _pair(pair: KeyValue) -> bytes:
 def write_file(header: Header, path: Path) -> None:
     """Writes the parts as a GGUF file.
 
-    The bytes of a tensor whose shape or type has changed are cut off, or repeated to fill the new size.
+    The bytes of a tensor whose shape or type has changed are cut off, or repeated to
+    fill the new size.
     """
-    out = [b"GGUF", struct.pack("<IQQ", 3, len(header.tensors), len(header.pairs)), *map(_pair, header.pairs)]
+    out = [
+        b"GGUF",
+        struct.pack("<IQQ", 3, len(header.tensors), len(header.pairs)),
+        *map(_pair, header.pairs),
+    ]
     offset = 0
     sizes = []
     for tensor in header.tensors:
         dims = b"".join(struct.pack("<Q", ne) for ne in tensor.shape)
-        out += [_string(tensor.name.encode()), struct.pack("<I", len(tensor.shape)), dims]
+        out += [
+            _string(tensor.name.encode()),
+            struct.pack("<I", len(tensor.shape)),
+            dims,
+        ]
         out.append(struct.pack("<IQ", tensor.raw_type, offset))
         sizes.append(tensor.n_bytes)
         offset += -(-tensor.n_bytes // ALIGNMENT) * ALIGNMENT
@@ -164,5 +189,7 @@ def write_file(header: Header, path: Path) -> None:
         file.write(bytes(-file.tell() % ALIGNMENT))
         for tensor, size in zip(header.tensors, sizes, strict=True):
             data = tensor.data or b"\0"
-            file.write((data * (size // len(data) + 1) if size > len(data) else data)[:size])
+            file.write(
+                (data * (size // len(data) + 1) if size > len(data) else data)[:size]
+            )
             file.write(bytes(-size % ALIGNMENT))

@@ -1,4 +1,5 @@
-"""Functions that damage a header. Each takes the parts of a file and a random generator, and returns changed parts."""
+"""Functions that damage a header. Each takes the parts of a file and a random
+generator, and returns changed parts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ TEXTS = [b"", b"none", b"no_vocab", b"llama", b"gpt2", b"bert", b"t5", b"rwkv", 
          b"kimi-k2", b"jina-v2-en", b"linear", b"yarn", b"longrope", b"chat", b"\0", b"\xff", b"x" * 5000]  # fmt: skip
 ARCHS = [b"qwen2moe", b"qwen3moe", b"llama", b"deepseek2", b"qwen3next", b"gpt-oss", b"llama4", b"glm4moe", b"bert",
          b"t5", b"rwkv7", b"mamba", b"clip", b"llada-moe", b"olmoe", b"phimoe", b"dbrx", b"grok", b"jamba"]  # fmt: skip
-# Keys that GGUF files may have, without the prefix. Adding a key reaches code that a file's own keys do not reach.
+# Keys that GGUF files may have, without the prefix. Adding a key reaches code that a
+# file's own keys do not reach.
 KEYS = """
 context_length embedding_length embedding_length_out block_count leading_dense_block_count feed_forward_length
 expert_feed_forward_length expert_shared_feed_forward_length expert_chunk_feed_forward_length use_parallel_residual
@@ -71,7 +73,9 @@ def _scalar(gguf_type: int, random: Random) -> Item:
     if gguf_type == STRING:
         return random.choice(TEXTS + ARCHS)
     if FORMATS[gguf_type] in "fd":
-        return random.choice(REAL) if random.random() < 0.8 else random.uniform(-1e6, 1e6)
+        return (
+            random.choice(REAL) if random.random() < 0.8 else random.uniform(-1e6, 1e6)
+        )
     if FORMATS[gguf_type] == "?":
         return random.choice((0, 1))
     return random.choice(WHOLE) if random.random() < 0.8 else random.randint(0, 300)
@@ -84,7 +88,20 @@ def _near(value: Item, gguf_type: int, random: Random) -> Item:
     """
     if isinstance(value, bytes) or FORMATS[gguf_type] in "fd?":
         return _scalar(gguf_type, random)
-    return max(0, random.choice((value + 1, value - 1, value * 2, value // 2, value * 3, value + 32, value - 32)))
+    return max(
+        0,
+        random.choice(
+            (
+                value + 1,
+                value - 1,
+                value * 2,
+                value // 2,
+                value * 3,
+                value + 32,
+                value - 32,
+            )
+        ),
+    )
 
 
 def _pick(header: Header, random: Random) -> int:
@@ -92,13 +109,17 @@ def _pick(header: Header, random: Random) -> int:
 
 
 def change_value(header: Header, random: Random) -> Header:
-    """Replaces one key's value with a value of the same type. An array's items are changed, added, removed, shuffled or
-    replaced with items of another type."""
+    """Replaces one key's value with a value of the same type. An array's items are
+    changed, added, removed, shuffled or replaced with items of another type."""
     index = _pick(header, random)
     pair = header.pairs[index]
     if isinstance(pair.value, list):
         return header.with_pair(index, _changed_array(pair, random))
-    change = _near(pair.value, pair.gguf_type, random) if random.random() < 0.4 else _scalar(pair.gguf_type, random)
+    change = (
+        _near(pair.value, pair.gguf_type, random)
+        if random.random() < 0.4
+        else _scalar(pair.gguf_type, random)
+    )
     return header.with_pair(index, replace(pair, value=change))
 
 
@@ -107,9 +128,13 @@ def _changed_array(pair: KeyValue, random: Random) -> KeyValue:
     items = list(pair.value)
     kind = random.randrange(5)
     if kind == 0:
-        items = items[: random.choice((0, 1, 2, len(items) // 2, max(0, len(items) - 1)))]
+        items = items[
+            : random.choice((0, 1, 2, len(items) // 2, max(0, len(items) - 1)))
+        ]
     elif kind == 1:
-        items += [_scalar(pair.item_type, random) for _ in range(random.choice((1, 2, 100)))]
+        items += [
+            _scalar(pair.item_type, random) for _ in range(random.choice((1, 2, 100)))
+        ]
     elif kind == 2 and items:
         for _ in range(random.choice((1, 3, len(items)))):
             items[random.randrange(len(items))] = _scalar(pair.item_type, random)
@@ -117,22 +142,33 @@ def _changed_array(pair: KeyValue, random: Random) -> KeyValue:
         random.shuffle(items)
     else:
         item_type = random.choice([*FORMATS, STRING])
-        return replace(pair, item_type=item_type, value=[_scalar(item_type, random) for _ in items])
+        return replace(
+            pair, item_type=item_type, value=[_scalar(item_type, random) for _ in items]
+        )
     return replace(pair, value=items)
 
 
 def change_type(header: Header, random: Random) -> Header:
-    """Replaces one key's value with a value of random type: a number, a string, or an array of 0 to 6 equal items."""
+    """Replaces one key's value with a value of random type: a number, a string, or an
+    array of 0 to 6 equal items."""
     index = _pick(header, random)
     pair = header.pairs[index]
     old = pair.value[0] if isinstance(pair.value, list) and pair.value else pair.value
     gguf_type = random.choice([*FORMATS, STRING])
     value = _scalar(gguf_type, random)
-    if isinstance(old, int | float) and gguf_type != STRING and random.random() < 0.5 and math.isfinite(old):
+    if (
+        isinstance(old, int | float)
+        and gguf_type != STRING
+        and random.random() < 0.5
+        and math.isfinite(old)
+    ):
         value = float(old) if FORMATS[gguf_type] in "fd" else int(old)
     if random.random() < 0.5:
         return header.with_pair(index, KeyValue(pair.key, gguf_type, value))
-    return header.with_pair(index, KeyValue(pair.key, ARRAY, [value] * random.choice((0, 1, 2, 4, 6)), gguf_type))
+    return header.with_pair(
+        index,
+        KeyValue(pair.key, ARRAY, [value] * random.choice((0, 1, 2, 4, 6)), gguf_type),
+    )
 
 
 def remove_pair(header: Header, random: Random) -> Header:
@@ -141,8 +177,11 @@ def remove_pair(header: Header, random: Random) -> Header:
 
 
 def add_pair(header: Header, random: Random) -> Header:
-    """Adds a random value under a key that GGUF files may have. The key's old value, if any, is removed."""
-    arch = next((p.value for p in header.pairs if p.key == "general.architecture"), None)
+    """Adds a random value under a key that GGUF files may have. The key's old value, if
+    any, is removed."""
+    arch = next(
+        (p.value for p in header.pairs if p.key == "general.architecture"), None
+    )
     arch = arch if isinstance(arch, bytes) else b"llama"
     if arch == b"clip":
         key = f"clip.{random.choice(PROJECTOR_KEYS)}"
@@ -154,7 +193,12 @@ def add_pair(header: Header, random: Random) -> Header:
     value = _scalar(gguf_type, random)
     pair = KeyValue(key, gguf_type, value)
     if random.random() < 0.15:
-        pair = KeyValue(key, ARRAY, [_scalar(gguf_type, random) for _ in range(random.choice((0, 2, 4, 6)))], gguf_type)
+        pair = KeyValue(
+            key,
+            ARRAY,
+            [_scalar(gguf_type, random) for _ in range(random.choice((0, 2, 4, 6)))],
+            gguf_type,
+        )
     kept = tuple(p for p in header.pairs if p.key != key)
     return replace(header, pairs=(*kept, pair))
 
@@ -164,30 +208,47 @@ def swap_values(header: Header, random: Random) -> Header:
     first = header.pairs[_pick(header, random)]
     second = header.pairs[_pick(header, random)]
     names = {first.key: second, second.key: first}
-    return replace(header, pairs=tuple(replace(names[p.key], key=p.key) if p.key in names else p for p in header.pairs))
+    return replace(
+        header,
+        pairs=tuple(
+            replace(names[p.key], key=p.key) if p.key in names else p
+            for p in header.pairs
+        ),
+    )
 
 
 def change_kind(header: Header, random: Random) -> Header:
-    """Replaces the name of the tokenizer model or of the pre-tokenizer, and the kind of projector, if there is one."""
-    key = random.choice(("tokenizer.ggml.model", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
+    """Replaces the name of the tokenizer model or of the pre-tokenizer, and the kind of
+    projector, if there is one."""
+    key = random.choice(
+        ("tokenizer.ggml.model", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+    )
     kinds = {key: TEXTS, "clip.projector_type": PROJECTOR_KINDS}
-    pairs = tuple(replace(p, value=random.choice(kinds[p.key])) if p.key in kinds else p for p in header.pairs)
+    pairs = tuple(
+        replace(p, value=random.choice(kinds[p.key])) if p.key in kinds else p
+        for p in header.pairs
+    )
     return replace(header, pairs=pairs)
 
 
 def change_tensor_type(header: Header, random: Random) -> Header:
-    """Changes the ggml type of one tensor, or of all tensors whose names contain a part such as "ffn_up"."""
+    """Changes the ggml type of one tensor, or of all tensors whose names contain a part
+    such as "ffn_up"."""
     index = random.randrange(len(header.tensors))
     raw_type = random.randrange(44)
     if random.random() < 0.3:
         kind = header.tensors[index].name.rpartition(".")[0].rpartition(".")[2]
-        tensors = tuple(replace(t, raw_type=raw_type) if kind in t.name else t for t in header.tensors)
+        tensors = tuple(
+            replace(t, raw_type=raw_type) if kind in t.name else t
+            for t in header.tensors
+        )
         return replace(header, tensors=tensors)
     return header.with_tensor(index, replace(header.tensors[index], raw_type=raw_type))
 
 
 def change_shape(header: Header, random: Random) -> Header:
-    """Changes one dimension of a tensor, adds or removes a dimension, or shuffles the dimensions.
+    """Changes one dimension of a tensor, adds or removes a dimension, or shuffles the
+    dimensions.
 
     Returns the header unchanged if the tensor would have 2^24 elements or more.
     """
@@ -198,14 +259,20 @@ def change_shape(header: Header, random: Random) -> Header:
     kind = random.randrange(6)
     if kind < 3:
         ne = shape[at]
-        shape[at] = random.choice((ne + 1, ne - 1, ne * 2, ne // 2, 1, ne + 32, max(1, ne - 32), 0, 3))
+        shape[at] = random.choice(
+            (ne + 1, ne - 1, ne * 2, ne // 2, 1, ne + 32, max(1, ne - 32), 0, 3)
+        )
     elif kind == 3:
         shape = [*shape, random.choice((1, 2))][:4]
     elif kind == 4 and len(shape) > 1:
         shape.pop(at)
     else:
         random.shuffle(shape)
-    return header.with_tensor(index, replace(tensor, shape=tuple(shape))) if math.prod(shape) < 1 << 24 else header
+    return (
+        header.with_tensor(index, replace(tensor, shape=tuple(shape)))
+        if math.prod(shape) < 1 << 24
+        else header
+    )
 
 
 def remove_tensor(header: Header, random: Random) -> Header:
@@ -214,13 +281,17 @@ def remove_tensor(header: Header, random: Random) -> Header:
 
 
 def rename_tensor(header: Header, random: Random) -> Header:
-    """Changes one letter of a tensor's name, or removes a tensor and renames another one to the removed name."""
+    """Changes one letter of a tensor's name, or removes a tensor and renames another
+    one to the removed name."""
     first = random.randrange(len(header.tensors))
     second = random.randrange(len(header.tensors))
     name = header.tensors[second].name
     if random.random() < 0.5 or first == second:
         at = random.randrange(len(name))
-        return header.with_tensor(second, replace(header.tensors[second], name=name[:at] + "z" + name[at + 1 :]))
+        return header.with_tensor(
+            second,
+            replace(header.tensors[second], name=name[:at] + "z" + name[at + 1 :]),
+        )
     renamed = header.with_tensor(first, replace(header.tensors[first], name=name))
     return renamed.with_tensor(second, None)
 
@@ -233,26 +304,37 @@ MUTATIONS: list[tuple[Mutation, int]] = [
 
 
 def mutate(header: Header, seed: int) -> tuple[Header, str]:
-    """Returns the header after one to three mutations, and a description of the mutations. Both depend only on the
-    header and the seed."""
+    """Returns the header after one to three mutations, and a description of the
+    mutations. Both depend only on the header and the seed."""
     random = Random(seed)
     mutations, weights = zip(*MUTATIONS, strict=True)
     changed = header
     names = []
-    for mutation in random.choices(mutations, weights, k=random.choice((1, 1, 1, 1, 2, 3))):
+    for mutation in random.choices(
+        mutations, weights, k=random.choice((1, 1, 1, 1, 2, 3))
+    ):
         changed = mutation(changed, random)
         names.append(mutation.__name__)
-    return changed, f"{'+'.join(names)}: {'; '.join(_differences(header, changed))[:400]}"
+    return (
+        changed,
+        f"{'+'.join(names)}: {'; '.join(_differences(header, changed))[:400]}",
+    )
 
 
 def _differences(old: Header, new: Header) -> list[str]:
-    """Returns a line for each key and tensor that differs: its name, the old value and the new value."""
+    """Returns a line for each key and tensor that differs: its name, the old value and
+    the new value."""
     parts = [
-        {p.key: _show(p) for p in header.pairs} | {t.name: f"{t.shape} type {t.raw_type}" for t in header.tensors}
+        {p.key: _show(p) for p in header.pairs}
+        | {t.name: f"{t.shape} type {t.raw_type}" for t in header.tensors}
         for header in (old, new)
     ]
     names = parts[0] | parts[1]
-    return [f"{n}: {parts[0].get(n)} -> {parts[1].get(n)}" for n in names if parts[0].get(n) != parts[1].get(n)]
+    return [
+        f"{n}: {parts[0].get(n)} -> {parts[1].get(n)}"
+        for n in names
+        if parts[0].get(n) != parts[1].get(n)
+    ]
 
 
 def _show(pair: KeyValue) -> str:

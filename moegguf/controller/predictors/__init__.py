@@ -1,4 +1,5 @@
-"""Creates predictors by name. Most predictors implement a method from a paper. `base.Predictor` is their interface."""
+"""Creates predictors by name. Most predictors implement a method from a paper.
+`base.Predictor` is their interface."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from functools import partial
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.own_classes import load_class, make_own, names_file
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.counts import affinity, popularity, previous_token, token_table
+from moegguf.controller.predictors.counts import (
+    affinity,
+    popularity,
+    previous_token,
+    token_table,
+)
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.networks import MLP, SKIP, expert_mlp, mlp, skip
 from moegguf.controller.predictors.routing_path import routing_path
@@ -20,8 +26,9 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """Returns a function that creates the predictor from the first usable NAME.safetensors in search order. If there
-    are files, but none is usable, the function warns and returns NoPrediction. It raises OptionError if there is no
+    """Returns a function that creates the predictor from the first usable
+    NAME.safetensors in search order. If there are files, but none is usable, the
+    function warns and returns NoPrediction. It raises OptionError if there is no
     file."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
@@ -64,15 +71,19 @@ LEARNT_FOR = {
     "eamc": "moe-infinity",
 }
 """{predictor: the strategy for which `moegguf learn` writes the predictor's file}."""
-PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
+PREDICTORS: dict[str, Make] = {
+    **UNTRAINED,
+    **{name: _learned(name, build) for name, build in LEARNED.items()},
+}
 
 
 def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
     """Returns a new predictor, for a predictor's name or "FILE.py:CLASS".
 
-    Returns `NoPrediction`, after a warning, if all trained files for the predictor are damaged or belong to other
-    models. Raises OptionError for an unknown name, for a predictor that must be trained but has no file, and for a
-    class that cannot be used. The predictor `skip` also raises the errors of `Artifacts.routers`.
+    Returns `NoPrediction`, after a warning, if all trained files for the predictor are
+    damaged or belong to other models. Raises OptionError for an unknown name, for a
+    predictor that must be trained but has no file, and for a class that cannot be used.
+    The predictor `skip` also raises the errors of `Artifacts.routers`.
     """
     check_predictor(name)
     if not names_file(name):
@@ -86,17 +97,21 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
 
 
 def check_predictor(name: str) -> None:
-    """Raises OptionError unless `name` is a predictor's name, or "FILE.py:CLASS" of a subclass of Predictor."""
+    """Raises OptionError unless `name` is a predictor's name, or "FILE.py:CLASS" of a
+    subclass of Predictor."""
     if names_file(name):
         load_class(name, "predictor", Predictor)  # type: ignore[type-abstract]
     elif name not in PREDICTORS:
-        raise OptionError(f"there is no predictor {name!r}; known predictors: {', '.join(PREDICTORS)}.")
+        raise OptionError(
+            f"there is no predictor {name!r}; known predictors: {', '.join(PREDICTORS)}."
+        )
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """Returns the name of the predictor to prefetch with: `mlp` if there is a file mlp.safetensors, and `skip`
-    otherwise. Does not check that the file belongs to this model. Also returns `skip` if the facts in that file show
-    that `skip` was right more often than `mlp` in the test after the training run."""
+    """Returns the name of the predictor to prefetch with: `mlp` if there is a file
+    mlp.safetensors, and `skip` otherwise. Does not check that the file belongs to this
+    model. Also returns `skip` if the facts in that file show that `skip` was right more
+    often than `mlp` in the test after the training run."""
     path = next(artifacts.find("mlp.safetensors"), None)
     if path is None:
         return SKIP

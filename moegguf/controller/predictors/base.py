@@ -1,5 +1,6 @@
-"""Base classes for predictors. In a pass with several sequences, the store's forecast for an expert is the probability
-that at least one sequence uses the expert: 1 - prod(1 - p). Here, p is the probability for one sequence."""
+"""Base classes for predictors. In a pass with several sequences, the store's forecast
+for an expert is the probability that at least one sequence uses the expert: 1 - prod(1
+- p). Here, p is the probability for one sequence."""
 
 from __future__ import annotations
 
@@ -13,39 +14,46 @@ from moegguf.native.predictor import Array, NativePredictor
 
 
 class Predictor(ABC):
-    """Predicts the routing of the pass in progress. `NoPrediction` is the simplest implementation.
+    """Predicts the routing of the pass in progress. `NoPrediction` is the simplest
+    implementation.
 
-    One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
-    before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
-    calls any number of times. No method is called while predictions have no use, for example while all experts have
-    slots. A predictor must not change the arrays of an event.
+    One object serves one model and all of its requests. The methods are called by one
+    thread at a time: `announce` before the passes of the announced tokens, and
+    `observe` at each routing event. `predict` may follow each of these calls any number
+    of times. No method is called while predictions have no use, for example while all
+    experts have slots. A predictor must not change the arrays of an event.
     """
 
     name: ClassVar[str]
-    needs_inputs: ClassVar[bool] = False  # True: routing events must carry the router's input vectors
+    # True: routing events must carry the router's input vectors.
+    needs_inputs: ClassVar[bool] = False
 
     def __init__(self, shape: MoeShape, reach: int) -> None:
         self.shape = shape
-        self.reach = reach  # longest distance at which a layer can be predicted, counted in layers with experts
+        # Longest distance at which a layer can be predicted, counted in layers with
+        # experts.
+        self.reach = reach
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
-        """Receives the tokens that are evaluated next. A new sequence number marks a new request."""
+        """Receives the tokens that are evaluated next. A new sequence number marks a
+        new request."""
 
     def observe(self, event: RoutingEvent) -> None:  # noqa: B027 (optional)
         """Receives the routing event of one layer."""
 
     @abstractmethod
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which comes `distance` layers with experts after
-        the last observed layer.
+        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which comes
+        `distance` layers with experts after the last observed layer.
 
-        Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
-        cannot be predicted now. The ranking of the probabilities matters more than their values.
+        Before any routing event of the pass, the first layer with experts has distance
+        1. Returns None for a layer that cannot be predicted now. The ranking of the
+        probabilities matters more than their values.
         """
 
     def native(self) -> NativePredictor | None:
-        """Returns the name and arrays from which the store computes this predictor. Returns None if the store cannot
-        compute it."""
+        """Returns the name and arrays from which the store computes this predictor.
+        Returns None if the store cannot compute it."""
         return None
 
 
@@ -63,7 +71,8 @@ class NoPrediction(Predictor):
 
 
 class StorePredictor(Predictor):
-    """A predictor that only the store can compute. The store finds its code by `name`."""
+    """A predictor that only the store can compute. The store finds its code by
+    `name`."""
 
     title = ""  # name that users see; "": `name` is shown
 
@@ -77,7 +86,8 @@ class StorePredictor(Predictor):
     ) -> None:
         super().__init__(shape, reach)
         self.name, self.needs_inputs = name, needs_inputs  # type: ignore[misc]  # ClassVars in other classes
-        # Arrays for the store; the predictor's file in moegguf/native/predictors documents them
+        # Arrays for the store; the predictor's file in moegguf/native/predictors
+        # documents them
         self.arrays = arrays or {}
 
     def predict(self, il: int, distance: int) -> Float32s | None:

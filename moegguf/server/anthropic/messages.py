@@ -1,10 +1,12 @@
-"""Anthropic's Messages API: POST /v1/messages returns the next message of a conversation.
+"""Anthropic's Messages API: POST /v1/messages returns the next message of a
+conversation.
 
-/v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as `cache_control` and beta fields,
-are ignored. Tools that run on Anthropic's servers (web search, ...) are dropped with a warning in the log, since
-clients send them together with their own tools. An answer is a list of blocks: thinking, text and tool calls in the
-order in which the model wrote them. A stream has events for the beginning, the growth and the end of each block.
-Without a stream only the message is sent.
+/v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as
+`cache_control` and beta fields, are ignored. Tools that run on Anthropic's servers (web
+search, ...) are dropped with a warning in the log, since clients send them together
+with their own tools. An answer is a list of blocks: thinking, text and tool calls in
+the order in which the model wrote them. A stream has events for the beginning, the
+growth and the end of each block. Without a stream only the message is sent.
 """
 
 from __future__ import annotations
@@ -19,20 +21,41 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgress, Request, ToolCall
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Message,
+    PromptProgress,
+    Request,
+    ToolCall,
+)
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common.body import Body, Whole
-from moegguf.server.common.conversation import EventReply, Json, RequestBody, about_prompt, conversation
+from moegguf.server.common.conversation import (
+    EventReply,
+    Json,
+    RequestBody,
+    about_prompt,
+    conversation,
+)
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import Messages, Tools, messages_of, own_tools, read_parts, with_entry_messages
+from moegguf.server.common.messages import (
+    Messages,
+    Tools,
+    messages_of,
+    own_tools,
+    read_parts,
+    with_entry_messages,
+)
 from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_of
 from moegguf.server.common.replies import dumps, event_line
 from moegguf.serving.events import Done, Event
 
 ROLES = ("user", "assistant", "system")
-# Claude Code begins its system prompt with a billing header that contains a different checksum in every request. The
-# header is removed, since otherwise no request could reuse the computed prompt of an earlier request.
+# Claude Code begins its system prompt with a billing header that contains a different
+# checksum in every request. The header is removed, since otherwise no request could
+# reuse the computed prompt of an earlier request.
 _BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:\s*\w+=[^;\s]*;)+\s*")
 
 
@@ -48,8 +71,8 @@ class _TextBlock(Body):
 
 
 def _part_of(block: Any) -> Any:
-    """Converts a content block to a part of a chat message. Raises ValueError for a source that is not supported, such
-    as a document at a URL."""
+    """Converts a content block to a part of a chat message. Raises ValueError for a
+    source that is not supported, such as a document at a URL."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind not in ("image", "document"):
         return block
@@ -62,39 +85,75 @@ def _part_of(block: Any) -> Any:
         case "document", {"type": "text", "data": str(data)}:
             title = block.get("title")
             return {"type": "text", "text": f"{title}\n{data}" if title else data}
-    form = '{"type": "text", "data": "..."}' if kind == "document" else '{"type": "base64", "data": "..."}'
-    raise ValueError(f"the source of a block of type {kind!r} must be {form}, but is {dumps(source):.80}")
+    form = (
+        '{"type": "text", "data": "..."}'
+        if kind == "document"
+        else '{"type": "base64", "data": "..."}'
+    )
+    raise ValueError(
+        f"the source of a block of type {kind!r} must be {form}, but is {dumps(source):.80}"
+    )
 
 
 def _chat_messages(message: Any) -> list[Any]:
-    """Converts one of Anthropic's messages to chat messages: one for each tool result, then one with all other blocks
-    if there are any. Drops redacted thinking, which only Anthropic can read. Raises ValueError for an unknown role or
-    an unsupported source."""
+    """Converts one of Anthropic's messages to chat messages: one for each tool result,
+    then one with all other blocks if there are any. Drops redacted thinking, which only
+    Anthropic can read. Raises ValueError for an unknown role or an unsupported
+    source."""
     if not isinstance(message, dict):
         return [message]
     if message.get("role") not in ROLES:
-        raise ValueError(f"a role must be one of {', '.join(ROLES)}, but is {dumps(message.get('role')):.40}")
+        raise ValueError(
+            f"a role must be one of {', '.join(ROLES)}, but is {dumps(message.get('role')):.40}"
+        )
     results: list[Json] = []
     parts, thinking, calls = [], [], []
     for block in _blocks_of(message.get("content")):
         match block:
             case {"type": "tool_result"}:
                 content = [_part_of(each) for each in _blocks_of(block.get("content"))]
-                error = [{"type": "text", "text": "Error:"}] if block.get("is_error") else []
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": error + content})
+                error = (
+                    [{"type": "text", "text": "Error:"}]
+                    if block.get("is_error")
+                    else []
+                )
+                results.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": block.get("tool_use_id"),
+                        "content": error + content,
+                    }
+                )
             case {"type": "tool_use"}:
-                calls.append({"id": block.get("id"), "function": {**block, "arguments": block.get("input")}})
+                calls.append(
+                    {
+                        "id": block.get("id"),
+                        "function": {**block, "arguments": block.get("input")},
+                    }
+                )
             case {"type": "thinking" | "redacted_thinking"}:
-                thinking += [{"type": "text", "text": block["thinking"]}] if block.get("thinking") else []
+                thinking += (
+                    [{"type": "text", "text": block["thinking"]}]
+                    if block.get("thinking")
+                    else []
+                )
             case _:
                 parts.append(_part_of(block))
     more = {"reasoning": read_parts(thinking), "tool_calls": calls}
     found = {key: each for key, each in more.items() if each}
-    return [*results, {"role": message["role"], "content": parts, **found}] if parts or found else results
+    return (
+        [*results, {"role": message["role"], "content": parts, **found}]
+        if parts or found
+        else results
+    )
 
 
 def _messages_of(given: Any) -> Any:
-    return [each for message in given for each in _chat_messages(message)] if isinstance(given, list) else given
+    return (
+        [each for message in given for each in _chat_messages(message)]
+        if isinstance(given, list)
+        else given
+    )
 
 
 def _own_tools(tools: Any) -> Any:
@@ -108,8 +167,8 @@ class _ToolChoice(Body):
 
 
 class _Thinking(Body):
-    """The field `thinking`. `budget_tokens` may be below Anthropic's minimum of 1,024 tokens; None means the default of
-    the model or the server."""
+    """The field `thinking`. `budget_tokens` may be below Anthropic's minimum of 1,024
+    tokens; None means the default of the model or the server."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
@@ -126,10 +185,13 @@ class _OutputConfig(Body):
 
 
 class _CountBody(RequestBody):
-    """The body of /v1/messages/count_tokens. As an extension, `options` accepts Ollama's options."""
+    """The body of /v1/messages/count_tokens. As an extension, `options` accepts
+    Ollama's options."""
 
     messages: Annotated[Messages, BeforeValidator(_messages_of)]
-    system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(default_factory=list)
+    system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(
+        default_factory=list
+    )
     tools: Annotated[Tools, BeforeValidator(_own_tools)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
@@ -137,30 +199,48 @@ class _CountBody(RequestBody):
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> _CountBody:
-        choice, known = self.tool_choice, {tool.function.name for tool in self.tools or ()}
+        choice, known = (
+            self.tool_choice,
+            {tool.function.name for tool in self.tools or ()},
+        )
         if choice and choice.type == "any" and not known:
             raise ValueError("tool_choice 'any' needs tools")
         if choice and choice.type == "tool" and choice.name not in known:
-            raise ValueError(f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools")
+            raise ValueError(
+                f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools"
+            )
         return self
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         choice = self.tool_choice or _ToolChoice()
-        # The model does not think unless the request has the field `thinking`, as in Anthropic's API. The field is
-        # ignored for a model that cannot think, since clients send it to every model.
-        thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
+        # The model does not think unless the request has the field `thinking`, as in
+        # Anthropic's API. The field is ignored for a model that cannot think, since
+        # clients send it to every model.
+        thinks = (
+            self.thinking
+            and self.thinking.type != "disabled"
+            and "thinking" in known.capabilities
+        )
         effort = self.output_config.effort if self.output_config else None
         request = Request(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
-            tool_choice=(choice.name or "auto") if choice.type == "tool" else choice.type.replace("any", "required"),
+            tools=tuple(
+                tool.model_dump(exclude_none=True) for tool in self.tools or ()
+            ),
+            tool_choice=(choice.name or "auto")
+            if choice.type == "tool"
+            else choice.type.replace("any", "required"),
             think=("max" if effort == "xhigh" else effort or True) if thinks else False,
         )
         return [request]
 
     def _messages(self) -> Iterable[Message]:
-        texts = [text for block in self.system if (text := _BILLING_HEADER.sub("", block.text, count=1))]
+        texts = [
+            text
+            for block in self.system
+            if (text := _BILLING_HEADER.sub("", block.text, count=1))
+        ]
         if texts:
             yield {"role": "system", "content": "\n".join(texts)}
         yield from messages_of(self.messages)
@@ -172,7 +252,8 @@ class _MessagesBody(_CountBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
     stop_sequences: Stops | None = None
-    exact: bool | None = None  # an extension: has the same effect as `exact` in `options`
+    # An extension: has the same effect as `exact` in `options`.
+    exact: bool | None = None
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         [request] = super().requests(entry, known)
@@ -183,7 +264,11 @@ class _MessagesBody(_CountBody):
         )  # fmt: skip
         output = self.output_config.format if self.output_config else None
         schema = output.schema_ if output else None
-        return [replace(request, format=schema, truncate=False, shift=False, sampling=sampling)]
+        return [
+            replace(
+                request, format=schema, truncate=False, shift=False, sampling=sampling
+            )
+        ]
 
     @property
     def parallel_calls(self) -> bool:
@@ -191,8 +276,9 @@ class _MessagesBody(_CountBody):
 
 
 def _usage(summary: AnswerSummary) -> Json:
-    """Returns the token counts. `input_tokens` counts the prompt tokens that were computed for this request, and
-    `cache_read_input_tokens` the prompt tokens that were cached."""
+    """Returns the token counts. `input_tokens` counts the prompt tokens that were
+    computed for this request, and `cache_read_input_tokens` the prompt tokens that were
+    cached."""
     return {
         "input_tokens": summary.prompt_tokens,
         "cache_creation_input_tokens": 0,
@@ -206,7 +292,8 @@ class _MessageReply(EventReply):
     ping_line = event_line({"type": "ping"}, "ping")
 
     def __post_init__(self) -> None:
-        self._content: list[Json] = []  # blocks of the answer; the last one may still grow
+        # Blocks of the answer; the last one may still grow.
+        self._content: list[Json] = []
         self._message: Json = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -225,13 +312,22 @@ class _MessageReply(EventReply):
         return event_line(error.body(path), "error")
 
     def _begin(self, event: Event) -> Iterator[Json]:
-        known = AnswerSummary()  # zeros, unless the first event is the prompt's progress, which has the counts
+        # Zeros, unless the first event is the prompt's progress, which has the counts.
+        known = AnswerSummary()
         if isinstance(event, PromptProgress):
-            known = AnswerSummary(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
-        yield {"type": "message_start", "message": {**self._message, "content": [], "usage": _usage(known)}}
+            known = AnswerSummary(
+                prompt_tokens=event.n_tokens - event.n_cached,
+                cached_tokens=event.n_cached,
+            )
+        yield {
+            "type": "message_start",
+            "message": {**self._message, "content": [], "usage": _usage(known)},
+        }
 
     def _begin_block(self, kind: str) -> Iterator[Json]:
-        yield self._new_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+        yield self._new_block(
+            {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+        )
 
     def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
         self._content[-1][self.open] += text
@@ -239,27 +335,51 @@ class _MessageReply(EventReply):
 
     def _new_block(self, block: Json) -> Json:
         self._content.append(block)
-        return {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(block)}
+        return {
+            "type": "content_block_start",
+            "index": len(self._content) - 1,
+            "content_block": dict(block),
+        }
 
     def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+        return {
+            "type": "content_block_delta",
+            "index": len(self._content) - 1,
+            "delta": delta,
+        }
 
     def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
-            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # clients do not verify it
-            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
+            # Clients do not verify it.
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+            yield self._delta(
+                {"type": "signature_delta", "signature": block["signature"]}
+            )
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
     def _call(self, call: ToolCall) -> Iterator[Json]:
-        yield self._new_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        yield self._new_block(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        )
         self._content[-1]["input"] = call.arguments
-        yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)})
+        yield self._delta(
+            {
+                "type": "input_json_delta",
+                "partial_json": json.dumps(call.arguments, ensure_ascii=False),
+            }
+        )
         yield from self._end_block("tool_use")
 
     def _finish(self, done: Done) -> Iterator[Json]:
         summary = done.summary
-        reason = "tool_use" if self.n_calls else "stop_sequence" if summary.stop_string else "end_turn"
+        reason = (
+            "tool_use"
+            if self.n_calls
+            else "stop_sequence"
+            if summary.stop_string
+            else "end_turn"
+        )
         if summary.finish == "length":
             is_full = summary.answer_tokens < self.body.max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
@@ -273,5 +393,7 @@ _MessagesBody.reply_kind = _MessageReply
 
 routes = [
     conversation("/v1/messages", _MessagesBody),
-    about_prompt("/v1/messages/count_tokens", _CountBody, "count", lambda n: {"input_tokens": n}),
+    about_prompt(
+        "/v1/messages/count_tokens", _CountBody, "count", lambda n: {"input_tokens": n}
+    ),
 ]

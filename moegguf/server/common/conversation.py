@@ -1,8 +1,9 @@
-"""Answers requests of every API that generate text: reads a body, lets a model answer its requests, and sends the
-reply, whole or as a stream.
+"""Answers requests of every API that generate text: reads a body, lets a model answer
+its requests, and sends the reply, whole or as a stream.
 
-Each API defines bodies that create `Request`s (`RequestBody`) and replies that encode events (`Reply`). This module
-takes leases of models, runs the requests of a body, and counts tokens for `/metrics`.
+Each API defines bodies that create `Request`s (`RequestBody`) and replies that encode
+events (`Reply`). This module takes leases of models, runs the requests of a body, and
+counts tokens for `/metrics`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,35 @@ from starlette.routing import Route
 
 from moegguf.errors import MoeggufError
 from moegguf.generate.images import has_images
-from moegguf.generate.request import Delta, Request, Sampling, ToolCall, join, sampling_with
+from moegguf.generate.request import (
+    Delta,
+    Request,
+    Sampling,
+    ToolCall,
+    join,
+    sampling_with,
+)
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Adapters, Loading, ModelName, check_capabilities, loaded_of, look_up, scale_of
-from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, computed, end, event_line
+from moegguf.server.common.options import (
+    Adapters,
+    Loading,
+    ModelName,
+    check_capabilities,
+    loaded_of,
+    look_up,
+    scale_of,
+)
+from moegguf.server.common.replies import (
+    LineResponse,
+    Lines,
+    WholeResponse,
+    computed,
+    end,
+    event_line,
+)
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
@@ -39,13 +62,15 @@ Json = dict[str, Any]
 
 @dataclass
 class Reply(ABC):
-    """The reply to one body in the format of one API. It contains an answer to each request of the body."""
+    """The reply to one body in the format of one API. It contains an answer to each
+    request of the body."""
 
     body: Any
     entry: ModelEntry
     requests: Sequence[Request]
 
-    ping_line: ClassVar[bytes] = b": ping\n\n"  # sent at intervals, so that the stream stays open
+    # Sent at intervals, so that the stream stays open.
+    ping_line: ClassVar[bytes] = b": ping\n\n"
     n_calls = 0  # number of tool calls sent so far in this answer
 
     def __post_init__(self) -> None:  # noqa: B027 (not every API needs it)
@@ -53,14 +78,17 @@ class Reply(ABC):
 
     @property
     def name(self) -> str:
-        """Returns the model's name as the body spells it, or the entry's name if the body has none."""
+        """Returns the model's name as the body spells it, or the entry's name if the
+        body has none."""
         return self.body.model or self.entry.name
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
-        """Reads from the model what the reply needs before the answer begins. The base class reads nothing."""
+        """Reads from the model what the reply needs before the answer begins. The base
+        class reads nothing."""
 
     async def keep(self) -> None:  # noqa: B027 (most keep nothing)
-        """Stores a complete reply before its end is sent. The base class stores nothing."""
+        """Stores a complete reply before its end is sent. The base class stores
+        nothing."""
 
     @abstractmethod
     def lines(self, event: Event) -> bytes:
@@ -72,15 +100,16 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self) -> Any:
-        """Returns the complete reply: one object, or a list of objects in APIs that allow this."""
+        """Returns the complete reply: one object, or a list of objects in APIs that
+        allow this."""
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         """Returns the line that ends a stream of a request at `path` with an error."""
         return event_line(error.body(path))
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
-        """Yields (index in the answer, tool call) for each of `calls` that is sent. If the body allows no parallel
-        calls, only the first call of an answer is sent."""
+        """Yields (index in the answer, tool call) for each of `calls` that is sent. If
+        the body allows no parallel calls, only the first call of an answer is sent."""
         for call in calls:
             if self.n_calls and not self.body.parallel_calls:
                 return
@@ -89,19 +118,25 @@ class Reply(ABC):
 
 
 class EventReply(Reply):
-    """A reply whose stream has named events: for the beginning, the growth and the end of each block. A block is
-    thinking, text or a tool call."""
+    """A reply whose stream has named events: for the beginning, the growth and the end
+    of each block. A block is thinking, text or a tool call."""
 
     started = False
-    open = ""  # kind of the block that is still growing, "thinking" or "text"; "" if there is none
+    # Kind of the block that is still growing, "thinking" or "text"; "" if there is
+    # none.
+    open = ""
 
     # Each API's reply implements these methods. They return the events to send.
-    _begin: Callable[[Event], Iterator[Json]]  # first events of the reply, created from the answer's first event
-    _begin_block: Callable[[str], Iterator[Json]]  # beginning of a block, "thinking" or "text"
+    # First events of the reply, created from the answer's first event.
+    _begin: Callable[[Event], Iterator[Json]]
+    # Beginning of a block, "thinking" or "text".
+    _begin_block: Callable[[str], Iterator[Json]]
     _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
-    _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; the Done if the answer ends here
+    # End of a block; the Done if the answer ends here.
+    _end_block: Callable[[str, Done | None], Iterator[Json]]
     _call: Callable[[ToolCall], Iterator[Json]]  # the whole block of a tool call
-    _finish: Callable[[Done], Iterator[Json]]  # last events of the reply, which complete the object
+    # Last events of the reply, which complete the object.
+    _finish: Callable[[Done], Iterator[Json]]
 
     def _events(self, event: Event) -> Iterator[Json]:
         if not self.started:
@@ -132,11 +167,13 @@ class EventReply(Reply):
             yield from self._end_block(kind, done)
 
     def lines(self, event: Event) -> bytes:
-        """Returns the server-sent events for an event of the answer, each with its name."""
+        """Returns the server-sent events for an event of the answer, each with its
+        name."""
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Creates the events of a stream and discards them: creating them builds the object that `whole` returns."""
+        """Creates the events of a stream and discards them: creating them builds the
+        object that `whole` returns."""
         for event in (delta, done):
             list(self._events(event))
 
@@ -149,7 +186,8 @@ class RequestBody(Loading):
 
     model: ModelName
     stream: bool | None = None
-    lora: Adapters | None = None  # llama-server's field: LoRA scales, 0 if not listed; None: the server's scales
+    # Llama-server's field: LoRA scales, 0 if not listed; None: the server's scales.
+    lora: Adapters | None = None
 
     @property
     def streams(self) -> bool:
@@ -162,23 +200,25 @@ class RequestBody(Loading):
         return True
 
     async def look_up(self, state: State) -> None:
-        """Reads stored data to which the body refers, such as an earlier response. Raises MoeggufError. The base class
-        reads nothing."""
+        """Reads stored data to which the body refers, such as an earlier response.
+        Raises MoeggufError. The base class reads nothing."""
 
     @abstractmethod
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
-        """Returns the requests of the body, with the entry's defaults, in the order in which their answers are sent.
-        Raises MoeggufError."""
+        """Returns the requests of the body, with the entry's defaults, in the order in
+        which their answers are sent. Raises MoeggufError."""
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Returns the response to an HTTP request that has this body. Raises MoeggufError."""
+        """Returns the response to an HTTP request that has this body. Raises
+        MoeggufError."""
         events, reply = await _answer(request.app.state, self)
         if not self.streams:
             return WholeResponse(_whole(events, reply))
         return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
-        """Returns the complete reply as a JSON value, without a stream. Raises MoeggufError."""
+        """Returns the complete reply as a JSON value, without a stream. Raises
+        MoeggufError."""
         return await _whole(*await _answer(state, self))
 
 
@@ -186,8 +226,8 @@ Kind = TypeVar("Kind", bound=RequestBody)
 
 
 def conversation(path: str, kind: type[RequestBody]) -> Route:
-    """Returns a route for POST requests at `path`. `kind` is the class of their bodies, and a model answers each
-    body."""
+    """Returns a route for POST requests at `path`. `kind` is the class of their bodies,
+    and a model answers each body."""
 
     async def respond(request: HttpRequest) -> Response:
         body = await read_body(request, kind, kind.limit)
@@ -196,38 +236,51 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
     return Route(path, respond, methods=["POST"])
 
 
-def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]) -> Route:
-    """Returns a route for POST requests at `path`. The reply is a fact about a conversation's prompt; no answer is
-    generated.
+def about_prompt(
+    path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]
+) -> Route:
+    """Returns a route for POST requests at `path`. The reply is a fact about a
+    conversation's prompt; no answer is generated.
 
-    `what` is "count" for the number of tokens, or "render" for the text that the chat template produces. `reply`
-    converts this value to the JSON of the response. The endpoint loads the model if needed, but does not wait for
-    running answers.
+    `what` is "count" for the number of tokens, or "render" for the text that the chat
+    template produces. `reply` converts this value to the JSON of the response. The
+    endpoint loads the model if needed, but does not wait for running answers.
     """
 
     async def compute(request: HttpRequest, body: Kind) -> Json:
         entry, requests = await _read_requests(request.app.state, body)
-        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
+        async with request.app.state.manager.lease(
+            entry, body.overrides(), will_answer=False
+        ) as lease:
             return reply(await lease.value(what, request=requests[0]))
 
     return computed(path, kind, compute, kind.limit)
 
 
-async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event], Reply]:
+async def _answer(
+    state: State, body: RequestBody
+) -> tuple[AsyncGenerator[Event], Reply]:
     entry, requests = await _read_requests(state, body)
     reply = body.reply_kind(body, entry, requests)
     return _answers(state, body, entry, requests, reply), reply
 
 
-async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
-    """Returns the entry of the body's model and the body's requests. Each request gets the hash of the client's API
-    key, the scale of the LoRA adapter and, if it has none, the server's thinking budget. Raises MoeggufError, for
-    example if the model lacks a capability that a request needs."""
+async def _read_requests(
+    state: State, body: RequestBody
+) -> tuple[ModelEntry, Sequence[Request]]:
+    """Returns the entry of the body's model and the body's requests. Each request gets
+    the hash of the client's API key, the scale of the LoRA adapter and, if it has none,
+    the server's thinking budget. Raises MoeggufError, for example if the model lacks a
+    capability that a request needs."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()
     owner = "" if state.settings.share_contexts else client_key
-    lora_scale = (state.lora_scales or {}).get(entry.name) if body.lora is None else scale_of(entry, body.lora)
+    lora_scale = (
+        (state.lora_scales or {}).get(entry.name)
+        if body.lora is None
+        else scale_of(entry, body.lora)
+    )
     requests = [
         replace(
             request,
@@ -251,20 +304,30 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing thinking budget, and a missing message for its end, come from the
-    server's settings."""
+    """Returns sampling parameters in which a missing thinking budget, and a missing
+    message for its end, come from the server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
-    defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
+    defaults = {
+        name: getattr(settings, name)
+        for name in names
+        if getattr(sampling, name) in (None, "")
+    }
     return sampling_with(sampling, defaults)
 
 
 async def _answers(
-    state: State, body: RequestBody, entry: ModelEntry, requests: Sequence[Request], reply: Reply
+    state: State,
+    body: RequestBody,
+    entry: ModelEntry,
+    requests: Sequence[Request],
+    reply: Reply,
 ) -> AsyncGenerator[Event]:
-    """Yields the events of all requests, one request after another; a `Done` ends the events of each.
+    """Yields the events of all requests, one request after another; a `Done` ends the
+    events of each.
 
-    Several of these requests may be processed at once, up to the model's `n_parallel`. After each request, waiting
-    requests of other clients get their turn. Closing the generator stops the answers.
+    Several of these requests may be processed at once, up to the model's `n_parallel`.
+    After each request, waiting requests of other clients get their turn. Closing the
+    generator stops the answers.
     """
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
     left = iter(zip(requests, queues, strict=True))
@@ -273,7 +336,9 @@ async def _answers(
     async def compute(lease: Lease) -> None:
         for request, queue in left:
             try:
-                async with aclosing(lease.answer(request, stream=body.streams)) as events:
+                async with aclosing(
+                    lease.answer(request, stream=body.streams)
+                ) as events:
                     async for event in events:
                         queue.put_nowait(event)
             except Exception as error:
@@ -289,7 +354,10 @@ async def _answers(
         await reply.prepare(lease)
         loaded = loaded_of(state, entry)
         n_beside = min(loaded.n_parallel if loaded else 1, len(requests)) - 1
-        tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
+        tasks = [
+            asyncio.create_task(compute(lease)),
+            *(asyncio.create_task(compute_beside()) for _ in range(n_beside)),
+        ]
         try:
             for queue in queues:
                 event = None

@@ -1,9 +1,11 @@
-"""Maps exceptions to HTTP errors: status, headers and JSON in the format of the API that was called.
+"""Maps exceptions to HTTP errors: status, headers and JSON in the format of the API
+that was called.
 
-At /v1/messages, and at MODELS_PATH for clients of Anthropic's API, the JSON is Anthropic's
-`{"type": "error", "error": {"type", "message"}}`. Elsewhere below /v1 it is OpenAI's
-`{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS and below SLOT_PREFIX it is llama-server's
-`{"error": {"code", "message", "type"}}`. Everywhere else it is Ollama's `{"error": "text"}`.
+At /v1/messages, and at MODELS_PATH for clients of Anthropic's API, the JSON is
+Anthropic's `{"type": "error", "error": {"type", "message"}}`. Elsewhere below /v1 it is
+OpenAI's `{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS and below
+SLOT_PREFIX it is llama-server's `{"error": {"code", "message", "type"}}`. Everywhere
+else it is Ollama's `{"error": "text"}`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ LINGER_S = 2.0
 OVERLOADED = 529  # status in Anthropic's API for a server that is too busy to answer
 OLLAMA_PREFIX = "/api/"
 ANTHROPIC_PATH = "/v1/messages"
-ANTHROPIC_HEADER = "anthropic-version"  # header that all clients of Anthropic's API send
+# Header that all clients of Anthropic's API send.
+ANTHROPIC_HEADER = "anthropic-version"
 MODELS_PATH = "/v1/models"  # a path that OpenAI's and Anthropic's APIs share
 OPENAI_TYPES = {
     404: "not_found_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
@@ -43,14 +46,21 @@ LLAMA_PATHS = (
 )  # fmt: skip
 SLOT_PREFIX = "/slots/"
 LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
-NO_RETRY = {"x-should-retry": "false"}  # stops OpenAI's and Anthropic's clients from retrying
+# Stops OpenAI's and Anthropic's clients from retrying.
+NO_RETRY = {"x-should-retry": "false"}
 
 
 class HttpError(errors.MoeggufError):
-    """An error with its HTTP status and headers. `code` is OpenAI's error code, such as "model_not_found"; None: there
-    is no code."""
+    """An error with its HTTP status and headers. `code` is OpenAI's error code, such as
+    "model_not_found"; None: there is no code."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        headers: Mapping[str, str] = {},
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
@@ -58,7 +68,10 @@ class HttpError(errors.MoeggufError):
 
     def body(self, path: str) -> dict[str, Any]:
         """Returns the JSON of the error in the format of the API at `path`."""
-        message, invalid = str(self), "invalid_request_error" if self.status < 500 else None
+        message, invalid = (
+            str(self),
+            "invalid_request_error" if self.status < 500 else None,
+        )
         if path in LLAMA_PATHS or path.startswith(SLOT_PREFIX):
             kind = LLAMA_TYPES.get(self.status, invalid or "server_error")
             return {"error": {"code": self.status, "message": message, "type": kind}}
@@ -68,64 +81,114 @@ class HttpError(errors.MoeggufError):
             kind = ANTHROPIC_TYPES.get(self.status, invalid or "api_error")
             return {"type": "error", "error": {"type": kind, "message": message}}
         kind = OPENAI_TYPES.get(self.status, invalid or "api_error")
-        return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
+        return {
+            "error": {
+                "message": message,
+                "type": kind,
+                "param": None,
+                "code": self.code,
+            }
+        }
 
 
 class BodyRefusedError(HttpError):
-    """An error that is sent while the client may still be sending the body of its request."""
+    """An error that is sent while the client may still be sending the body of its
+    request."""
 
 
 def lists_for_anthropic(request: HttpRequest) -> bool:
-    """Returns True if a client of Anthropic's API requests a list of models or one model. OpenAI's API has the same
-    paths for models."""
+    """Returns True if a client of Anthropic's API requests a list of models or one
+    model. OpenAI's API has the same paths for models."""
     path = request.url.path
-    return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
+    return ANTHROPIC_HEADER in request.headers and (
+        path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+    )
 
 
-# Rows of exception classes, status, OpenAI's error code, headers. The first matching row is used, so subclasses come
-# first.
-STATUSES: tuple[tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...] = (
+# Rows of exception classes, status, OpenAI's error code, headers. The first matching
+# row is used, so subclasses come first.
+STATUSES: tuple[
+    tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...
+] = (
     ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
     ((errors.ContextError,), 400, "context_length_exceeded", {}),
     ((errors.UnknownIdError,), 404, None, {}),
-    ((errors.ModelNameError, errors.OptionError, errors.SchemaError, errors.CapabilityError), 400, None, {}),
+    (
+        (
+            errors.ModelNameError,
+            errors.OptionError,
+            errors.SchemaError,
+            errors.CapabilityError,
+        ),
+        400,
+        None,
+        {},
+    ),
     ((errors.TemplateError, errors.BatchFileError), 400, None, {}),
     ((errors.StorageError,), 507, None, NO_RETRY),
     ((errors.BusyError,), 503, None, {"retry-after": "1"}),
     ((errors.GenerationCancelled,), 499, None, {}),
-    ((errors.BudgetError, errors.AllocationError, errors.ModelFormatError, errors.LibraryError), 500, None, NO_RETRY),
+    (
+        (
+            errors.BudgetError,
+            errors.AllocationError,
+            errors.ModelFormatError,
+            errors.LibraryError,
+        ),
+        500,
+        None,
+        NO_RETRY,
+    ),
     ((errors.MoeggufError,), 500, None, {}),
 )
 
 
 def http_error(error: BaseException) -> HttpError:
-    """Returns the HTTP error for an exception. An unexpected exception is logged, and its message is not sent."""
+    """Returns the HTTP error for an exception. An unexpected exception is logged, and
+    its message is not sent."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, errors.QueueFullError):
         retry = {"retry-after": str(error.retry_after_s)}
-        return HttpError(HTTPStatus.TOO_MANY_REQUESTS, str(error), "rate_limit_exceeded", retry)
+        return HttpError(
+            HTTPStatus.TOO_MANY_REQUESTS, str(error), "rate_limit_exceeded", retry
+        )
     if isinstance(error, HTTPException):
-        return HttpError(error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {})
+        return HttpError(
+            error.status_code,
+            HTTPStatus(error.status_code).phrase.lower(),
+            headers=error.headers or {},
+        )
     for kinds, status, code, headers in STATUSES:
         if isinstance(error, kinds):
-            return HttpError(status, without_surrogates(" ".join(str(error).split())), code, headers)
+            return HttpError(
+                status, without_surrogates(" ".join(str(error).split())), code, headers
+            )
     if isinstance(error, MemoryError):
-        return HttpError(500, "there is not enough memory for this request.", None, NO_RETRY)
+        return HttpError(
+            500, "there is not enough memory for this request.", None, NO_RETRY
+        )
     log.error("unexpected %s", type(error).__name__, exc_info=error)
-    return HttpError(500, f"internal error: unexpected {type(error).__name__}; see the server's log.")
+    return HttpError(
+        500, f"internal error: unexpected {type(error).__name__}; see the server's log."
+    )
 
 
 def error_response(error: BaseException, path: str) -> Response:
     """Returns the response to a request at `path` that failed with `error`."""
     found = http_error(error)
     kind = LingeringResponse if isinstance(found, BodyRefusedError) else JSONResponse
-    return kind(found.body(path), status_code=_status_of(found, path), headers=found.headers)
+    return kind(
+        found.body(path), status_code=_status_of(found, path), headers=found.headers
+    )
 
 
 def _status_of(error: HttpError, path: str) -> int:
     """Returns the HTTP status with which the API at `path` reports an error."""
-    if path.startswith(ANTHROPIC_PATH) and error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+    if (
+        path.startswith(ANTHROPIC_PATH)
+        and error.status == HTTPStatus.SERVICE_UNAVAILABLE
+    ):
         return OVERLOADED
     if path.startswith(OLLAMA_PREFIX) and error.status == HTTPStatus.TOO_MANY_REQUESTS:
         return HTTPStatus.SERVICE_UNAVAILABLE  # Ollama's status for a full queue
@@ -133,11 +196,18 @@ def _status_of(error: HttpError, path: str) -> int:
 
 
 class LingeringResponse(JSONResponse):
-    """A response to a client that may still be sending its body. The response reads and drops the rest of the body, for
-    at most LINGER_S. If the connection were closed immediately, the client could lose the response."""
+    """A response to a client that may still be sending its body. The response reads and
+    drops the rest of the body, for at most LINGER_S. If the connection were closed
+    immediately, the client could lose the response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -147,7 +217,13 @@ class LingeringResponse(JSONResponse):
 
 
 async def _handle(request: HttpRequest, error: Exception) -> Response:
-    return error_response(error, ANTHROPIC_PATH if lists_for_anthropic(request) else request.url.path)
+    return error_response(
+        error, ANTHROPIC_PATH if lists_for_anthropic(request) else request.url.path
+    )
 
 
-HANDLERS: dict[Any, ExceptionHandler] = {HTTPException: _handle, errors.MoeggufError: _handle, Exception: _handle}
+HANDLERS: dict[Any, ExceptionHandler] = {
+    HTTPException: _handle,
+    errors.MoeggufError: _handle,
+    Exception: _handle,
+}

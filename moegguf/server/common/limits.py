@@ -1,13 +1,16 @@
 """Limits on requests, which the server checks before a request reaches a model.
 
-The limits stop attacks that are known from other servers, such as huge headers, bodies and counts.
+The limits stop attacks that are known from other servers, such as huge headers, bodies
+and counts.
 """
 
 from __future__ import annotations
 
 BODY_BYTES = 8 << 20
-IMAGES_BODY_BYTES = 32 << 20  # maximum bytes of a body that may contain images in base64
-ALL_BODIES_BYTES = 256 << 20  # maximum total bytes of the bodies of all unfinished requests
+# Maximum bytes of a body that may contain images in base64.
+IMAGES_BODY_BYTES = 32 << 20
+# Maximum total bytes of the bodies of all unfinished requests.
+ALL_BODIES_BYTES = 256 << 20
 HEADER_BYTES = 16 << 10
 JSON_VALUES = 1 << 17
 

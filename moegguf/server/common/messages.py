@@ -1,7 +1,9 @@
-"""The conversation in a request of OpenAI's or Anthropic's API: messages with text and images, tools and tool calls.
+"""The conversation in a request of OpenAI's or Anthropic's API: messages with text and
+images, tools and tool calls.
 
-The common format is OpenAI's chat format. Requests to OpenAI's Responses API and to Anthropic's API are converted to
-this format, and then validated by the same pydantic model.
+The common format is OpenAI's chat format. Requests to OpenAI's Responses API and to
+Anthropic's API are converted to this format, and then validated by the same pydantic
+model.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from moegguf.errors import OptionError
 from moegguf.generate.images import image_part, text_of
@@ -23,7 +32,14 @@ from moegguf.server.common.body import Body, parse_json
 log = logging.getLogger(__name__)
 
 _DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
-_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+_TEXTS = (
+    "text",
+    "input_text",
+    "output_text",
+    "reasoning_text",
+    "summary_text",
+    "refusal",
+)
 _IMAGES = ("image_url", "input_image")
 SEARCH_RESULT = "search_result"
 
@@ -34,7 +50,8 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _image_of_url(url: Any) -> Part:
-    """Returns the part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
+    """Returns the part for an image in a data URL. Raises ValueError for any other URL:
+    the server fetches nothing."""
     if not isinstance(url, str):
         raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
     found = _DATA_URL.match(url[:100])
@@ -46,7 +63,8 @@ def _image_of_url(url: Any) -> Part:
 
 
 def _image_of_base64(data: str) -> Part:
-    """Returns the part for an image in base64. Raises ValueError if the image cannot be used."""
+    """Returns the part for an image in base64. Raises ValueError if the image cannot be
+    used."""
     try:
         return image_part(data)
     except OptionError as error:
@@ -54,8 +72,9 @@ def _image_of_base64(data: str) -> Part:
 
 
 def part_of(part: Any) -> Part:
-    """Converts one part of a message's content to a text or an image. A `search_result` becomes a text. An image comes
-    as a data URL or as base64. Raises ValueError for any other part and for an unusable image."""
+    """Converts one part of a message's content to a text or an image. A `search_result`
+    becomes a text. An image comes as a data URL or as base64. Raises ValueError for any
+    other part and for an unusable image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == SEARCH_RESULT:
         return {"type": "text", "text": _text_of_result(part)}
@@ -65,40 +84,61 @@ def part_of(part: Any) -> Part:
         given = part.get("image_url")
         return _image_of_url(given.get("url") if isinstance(given, dict) else given)
     if isinstance(kind, str) and kind not in _TEXTS:
-        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or images")
-    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(kind, str) else None
+        raise ValueError(
+            f"parts of type {kind[:40]!r} are not supported; send text or images"
+        )
+    text = (
+        part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(kind, str)
+        else None
+    )
     if not isinstance(text, str):
         raise ValueError('a part must be {"type": "text", "text": "..."}')
     return {"type": "text", "text": text}
 
 
 def _text_of_result(part: dict[str, Any]) -> str:
-    head, found = [str(part[name]) for name in ("title", "source") if part.get(name)], part.get("content")
+    head, found = (
+        [str(part[name]) for name in ("title", "source") if part.get(name)],
+        part.get("content"),
+    )
     text = text_of(read_parts(found)) if isinstance(found, list) else str(found or "")
     return "\n".join([*head, text])
 
 
 def is_foreign(part: Any) -> bool:
-    """Returns True, and writes a warning to the log, if the server cannot read parts of this type."""
+    """Returns True, and writes a warning to the log, if the server cannot read parts of
+    this type."""
     kind = part.get("type") if isinstance(part, dict) else None
-    found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
+    found = isinstance(kind, str) and kind not in (
+        *_TEXTS,
+        *_IMAGES,
+        "image",
+        SEARCH_RESULT,
+    )
     if found:
         log.warning("the part of type %.60r cannot be read here and is left out", kind)
     return found
 
 
 def read_parts(content: Any) -> Any:
-    """Returns the parts of a message's content as one string, joined by newlines, or as a list if there are images.
-    Content that is not a list is returned unchanged. Raises ValueError for a part that is neither text nor image."""
+    """Returns the parts of a message's content as one string, joined by newlines, or as
+    a list if there are images. Content that is not a list is returned unchanged. Raises
+    ValueError for a part that is neither text nor image."""
     if not isinstance(content, list):
         return content
     parts = [part_of(part) for part in content]
-    return parts if any(part["type"] == "image" for part in parts) else "\n".join(part["text"] for part in parts)
+    return (
+        parts
+        if any(part["type"] == "image" for part in parts)
+        else "\n".join(part["text"] for part in parts)
+    )
 
 
 def _arguments(given: Any) -> Any:
-    """Parses the arguments of a tool call if they are JSON text, as OpenAI's clients send them. An empty string and
-    JSON's null mean no arguments. Raises ValueError for text that is not JSON."""
+    """Parses the arguments of a tool call if they are JSON text, as OpenAI's clients
+    send them. An empty string and JSON's null mean no arguments. Raises ValueError for
+    text that is not JSON."""
     if not isinstance(given, str):
         return given
     try:
@@ -117,8 +157,8 @@ class _CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A tool call in an earlier answer. The input of one of OpenAI's custom tools is a string, which becomes the
-    argument `input`."""
+    """A tool call in an earlier answer. The input of one of OpenAI's custom tools is a
+    string, which becomes the argument `input`."""
 
     id: str | None = None
     function: _CalledFunction
@@ -129,7 +169,13 @@ class ToolCall(Body):
         custom = given.get("custom") if isinstance(given, dict) else None
         if not isinstance(custom, dict):
             return given
-        return {**given, "function": {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}}
+        return {
+            **given,
+            "function": {
+                "name": custom.get("name"),
+                "arguments": {"input": custom.get("input") or ""},
+            },
+        }
 
 
 class ChatMessage(Body):
@@ -146,40 +192,67 @@ class ChatMessage(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _read_content(cls, given: Any, info: ValidationInfo) -> Any:
-        """Reads the parts of the content. In earlier answers and tool results, drops parts that only another server can
-        read."""
-        if isinstance(given, list) and info.data.get("role") in ("assistant", "tool", "function"):
+        """Reads the parts of the content. In earlier answers and tool results, drops
+        parts that only another server can read."""
+        if isinstance(given, list) and info.data.get("role") in (
+            "assistant",
+            "tool",
+            "function",
+        ):
             given = [part for part in given if not is_foreign(part)]
         return read_parts(given)
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
-        """Returns the message for `Request`. `tool_names`: {id of an earlier tool call: name of its function}."""
-        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        """Returns the message for `Request`. `tool_names`: {id of an earlier tool call:
+        name of its function}."""
+        message: Message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
         if self.role in ("tool", "function"):
             name = self.name or tool_names.get(self.tool_call_id or "")
             known = {"tool_call_id": self.tool_call_id, "tool_name": name}
-            message |= {"role": "tool", **{key: value for key, value in known.items() if value is not None}}
+            message |= {
+                "role": "tool",
+                **{key: value for key, value in known.items() if value is not None},
+            }
         if thinking := self.reasoning_content or self.reasoning:
             message["thinking"] = thinking
         if self.tool_calls:
-            message["tool_calls"] = [{"id": call.id or "", "function": dict(call.function)} for call in self.tool_calls]
+            message["tool_calls"] = [
+                {"id": call.id or "", "function": dict(call.function)}
+                for call in self.tool_calls
+            ]
         return message
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
 
 
-def messages_of(given: Sequence[ChatMessage], earlier: Sequence[Message] = ()) -> Iterator[Message]:
-    """Returns the messages for `Request`. A tool result gets the function's name from its tool call, which may be among
-    the `earlier` messages."""
-    names = {call["id"]: call["function"]["name"] for message in earlier for call in message.get("tool_calls", ())}
-    names |= {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
+def messages_of(
+    given: Sequence[ChatMessage], earlier: Sequence[Message] = ()
+) -> Iterator[Message]:
+    """Returns the messages for `Request`. A tool result gets the function's name from
+    its tool call, which may be among the `earlier` messages."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in earlier
+        for call in message.get("tool_calls", ())
+    }
+    names |= {
+        call.id or "": call.function.name
+        for message in given
+        for call in message.tool_calls or ()
+    }
     return (message.as_message(names) for message in given)
 
 
-def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
-    """Returns the model entry's system message and other messages, followed by the `given` messages. The entry's system
-    message is left out if `given` begins with a system message."""
+def with_entry_messages(
+    given: Iterable[Message], entry: ModelEntry
+) -> tuple[Message, ...]:
+    """Returns the model entry's system message and other messages, followed by the
+    `given` messages. The entry's system message is left out if `given` begins with a
+    system message."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]
     if entry.system and not (given and given[0]["role"] == "system"):
@@ -191,8 +264,8 @@ def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Me
 
 
 class Function(Body):
-    """A function and the JSON schema of its arguments. If `strict`, a schema that no grammar can express is refused.
-    Additional keys are passed to the chat template."""
+    """A function and the JSON schema of its arguments. If `strict`, a schema that no
+    grammar can express is refused. Additional keys are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -213,21 +286,35 @@ Tools = Annotated[list[Tool], Field(max_length=limits.TOOLS)]
 
 
 def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
-    """Returns the tools of the given `kinds` in the format of OpenAI's chat. `schema` is the key of their parameters.
-    Values that are not objects are returned unchanged.
+    """Returns the tools of the given `kinds` in the format of OpenAI's chat. `schema`
+    is the key of their parameters. Values that are not objects are returned unchanged.
 
-    Tools of other kinds are dropped with a warning in the log. Most of them run on OpenAI's or Anthropic's servers, and
-    clients send them together with their own tools.
+    Tools of other kinds are dropped with a warning in the log. Most of them run on
+    OpenAI's or Anthropic's servers, and clients send them together with their own
+    tools.
     """
     if not isinstance(tools, list):
         return tools
     found: list[Any] = []
-    keys = {"name": "name", "description": "description", schema: "parameters", "strict": "strict"}
+    keys = {
+        "name": "name",
+        "description": "description",
+        schema: "parameters",
+        "strict": "strict",
+    }
     for tool in tools:
         if not isinstance(tool, dict):
             found.append(tool)
         elif tool.get("type") in kinds:
-            found.append({"type": "function", "function": {ours: tool.get(name) for name, ours in keys.items()}})
+            found.append(
+                {
+                    "type": "function",
+                    "function": {ours: tool.get(name) for name, ours in keys.items()},
+                }
+            )
         else:
-            log.warning("the tool of type %.60r does not run here and is left out", tool.get("type"))
+            log.warning(
+                "the tool of type %.60r does not run here and is left out",
+                tool.get("type"),
+            )
     return found

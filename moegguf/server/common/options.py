@@ -1,7 +1,9 @@
-"""The fields that the request bodies of several APIs share: a model, and options for loading and sampling.
+"""The fields that the request bodies of several APIs share: a model, and options for
+loading and sampling.
 
-Most options have Ollama's names and ranges. Unknown options are ignored with a warning in the log. Options in
-PARAMETERS that have no effect here are ignored without a warning.
+Most options have Ollama's names and ranges. Unknown options are ignored with a warning
+in the log. Options in PARAMETERS that have no effect here are ignored without a
+warning.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.datastructures import State
 
 from moegguf.engine.machine import count_cpus
@@ -34,14 +42,16 @@ LORA_SCALE = OPTIONS["lora_scale"]
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]  # "" selects the only loaded model
+# "" selects the only loaded model.
+SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]
 
 # Models
 
 
 def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
-    """Returns the model entry with this name. With `even_missing`, its files may be missing. Raises HttpError 404 with
-    Ollama's message if there is no such model, and ModelNameError for an invalid name."""
+    """Returns the model entry with this name. With `even_missing`, its files may be
+    missing. Raises HttpError 404 with Ollama's message if there is no such model, and
+    ModelNameError for an invalid name."""
     try:
         return catalog.find(name, even_missing=even_missing)
     except ModelNotFoundError as error:
@@ -51,33 +61,43 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
 
 
 def check_loaded(state: State) -> None:
-    """Raises HttpError 503, with llama-server's message, while the models that were named at the server's start are
-    being loaded."""
+    """Raises HttpError 503, with llama-server's message, while the models that were
+    named at the server's start are being loaded."""
     if state.preloading is not None and not state.preloading.done():
         raise HttpError(503, "Loading model", headers={"retry-after": "1"})
 
 
 def selected_model(state: State, model: str | None) -> str:
-    """Returns `model`, or the name of the only loaded model if `model` is None or empty. In the second case raises
-    HttpError 400 unless exactly one model is loaded, and 503 as `check_loaded` does."""
+    """Returns `model`, or the name of the only loaded model if `model` is None or
+    empty. In the second case raises HttpError 400 unless exactly one model is loaded,
+    and 503 as `check_loaded` does."""
     if model:
         return model
     check_loaded(state)
     loaded: list[LoadedModel] = state.manager.loaded()
     if len(loaded) != 1:
-        raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
+        raise HttpError(
+            400, f"model: is missing, and {len(loaded)} models are loaded; name one"
+        )
     return loaded[0].name
 
 
 def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
     """Returns the loaded model that has the entry's name, or None if there is none."""
     loaded: list[LoadedModel] = state.manager.loaded()
-    return next((model for model in loaded if entry.name in {each.name for each in model.names}), None)
+    return next(
+        (
+            model
+            for model in loaded
+            if entry.name in {each.name for each in model.names}
+        ),
+        None,
+    )
 
 
 async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]:
-    """Returns the entry of the selected model and the details in its file. Raises the errors of `selected_model`,
-    `find` and `details`."""
+    """Returns the entry of the selected model and the details in its file. Raises the
+    errors of `selected_model`, `find` and `details`."""
 
     def both(name: str) -> tuple[ModelEntry, Details]:
         entry = find(state.catalog, name)
@@ -86,9 +106,11 @@ async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]
     return await asyncio.to_thread(both, selected_model(state, model))
 
 
-def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
-    """Raises HttpError 400, with Ollama's message, for the first needed operation that the model does not support.
-    `needs` is {operation: True if it is needed}."""
+def check_capabilities(
+    entry: ModelEntry, known: Details, needs: Mapping[str, bool]
+) -> None:
+    """Raises HttpError 400, with Ollama's message, for the first needed operation that
+    the model does not support. `needs` is {operation: True if it is needed}."""
     for operation, needed in needs.items():
         capability = "completion" if operation in ("chat", "generate") else operation
         if needed and capability not in known.capabilities:
@@ -97,12 +119,14 @@ def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bo
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:
-    """Returns the details of a model, or None if its file cannot be read. Lists also show models without details."""
+    """Returns the details of a model, or None if its file cannot be read. Lists also
+    show models without details."""
     try:
         return details(entry)
     except (MoeggufError, OSError):
         return None
-    except Exception:  # a bug in the reader; it must not hide the other models of a list
+    except Exception:
+        # A bug in the reader; it must not hide the other models of a list.
         log.exception("the details of %s cannot be read", entry.name)
         return None
 
@@ -117,7 +141,8 @@ def _budget(value: str | int | None) -> str | None:
 
 
 def in_range(name: str) -> Any:
-    """Returns the pydantic field of a model parameter: limited to the parameter's range, and None by default."""
+    """Returns the pydantic field of a model parameter: limited to the parameter's
+    range, and None by default."""
     least, most = RANGES.get(name, (None, None))
     return Field(default=None, ge=least, le=most)
 
@@ -129,10 +154,11 @@ Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 
 class SamplingOptions(Body):
-    """The options that control how tokens are chosen. Most are Ollama's, and OpenAI's bodies accept them as keys.
+    """The options that control how tokens are chosen. Most are Ollama's, and OpenAI's
+    bodies accept them as keys.
 
-    Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None means the model's own
-    parameter, or else the default.
+    Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are
+    llama-server's. None means the model's own parameter, or else the default.
     """
 
     seed: Whole | None = in_range("seed")  # -1: a random seed
@@ -152,27 +178,35 @@ class SamplingOptions(Body):
     dry_base: Number = in_range("dry_base")
     dry_allowed_length: Whole | None = in_range("dry_allowed_length")
     dry_penalty_last_n: Whole | None = in_range("dry_penalty_last_n")
-    dry_sequence_breakers: Annotated[list[Stop], Field(min_length=1, max_length=limits.STOPS)] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Stop], Field(min_length=1, max_length=limits.STOPS)] | None
+    ) = None
     mirostat: Whole | None = in_range("mirostat")
     mirostat_tau: Number = in_range("mirostat_tau")
     mirostat_eta: Number = in_range("mirostat_eta")
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
-    exact: bool | None = None  # True if simultaneous requests must not change any bit of the answer
+    # True if simultaneous requests must not change any bit of the answer.
+    exact: bool | None = None
 
 
 class Options(SamplingOptions):
-    """The options of a request: all of Ollama's options that have an effect here, and moegguf's own."""
+    """The options of a request: all of Ollama's options that have an effect here, and
+    moegguf's own."""
 
     num_ctx: Whole | None = in_range("num_ctx")  # tokens of the context; 0: the default
-    num_batch: Whole | None = in_range("num_batch")  # ignored in a request; a Modelfile can set it
-    num_thread: Whole | None = in_range("num_thread")  # limited to the number of processors; 0: the default
+    # Ignored in a request; a Modelfile can set it.
+    num_batch: Whole | None = in_range("num_batch")
+    # Limited to the number of processors; 0: the default.
+    num_thread: Whole | None = in_range("num_thread")
     expert_cache: Budget = None
     moe_cache_ram: Budget = None  # alias of `expert_cache`
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
-    num_predict: Whole | None = in_range("num_predict")  # below 1: until the model or the context ends the answer
-    num_keep: Whole | None = in_range("num_keep")  # leading tokens to keep when the context is full; -1: the prompt
+    # Below 1: until the model or the context ends the answer.
+    num_predict: Whole | None = in_range("num_predict")
+    # Leading tokens to keep when the context is full; -1: the prompt.
+    num_keep: Whole | None = in_range("num_keep")
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +218,8 @@ class Options(SamplingOptions):
 
 
 class Loading(Body):
-    """The fields `options` and `keep_alive`, which most request bodies that load a model have."""
+    """The fields `options` and `keep_alive`, which most request bodies that load a
+    model have."""
 
     options: Options | None = None
     keep_alive: int | float | str | None = None
@@ -193,18 +228,20 @@ class Loading(Body):
         """Returns the load options in the body."""
         options = self.options or Options()
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
-        if options.num_thread:  # more threads than processors would busy-wait, and slow the whole machine down
+        # More threads than processors would busy-wait, and slow the whole machine down.
+        if options.num_thread:
             given["num_thread"] = min(options.num_thread, count_cpus())
         return load_overrides({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
-        """Returns how long the idle model stays loaded, in seconds. inf means forever, and None means the server's
-        setting. Raises OptionError."""
+        """Returns how long the idle model stays loaded, in seconds. inf means forever,
+        and None means the server's setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
 
 
 class Adapter(Body):
-    """The scale of a LoRA adapter. `id` is the adapter's index in the list of /lora-adapters."""
+    """The scale of a LoRA adapter. `id` is the adapter's index in the list of
+    /lora-adapters."""
 
     id: Annotated[Whole, Field(ge=0)]
     scale: Annotated[float, Field(ge=LORA_SCALE.least, le=LORA_SCALE.most)]
@@ -214,26 +251,38 @@ Adapters = Annotated[list[Adapter], Field(max_length=limits.STOPS)]
 
 
 def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
-    """Returns the scale of a model's LoRA adapter: 0 if `adapters` is empty, or None if the model has no adapter. If
-    several scales are given, the last one is used. Raises HttpError 400 for an id that the model does not have."""
+    """Returns the scale of a model's LoRA adapter: 0 if `adapters` is empty, or None if
+    the model has no adapter. If several scales are given, the last one is used. Raises
+    HttpError 400 for an id that the model does not have."""
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
-        raise HttpError(400, f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}")
+        raise HttpError(
+            400,
+            f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}",
+        )
     if not n_adapters:
         return None
     return adapters[-1].scale if adapters else 0.0
 
 
-def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
-    """Returns the sampling parameters. `own` values (keyed by Ollama's names) take precedence over `options`, and
-    `options` over the model entry's parameters. A value of None is treated as absent. Raises HttpError 400 if a
-    parameter of the entry is invalid."""
+def sampling_of(
+    entry: ModelEntry, options: Options | None = None, **own: Any
+) -> Sampling:
+    """Returns the sampling parameters. `own` values (keyed by Ollama's names) take
+    precedence over `options`, and `options` over the model entry's parameters. A value
+    of None is treated as absent. Raises HttpError 400 if a parameter of the entry is
+    invalid."""
     given = options.model_dump(exclude_none=True) if options else {}
     try:
-        known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)
+        known = Options.model_validate(parameters_of(entry) | given).model_dump(
+            exclude_none=True
+        )
     except ValidationError as error:
         raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
-    return sampling_with(Sampling(), known | {name: value for name, value in own.items() if value is not None})
+    return sampling_with(
+        Sampling(),
+        known | {name: value for name, value in own.items() if value is not None},
+    )
 
 
 # Texts
@@ -248,17 +297,23 @@ def _is_number(given: Any) -> bool:
 
 def _token_of(given: Any) -> int:
     token = integral(given)
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN:
+    if (
+        not isinstance(token, int)
+        or isinstance(token, bool)
+        or not 0 <= token <= MAX_TOKEN
+    ):
         raise ValueError(NO_TEXT)
     return token
 
 
 def _text_of(given: Any) -> Text:
-    """Reads a string, a list of token ids and strings, or llama-server's object with one of these under the key
-    `prompt_string`. Raises ValueError for anything else."""
+    """Reads a string, a list of token ids and strings, or llama-server's object with
+    one of these under the key `prompt_string`. Raises ValueError for anything else."""
     if isinstance(given, dict) and "prompt_string" in given:
         if given.get("multimodal_data"):
-            raise ValueError("multimodal_data is not supported here; send images to /v1/chat/completions")
+            raise ValueError(
+                "multimodal_data is not supported here; send images to /v1/chat/completions"
+            )
         given = given["prompt_string"]
     if isinstance(given, list) and any(map(_is_number, given)):
         return [each if isinstance(each, str) else _token_of(each) for each in given]
@@ -268,12 +323,16 @@ def _text_of(given: Any) -> Text:
 
 
 def _texts_of(given: Any) -> list[Text]:
-    """Reads one text or a list of at most limits.INPUTS texts. Each text has a form that `_text_of` accepts. Raises
-    ValueError for anything else."""
-    is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
+    """Reads one text or a list of at most limits.INPUTS texts. Each text has a form
+    that `_text_of` accepts. Raises ValueError for anything else."""
+    is_list = (
+        isinstance(given, list) and bool(given) and not any(map(_is_number, given))
+    )
     texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:
-        raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are accepted; send several requests")
+        raise ValueError(
+            f"has {len(texts)} texts, but at most {limits.INPUTS} are accepted; send several requests"
+        )
     return [_text_of(text) for text in texts]
 
 

@@ -1,15 +1,22 @@
-"""HTTP responses that send a stream of lines (NDJSON or server-sent events) or one JSON value, and parts of JSON
-objects that several APIs share.
+"""HTTP responses that send a stream of lines (NDJSON or server-sent events) or one JSON
+value, and parts of JSON objects that several APIs share.
 
-Each response stops its work when the client disconnects. An error before the first byte sets the HTTP status. A later
-error becomes the last line of the stream.
+Each response stops its work when the client disconnects. An error before the first byte
+sets the HTTP status. A later error becomes the last line of the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -27,7 +34,9 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
 
-MIN_LOGPROB = -9999.0  # lowest log probability that is sent; it also replaces minus infinity, which JSON cannot express
+# Lowest log probability that is sent; it also replaces minus infinity, which JSON
+# cannot express.
+MIN_LOGPROB = -9999.0
 
 Lines = AsyncGenerator[bytes, None]
 ErrorLine = Callable[[HttpError, str], bytes]
@@ -35,18 +44,23 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def dumps(value: Any) -> str:
-    """Returns a value as compact JSON. Raises ValueError for NaN and infinity, which JSON cannot express."""
+    """Returns a value as compact JSON. Raises ValueError for NaN and infinity, which
+    JSON cannot express."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_line(value: Any) -> bytes:
-    """Returns a value as JSON in UTF-8 with a newline at the end: one line of a LineResponse."""
+    """Returns a value as JSON in UTF-8 with a newline at the end: one line of a
+    LineResponse."""
     return to_utf8(dumps(value)) + b"\n"
 
 
 def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Returns a server-sent event in UTF-8 whose data is `data` as JSON. If `name` is empty, the event has no name."""
-    return to_utf8(f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip())
+    """Returns a server-sent event in UTF-8 whose data is `data` as JSON. If `name` is
+    empty, the event has no name."""
+    return to_utf8(
+        f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip()
+    )
 
 
 async def end(*tasks: asyncio.Task[None]) -> None:
@@ -57,24 +71,31 @@ async def end(*tasks: asyncio.Task[None]) -> None:
 
 
 class LineResponse(Response):
-    """A response that sends each item of `lines` as soon as `lines` yields it. The content type is text/event-stream if
-    there is a `ping_line`, and application/x-ndjson otherwise.
+    """A response that sends each item of `lines` as soon as `lines` yields it. The
+    content type is text/event-stream if there is a `ping_line`, and
+    application/x-ndjson otherwise.
 
-    A `ping_line` is sent every PING_S seconds, so that the connection stays open. After an error in mid-stream,
-    `error_line` creates the last line; by default, this line is the error's JSON. `lines` is closed at the end, even if
-    the client disconnects.
+    A `ping_line` is sent every PING_S seconds, so that the connection stays open. After
+    an error in mid-stream, `error_line` creates the last line; by default, this line is
+    the error's JSON. `lines` is closed at the end, even if the client disconnects.
     """
 
     ping_line = b""
 
-    def __init__(self, lines: Lines, error_line: ErrorLine | None = None, ping_line: bytes = b"") -> None:
+    def __init__(
+        self, lines: Lines, error_line: ErrorLine | None = None, ping_line: bytes = b""
+    ) -> None:
         self.background = None
         self._lines = lines
-        self._error_line = error_line or (lambda error, path: json_line(error.body(path)))
+        self._error_line = error_line or (
+            lambda error, path: json_line(error.body(path))
+        )
         self._started = False
         self.ping_line = ping_line
         self.status_code = 200
-        self.media_type = "text/event-stream; charset=utf-8" if ping_line else "application/x-ndjson"
+        self.media_type = (
+            "text/event-stream; charset=utf-8" if ping_line else "application/x-ndjson"
+        )
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,9 +103,15 @@ class LineResponse(Response):
         disconnect = asyncio.create_task(self._wait_for_disconnect(receive, send))
         try:
             await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server is shutting down and no longer waits for running answers
+        except asyncio.CancelledError:
+            # The server is shutting down and no longer waits for running answers.
             await end(work, disconnect)
-            await self._fail(BusyError("the server is shutting down; try again later."), scope, receive, send)
+            await self._fail(
+                BusyError("the server is shutting down; try again later."),
+                scope,
+                receive,
+                send,
+            )
             return
         finally:
             await end(work, disconnect)
@@ -109,7 +136,9 @@ class LineResponse(Response):
             return await self._fail(error, scope, receive, send)
         await self._send(send, b"", more=False)
 
-    async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fail(
+        self, error: Exception, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if not self._started:
             return await error_response(error, scope["path"])(scope, receive, send)
         await self._send(send, self._error_line(http_error(error), scope["path"]))
@@ -118,12 +147,19 @@ class LineResponse(Response):
     async def _send(self, send: Send, line: bytes, more: bool = True) -> None:
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": self.raw_headers,
+                }
+            )
         await send({"type": "http.response.body", "body": line, "more_body": more})
 
 
 class WholeResponse(LineResponse):
-    """A response whose body is the result of `answer` as JSON. `answer` is cancelled if the client disconnects."""
+    """A response whose body is the result of `answer` as JSON. `answer` is cancelled if
+    the client disconnects."""
 
     _started = False
 
@@ -133,17 +169,24 @@ class WholeResponse(LineResponse):
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = Response(to_utf8(dumps(await self._answer)), media_type="application/json; charset=utf-8")
+            response = Response(
+                to_utf8(dumps(await self._answer)),
+                media_type="application/json; charset=utf-8",
+            )
         except Exception as error:
             response = error_response(error, scope["path"])
         await response(scope, receive, send)
 
 
 def computed(
-    path: str, kind: type[Kind], compute: Callable[[HttpRequest, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
+    path: str,
+    kind: type[Kind],
+    compute: Callable[[HttpRequest, Kind], Awaitable[Any]],
+    limit: int = limits.BODY_BYTES,
 ) -> Route:
-    """Returns a route for POST requests at `path`, whose bodies are a `kind` of at most `limit` bytes. The reply is the
-    value that `compute` returns for the body, as JSON. `compute` is cancelled if the client disconnects."""
+    """Returns a route for POST requests at `path`, whose bodies are a `kind` of at most
+    `limit` bytes. The reply is the value that `compute` returns for the body, as JSON.
+    `compute` is cancelled if the client disconnects."""
 
     async def respond(request: HttpRequest) -> Response:
         return WholeResponse(compute(request, await read_body(request, kind, limit)))
@@ -156,21 +199,36 @@ def to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False) -> list[dict[str, Any]]:
-    """Returns one JSON object per token, as in the `logprobs` of OpenAI's chat replies. `with_ids` adds the ids of
-    tokens. If a character is split between tokens, each object has only the bytes of its own token."""
+def logprob_objects(
+    logprobs: Iterable[TokenLogprob], *, with_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Returns one JSON object per token, as in the `logprobs` of OpenAI's chat replies.
+    `with_ids` adds the ids of tokens. If a character is split between tokens, each
+    object has only the bytes of its own token."""
 
     def token_object(chance: TokenChance) -> dict[str, Any]:
         number = {"id": chance.token} if with_ids else {}
         logprob = max(chance.logprob, MIN_LOGPROB)
-        return {**number, "token": chance.text, "logprob": logprob, "bytes": list(chance.piece)}
+        return {
+            **number,
+            "token": chance.text,
+            "logprob": logprob,
+            "bytes": list(chance.piece),
+        }
 
-    return [{**token_object(each), "top_logprobs": [token_object(other) for other in each.top]} for each in logprobs]
+    return [
+        {
+            **token_object(each),
+            "top_logprobs": [token_object(other) for other in each.top],
+        }
+        for each in logprobs
+    ]
 
 
 def moe_object(stats: Stats) -> dict[str, Any]:
-    """Returns the expert statistics that moegguf adds to replies in other APIs' formats. These are the hit rate, the
-    number of lookups, the bytes read in total and per token, and the stall time in ns."""
+    """Returns the expert statistics that moegguf adds to replies in other APIs'
+    formats. These are the hit rate, the number of lookups, the bytes read in total and
+    per token, and the stall time in ns."""
     return {
         "hit_rate": round(stats.hit_rate, 6),
         "lookups": stats.lookups,
@@ -181,8 +239,8 @@ def moe_object(stats: Stats) -> dict[str, Any]:
 
 
 def cut_object(summary: AnswerSummary) -> dict[str, int]:
-    """Returns the counts of messages and tokens that were cut from a prompt to fit the context, and the number of
-    context shifts. Zeros are left out."""
+    """Returns the counts of messages and tokens that were cut from a prompt to fit the
+    context, and the number of context shifts. Zeros are left out."""
     counts = {
         "cut_messages": summary.cut_messages,
         "cut_tokens": summary.cut_tokens,
@@ -191,8 +249,11 @@ def cut_object(summary: AnswerSummary) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details: int) -> dict[str, Any]:
-    """Returns the object `usage` of OpenAI's responses and batches. `n_input` includes the `n_cached` tokens."""
+def usage(
+    n_input: int, n_cached: int, n_output: int, n_thinking: int, **details: int
+) -> dict[str, Any]:
+    """Returns the object `usage` of OpenAI's responses and batches. `n_input` includes
+    the `n_cached` tokens."""
     return {
         "input_tokens": n_input,
         "input_tokens_details": {"cached_tokens": n_cached, **details},
@@ -203,23 +264,38 @@ def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details
 
 
 def page(
-    request: HttpRequest, objects: Sequence[dict[str, Any]], most: int, default: int, suffix: str = ""
+    request: HttpRequest,
+    objects: Sequence[dict[str, Any]],
+    most: int,
+    default: int,
+    suffix: str = "",
 ) -> dict[str, Any]:
-    """Returns one page of a list as a JSON object, with at most `limit` of `objects`. The page begins after the object
-    with the id `after`, or ends before the object with the id `before`. Without either id, the page is the beginning of
-    the list.
+    """Returns one page of a list as a JSON object, with at most `limit` of `objects`.
+    The page begins after the object with the id `after`, or ends before the object with
+    the id `before`. Without either id, the page is the beginning of the list.
 
-    `limit`, `after` and `before` come from the request's query, where the names of the ids end with `suffix`. `default`
-    and `most` are the default and the maximum of `limit`. Raises HttpError 400 for an invalid `limit`, for an id that
-    is not in the list, and if both ids are given.
+    `limit`, `after` and `before` come from the request's query, where the names of the
+    ids end with `suffix`. `default` and `most` are the default and the maximum of
+    `limit`. Raises HttpError 400 for an invalid `limit`, for an id that is not in the
+    list, and if both ids are given.
     """
     query = request.query_params
     text = query.get("limit") or str(default)
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= most):
-        raise HttpError(400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}")
+    if not (
+        text.isascii()
+        and text.isdecimal()
+        and len(text) <= 9
+        and 1 <= int(text) <= most
+    ):
+        raise HttpError(
+            400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}"
+        )
     after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
     if after and before:
-        raise HttpError(400, f"after{suffix} and before{suffix} cannot be given together; leave one out")
+        raise HttpError(
+            400,
+            f"after{suffix} and before{suffix} cannot be given together; leave one out",
+        )
     here = after or before
     at = next((i for i, each in enumerate(objects) if each["id"] == here), None)
     if here and at is None:

@@ -1,4 +1,5 @@
-"""Reduces the target of an HTTP request (a path or a whole URL) to a path, before access checks and routing."""
+"""Reduces the target of an HTTP request (a path or a whole URL) to a path, before
+access checks and routing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common.errors import HttpError, error_response
 
-URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # matches a target without its query
+# Matches a target without its query.
+URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)
 ALIASES = {
     **{
         path: f"/v1{path}"
@@ -24,9 +26,10 @@ ALIASES = {
 
 
 def with_plain_target(app: ASGIApp) -> ASGIApp:
-    """Middleware that reduces a request's target to a path. The host in a whole URL replaces the Host header (RFC 9112,
-    3.2.2). Slashes at the end of a path other than "/" are removed, and an alias becomes the path of its endpoint. A
-    target that is neither a path, a whole URL nor "*" gets a reply with status 400."""
+    """Middleware that reduces a request's target to a path. The host in a whole URL
+    replaces the Host header (RFC 9112, 3.2.2). Slashes at the end of a path other than
+    "/" are removed, and an alias becomes the path of its endpoint. A target that is
+    neither a path, a whole URL nor "*" gets a reply with status 400."""
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -35,13 +38,16 @@ def with_plain_target(app: ASGIApp) -> ASGIApp:
                 if found is None:
                     given = scope["raw_path"][:80].decode("latin-1")
                     error = HttpError(
-                        400, f"the target of a request is a path such as /api/version, or a whole URL, but is {given!r}"
+                        400,
+                        f"the target of a request is a path such as /api/version, or a whole URL, but is {given!r}",
                     )
                     return await error_response(error, "")(scope, receive, send)
                 others = [header for header in scope["headers"] if header[0] != b"host"]
                 path = found[2] or b"/"
                 headers = [*others, (b"host", found[1])]
-                scope.update(raw_path=path, path=unquote(path.decode("latin-1")), headers=headers)
+                scope.update(
+                    raw_path=path, path=unquote(path.decode("latin-1")), headers=headers
+                )
             root = scope.get("root_path", "")
             path = scope["path"].removeprefix(root).rstrip("/") or "/"
             scope["path"] = root + ALIASES.get(path, path)

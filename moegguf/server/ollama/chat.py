@@ -1,9 +1,11 @@
-"""/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt.
+"""/api/chat and /api/generate: the next message of a conversation, and the answer to
+one prompt.
 
-A request without a question only loads or unloads the model. Bodies and replies are in Ollama's format (api/types.go).
-The model entry supplies the first messages, and the system message, parameters and template that a request does not
-have. With `raw` or `suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out the first
-messages.
+A request without a question only loads or unloads the model. Bodies and replies are in
+Ollama's format (api/types.go). The model entry supplies the first messages, and the
+system message, parameters and template that a request does not have. With `raw` or
+`suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out
+the first messages.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from moegguf.generate.images import MAX_IMAGES, with_images
-from moegguf.generate.request import MAX_TOP_LOGPROBS, REPEAT_LIMIT, THINK_LEVELS, Delta, Message, Request
+from moegguf.generate.request import (
+    MAX_TOP_LOGPROBS,
+    REPEAT_LIMIT,
+    THINK_LEVELS,
+    Delta,
+    Message,
+    Request,
+)
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS
@@ -29,7 +38,12 @@ from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
-from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
+from moegguf.server.common.options import (
+    ModelName,
+    check_capabilities,
+    find,
+    sampling_of,
+)
 from moegguf.serving.events import Done, Event
 
 # expiry in replies for a model that never expires; Ollama sends a similar year
@@ -38,13 +52,17 @@ NEVER = datetime(2318, 1, 1, tzinfo=UTC)
 
 def _level(value: bool | str | None) -> bool | str | None:
     if isinstance(value, str) and value not in THINK_LEVELS:
-        raise ValueError(f'invalid think value: {value[:40]!r} (must be "high", "medium", "low", "max", true or false)')
+        raise ValueError(
+            f'invalid think value: {value[:40]!r} (must be "high", "medium", "low", "max", true or false)'
+        )
     return value
 
 
 def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(value, str) and value not in ("", "json"):
-        raise ValueError(f'invalid format: {value[:40]!r}; expected "json" or a JSON schema')
+        raise ValueError(
+            f'invalid format: {value[:40]!r}; expected "json" or a JSON schema'
+        )
     return None if value == "" else value
 
 
@@ -52,7 +70,8 @@ Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # images in base64
 
 
 class ModelBody(Body):
-    """The body of a request about one model. `name` is the deprecated name of `model`."""
+    """The body of a request about one model. `name` is the deprecated name of
+    `model`."""
 
     model: ModelName
     _begun_ns: int = PrivateAttr(default_factory=time.perf_counter_ns)
@@ -71,8 +90,8 @@ class ModelBody(Body):
 
 
 class ChatMessage(Body):
-    """One message of a conversation. The arguments of a tool call are a JSON object. JSON text, as in OpenAI's API, is
-    also accepted."""
+    """One message of a conversation. The arguments of a tool call are a JSON object.
+    JSON text, as in OpenAI's API, is also accepted."""
 
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
     content: str | None = None
@@ -83,8 +102,8 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
-        """Returns the message for `Request`, without null fields, but always with `content`. Raises OptionError for an
-        image that cannot be used."""
+        """Returns the message for `Request`, without null fields, but always with
+        `content`. Raises OptionError for an image that cannot be used."""
         fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
         return {**fields, "content": with_images(self.content or "", self.images or ())}
 
@@ -96,20 +115,23 @@ class _GenerationBody(ModelBody, RequestBody):
     shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    # moegguf's addition: a stream has lines with `prompt_progress`, and at its end `timing`, `decisions` and `load_s`
+    # moegguf's addition: a stream has lines with `prompt_progress`, and at its end
+    # `timing`, `decisions` and `load_s`
     details: bool | None = None
 
     @property
     @abstractmethod
     def asks(self) -> bool:
-        """True if there is a question. Otherwise the model is only loaded or unloaded."""
+        """True if there is a question. Otherwise the model is only loaded or
+        unloaded."""
 
     @property
     def streams(self) -> bool:
         return self.stream is not False
 
     def request(self, entry: ModelEntry, **fields: Any) -> Request:
-        """Returns a request with the fields that /api/chat and /api/generate share, and with the given `fields`."""
+        """Returns a request with the fields that /api/chat and /api/generate share, and
+        with the given `fields`."""
         return Request(
             format=self.format,
             think=self.think,
@@ -122,7 +144,8 @@ class _GenerationBody(ModelBody, RequestBody):
         )
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Answers the question in the body. Without a question, loads the model, or unloads it if `keep_alive` is 0."""
+        """Answers the question in the body. Without a question, loads the model, or
+        unloads it if `keep_alive` is 0."""
         if self.asks:
             return await super().respond(request)
         state, keep_alive_s = request.app.state, self.keep_alive_s()
@@ -133,7 +156,9 @@ class _GenerationBody(ModelBody, RequestBody):
                 await state.manager.unload(entry.name)
             else:
                 await state.manager.load(entry.name, self.overrides(), keep_alive_s)
-            return _Reply(self, entry, ()).without_content("unload" if keep_alive_s == 0 else "load")
+            return _Reply(self, entry, ()).without_content(
+                "unload" if keep_alive_s == 0 else "load"
+            )
 
         return replies.WholeResponse(work())
 
@@ -141,7 +166,9 @@ class _GenerationBody(ModelBody, RequestBody):
 class ChatRequest(_GenerationBody):
     """The body of /api/chat."""
 
-    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = (
+        None
+    )
     tools: Tools | None = None
 
     @property
@@ -151,9 +178,13 @@ class ChatRequest(_GenerationBody):
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request, for the next message of the conversation."""
-        messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
+        messages = with_entry_messages(
+            (message.as_message() for message in self.messages or ()), entry
+        )
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
-        return [self.request(entry, messages=messages, tools=tools, template=entry.template)]
+        return [
+            self.request(entry, messages=messages, tools=tools, template=entry.template)
+        ]
 
 
 class _GenerateRequest(_GenerationBody):
@@ -170,9 +201,13 @@ class _GenerateRequest(_GenerationBody):
         if self.raw and (self.template or self.system or self.context):
             raise ValueError("raw mode does not support template, system, or context")
         if self.template and is_go_template(self.template):
-            raise ValueError("template: is in Go's language; write it in Jinja, like the model's own (see /api/show)")
+            raise ValueError(
+                "template: is in Go's language; write it in Jinja, like the model's own (see /api/show)"
+            )
         if self.images and (self.raw or self.suffix):
-            raise ValueError("raw mode and suffix do not support images; send them with a prompt for the template")
+            raise ValueError(
+                "raw mode and suffix do not support images; send them with a prompt for the template"
+            )
         return self
 
     @property
@@ -180,40 +215,61 @@ class _GenerateRequest(_GenerationBody):
         return bool(self.prompt or self.suffix or self.images)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns a list of one request. The prompt passes through the chat template, unless the body has `raw` or
-        `suffix`."""
+        """Returns a list of one request. The prompt passes through the chat template,
+        unless the body has `raw` or `suffix`."""
         check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
         if self.raw or self.suffix:
-            return [self.request(entry, prompt=prompt, suffix=self.suffix or None, return_context=not self.raw)]
+            return [
+                self.request(
+                    entry,
+                    prompt=prompt,
+                    suffix=self.suffix or None,
+                    return_context=not self.raw,
+                )
+            ]
         system = entry.system if self.system is None else self.system
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        messages: list[Message] = (
+            [{"role": "system", "content": system}] if system else []
+        )
         if not self.context:
             messages += [dict(message) for message in entry.messages]
         question = {"role": "user", "content": with_images(prompt, self.images or ())}
         context, template = tuple(self.context or ()), self.template or entry.template
-        fields: Json = {"messages": (*messages, question), "context": context, "template": template}
+        fields: Json = {
+            "messages": (*messages, question),
+            "context": context,
+            "template": template,
+        }
         return [self.request(entry, return_context=True, **fields)]
 
 
 def time_text(moment: datetime | None) -> str:
-    """Formats an aware time as RFC 3339 in UTC, with microseconds. None becomes NEVER."""
-    return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    """Formats an aware time as RFC 3339 in UTC, with microseconds. None becomes
+    NEVER."""
+    return (
+        (moment or NEVER)
+        .astimezone(UTC)
+        .isoformat(timespec="microseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def _present(**fields: Any) -> Json:
-    """Returns only the fields that are neither empty nor zero, because Ollama's Go code omits empty fields and
-    zeros."""
+    """Returns only the fields that are neither empty nor zero, because Ollama's Go code
+    omits empty fields and zeros."""
     return {name: value for name, value in fields.items() if value}
 
 
 class _Reply(Reply):
-    """The reply of /api/chat, which has a `message`, or of /api/generate, which has a `response`."""
+    """The reply of /api/chat, which has a `message`, or of /api/generate, which has a
+    `response`."""
 
     ping_line = b""
 
     def __post_init__(self) -> None:
-        self._found_ns = self.body.age_ns  # nanoseconds from reading the body to finding the model's entry
+        # Nanoseconds from reading the body to finding the model's entry.
+        self._found_ns = self.body.age_ns
         self._whole: Json = {}
 
     def error_line(self, error: HttpError, path: str) -> bytes:
@@ -221,11 +277,19 @@ class _Reply(Reply):
 
     def lines(self, event: Event) -> bytes:
         if isinstance(event, Delta):
-            return replies.json_line(self._object(self._delta(event) | {"done": False})) if event != Delta() else b""
+            return (
+                replies.json_line(self._object(self._delta(event) | {"done": False}))
+                if event != Delta()
+                else b""
+            )
         if isinstance(event, Done):
             end = self._content() | self._end(event)
             if self.body.details:
-                end |= {"timing": asdict(event.summary), "decisions": event.decisions, "load_s": event.load_s}
+                end |= {
+                    "timing": asdict(event.summary),
+                    "decisions": event.decisions,
+                    "load_s": event.load_s,
+                }
             return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
         return replies.json_line(self._object(progress)) if self.body.details else b""
@@ -244,25 +308,39 @@ class _Reply(Reply):
 
     def _content(self, text: str = "", **more: Any) -> Json:
         if isinstance(self.body, ChatRequest):
-            return {"message": {"role": "assistant", "content": text, **_present(**more)}}
+            return {
+                "message": {"role": "assistant", "content": text, **_present(**more)}
+            }
         return {"response": text, **_present(**more)}
 
     def _delta(self, delta: Delta) -> Json:
         calls = [
-            {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
+            {
+                "id": call.id,
+                "function": {
+                    "index": index,
+                    "name": call.name,
+                    "arguments": dict(call.arguments),
+                },
+            }
             for index, call in self.numbered(delta.tool_calls)
         ]
         logprobs = replies.logprob_objects(delta.logprobs)
-        return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
+        return self._content(
+            delta.text, thinking=delta.thinking, tool_calls=calls
+        ) | _present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
-        """Returns the fields of the last object, such as token counts, and durations in ns. `load_duration` is the time
-        for finding the model, and for loading it if it was not in memory."""
+        """Returns the fields of the last object, such as token counts, and durations in
+        ns. `load_duration` is the time for finding the model, and for loading it if it
+        was not in memory."""
         summary = done.summary
         return {
             "done": True,
             "done_reason": summary.finish,
-            **_present(context=list(summary.context) if self.requests[0].return_context else []),
+            **_present(
+                context=list(summary.context) if self.requests[0].return_context else []
+            ),
             "total_duration": self.body.age_ns,
             "load_duration": self._found_ns + replies.to_ns(done.load_s),
             **_present(
@@ -279,4 +357,7 @@ class _Reply(Reply):
 
 _GenerationBody.reply_kind = _Reply
 
-routes = [conversation("/api/chat", ChatRequest), conversation("/api/generate", _GenerateRequest)]
+routes = [
+    conversation("/api/chat", ChatRequest),
+    conversation("/api/generate", _GenerateRequest),
+]

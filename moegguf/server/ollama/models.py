@@ -1,8 +1,10 @@
-"""Ollama's endpoints about models: they list, show, copy, delete, download and create models.
+"""Ollama's endpoints about models: they list, show, copy, delete, download and create
+models.
 
-When the client of /api/pull disconnects, the download stops. The received part of a file of up to 50 GB is kept, and
-the next download of the file resumes from there. The endpoint /api/create creates a new name for another name's model
-or for uploaded files (/api/blobs). Pushing a model is not supported.
+When the client of /api/pull disconnects, the download stops. The received part of a
+file of up to 50 GB is kept, and the next download of the file resumes from there. The
+endpoint /api/create creates a new name for another name's model or for uploaded files
+(/api/blobs). Pushing a model is not supported.
 """
 
 from __future__ import annotations
@@ -32,12 +34,20 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body, chunks, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import ModelName, Options, details_or_none, find
-from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, json_line, moe_object, to_ns
+from moegguf.server.common.replies import (
+    LineResponse,
+    Lines,
+    WholeResponse,
+    json_line,
+    moe_object,
+    to_ns,
+)
 from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
 from moegguf.serving.events import LoadedModel, LoadedName
 from moegguf.text import without_surrogates
 
-OLLAMA_VERSION = "0.33.0"  # version of Ollama's API; clients parse it as numbers and refuse old versions
+# Version of Ollama's API; clients parse it as numbers and refuse old versions.
+OLLAMA_VERSION = "0.33.0"
 SHORT_ARRAY = 5  # longer arrays are shown as empty without `verbose`
 # metadata left out of `model_info`, as in Ollama; `template` has the chat template
 HIDDEN = ("general.name", "tokenizer.chat_template")
@@ -55,12 +65,18 @@ async def _version(request: HttpRequest) -> Response:
 async def _tags(request: HttpRequest) -> Response:
     """Replies with all models of the catalog, newest first."""
     catalog: Catalog = request.app.state.catalog
-    return JSONResponse({"models": await asyncio.to_thread(lambda: [_tag_object(each) for each in catalog.entries()])})
+    return JSONResponse(
+        {
+            "models": await asyncio.to_thread(
+                lambda: [_tag_object(each) for each in catalog.entries()]
+            )
+        }
+    )
 
 
 def _details_object(known: Details | None, parent: str = "") -> Json:
-    """Returns Ollama's object `details`. If `known` is None, because the model's file cannot be read, the fields about
-    the file are empty."""
+    """Returns Ollama's object `details`. If `known` is None, because the model's file
+    cannot be read, the fields about the file are empty."""
     return {
         "parent_model": parent,
         "format": "gguf",
@@ -72,10 +88,14 @@ def _details_object(known: Details | None, parent: str = "") -> Json:
 
 
 def _tag_object(entry: ModelEntry) -> Json:
-    """Returns one model of the list in /api/tags. If its file cannot be read, facts from the file are empty or
-    absent."""
+    """Returns one model of the list in /api/tags. If its file cannot be read, facts
+    from the file are empty or absent."""
     known = details_or_none(entry)
-    more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
+    more = (
+        {"context_length": known.n_ctx_train, "embedding_length": known.n_embd}
+        if known
+        else {}
+    )
     return {
         "name": entry.name,
         "model": entry.name,
@@ -84,40 +104,65 @@ def _tag_object(entry: ModelEntry) -> Json:
         "digest": entry.digest,
         "details": _details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
-        **({"missing": [without_surrogates(str(path)) for path in entry.missing]} if entry.missing else {}),
+        **(
+            {"missing": [without_surrogates(str(path)) for path in entry.missing]}
+            if entry.missing
+            else {}
+        ),
     }
 
 
 async def _ps(request: HttpRequest) -> Response:
-    """Replies with one object for each name of a loaded model. Models that expire last come first."""
+    """Replies with one object for each name of a loaded model. Models that expire last
+    come first."""
     state = request.app.state
 
     def found(loaded: list[LoadedModel]) -> list[Json]:
         pairs = ((model, name) for model in loaded for name in model.names)
         return [
-            _loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
+            _loaded_object(
+                state.catalog, model, name, state.totals.prompt_tokens(name.name)
+            )
+            for model, name in pairs
         ]
 
-    return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
+    return JSONResponse(
+        {"models": await asyncio.to_thread(found, state.manager.loaded())}
+    )
 
 
-def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]) -> Json:
-    """Returns the entry of /api/ps for one name of a loaded model. Names with the same `pid` share one loaded model.
+def _loaded_object(
+    catalog: Catalog,
+    model: LoadedModel,
+    loaded: LoadedName,
+    prompt_tokens: Mapping[str, int],
+) -> Json:
+    """Returns the entry of /api/ps for one name of a loaded model. Names with the same
+    `pid` share one loaded model.
 
-    `size` is the model's memory in bytes, and `size_vram` the part of it on GPUs. `expert_share` is the larger of two
-    shares: the experts that fit into the slots on GPUs, and the experts that fit into the slots in RAM.
+    `size` is the model's memory in bytes, and `size_vram` the part of it on GPUs.
+    `expert_share` is the larger of two shares: the experts that fit into the slots on
+    GPUs, and the experts that fit into the slots in RAM.
 
-    prompt_tokens: {where prompt tokens came from ("computed", "memory" or "disk"): their number}.
+    prompt_tokens: {where prompt tokens came from ("computed", "memory" or "disk"):
+    their number}.
     """
     try:
         entry = find(catalog, loaded.name)
     except HttpError:  # the name was removed while the model was loaded
         entry = None
     known = details_or_none(entry) if entry else None
-    slot_bytes, staging_bytes = (int(model.plan.get(name, 0)) for name in ("slot_bytes", "staging_bytes"))
+    slot_bytes, staging_bytes = (
+        int(model.plan.get(name, 0)) for name in ("slot_bytes", "staging_bytes")
+    )
     all_in_ram = model.stats.n_experts * slot_bytes
-    all_on_gpus = model.stats.n_experts * int(model.plan.get("device_slot_bytes", slot_bytes))
-    in_ram, on_gpus = model.cache_bytes["RAM"], model.cache_bytes["VRAM"] - staging_bytes
+    all_on_gpus = model.stats.n_experts * int(
+        model.plan.get("device_slot_bytes", slot_bytes)
+    )
+    in_ram, on_gpus = (
+        model.cache_bytes["RAM"],
+        model.cache_bytes["VRAM"] - staging_bytes,
+    )
     share = max(in_ram / all_in_ram, on_gpus / all_on_gpus) if all_in_ram else 1.0
     return {
         "name": loaded.name,
@@ -132,7 +177,10 @@ def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, pro
             **moe_object(model.stats),
             "expert_share": min(1.0, round(share, 6)),
             "prompt_tokens": dict(prompt_tokens),
-            "last_answer": {"eval_count": model.last_answer_tokens, "eval_duration": to_ns(model.last_answer_s)},
+            "last_answer": {
+                "eval_count": model.last_answer_tokens,
+                "eval_duration": to_ns(model.last_answer_s),
+            },
             "pid": model.pid,
             "busy": model.busy,
             "stopping": model.stopping,
@@ -152,7 +200,9 @@ class _ShowRequest(ModelBody):
 
 async def _show(request: HttpRequest) -> Response:
     body = await read_body(request, _ShowRequest)
-    return JSONResponse(await asyncio.to_thread(_show_object, request.app.state.catalog, body))
+    return JSONResponse(
+        await asyncio.to_thread(_show_object, request.app.state.catalog, body)
+    )
 
 
 def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
@@ -165,7 +215,8 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
         "parameters": "\n".join(parameter_lines(parameters_of(entry))),
         "template": known.template or "",
         "details": _details_object(known, entry.parent),
-        "model_info": _json_value(shown, verbose) | {"general.parameter_count": known.n_parameters},
+        "model_info": _json_value(shown, verbose)
+        | {"general.parameter_count": known.n_parameters},
         "capabilities": list(known.capabilities),
         "modified_at": time_text(entry.modified),
     }
@@ -176,26 +227,35 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     if system := body.system or entry.system:
         found["system"] = system
     if entry.mmproj:
-        found["projector_info"] = _json_value(read_gguf(entry.mmproj).metadata, verbose=False)
+        found["projector_info"] = _json_value(
+            read_gguf(entry.mmproj).metadata, verbose=False
+        )
     if verbose:
         tensors = (tensor for file in entry.files for tensor in read_gguf(file).tensors)
-        found["tensors"] = [{"name": each.name, "type": each.type_name, "shape": list(each.shape)} for each in tensors]
+        found["tensors"] = [
+            {"name": each.name, "type": each.type_name, "shape": list(each.shape)}
+            for each in tensors
+        ]
     return found
 
 
 def _json_value(value: Any, verbose: bool) -> Any:
-    """Converts metadata to JSON. NaN and infinite numbers become null. Without `verbose`, arrays of more than
-    SHORT_ARRAY elements become empty."""
+    """Converts metadata to JSON. NaN and infinite numbers become null. Without
+    `verbose`, arrays of more than SHORT_ARRAY elements become empty."""
     if isinstance(value, Mapping):
         return {key: _json_value(each, verbose) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_json_value(each, verbose) for each in value] if verbose or len(value) <= SHORT_ARRAY else []
+        return (
+            [_json_value(each, verbose) for each in value]
+            if verbose or len(value) <= SHORT_ARRAY
+            else []
+        )
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _long_arrays(path: Path) -> dict[str, list[Any]]:
-    """Returns {key: elements} for all arrays in the metadata, including long arrays whose elements `read_gguf` skips,
-    such as the vocabulary's tokens."""
+    """Returns {key: elements} for all arrays in the metadata, including long arrays
+    whose elements `read_gguf` skips, such as the vocabulary's tokens."""
     from gguf import GGUFReader
 
     names = read_gguf(path).arrays  # read_gguf validates the file; GGUFReader does not
@@ -226,7 +286,8 @@ async def _delete(request: HttpRequest) -> Response:
 
 
 async def _push(request: HttpRequest) -> Response:
-    raise HttpError(501, "push is not supported")  # Ollama would upload the model to ollama.com
+    # Ollama would upload the model to ollama.com.
+    raise HttpError(501, "push is not supported")
 
 
 # New models
@@ -236,8 +297,11 @@ class _PullRequest(ModelBody):
     stream: bool | None = None
 
 
-def _progress_response(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
-    """Returns a response with one line of JSON for each status, or with only the last status if `stream` is false."""
+def _progress_response(
+    body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]
+) -> Response:
+    """Returns a response with one line of JSON for each status, or with only the last
+    status if `stream` is false."""
 
     async def lines() -> Lines:
         async with aclosing(statuses):
@@ -257,8 +321,8 @@ async def _pull(request: HttpRequest) -> Response:
 
 
 async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
-    """Downloads a model on a daemon thread, and yields the progress. Raises the errors of `moegguf.models.pull.pull`.
-    Closing the generator cancels the download."""
+    """Downloads a model on a daemon thread, and yields the progress. Raises the errors
+    of `moegguf.models.pull.pull`. Closing the generator cancels the download."""
     loop, cancelled = asyncio.get_running_loop(), threading.Event()
     items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
 
@@ -279,7 +343,8 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
         while (item := await items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if item.status != SUCCESS:  # success is sent below, when the download has ended
+            # Success is sent below, when the download has ended.
+            if item.status != SUCCESS:
                 yield _status_object(item)
         yield {"status": SUCCESS}
     finally:
@@ -287,8 +352,8 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
 
 
 def _status_object(status: PullStatus) -> Json:
-    """Returns a download's status in Ollama's format. `completed` is absent until bytes of the file have been
-    reported."""
+    """Returns a download's status in Ollama's format. `completed` is absent until bytes
+    of the file have been reported."""
     found: Json = {"status": status.status}
     if status.digest or status.file:
         found |= {"digest": status.digest, "total": status.total_bytes}
@@ -300,18 +365,23 @@ def _status_object(status: PullStatus) -> Json:
 
 
 class _CreateRequest(ModelBody):
-    """The body of /api/create. The weights come either from the model `from_` or from `files`, uploaded blobs by file
-    name. The template, system message, license, parameters, messages and adapter are stored with the new name.
-    `quantize` is refused."""
+    """The body of /api/create. The weights come either from the model `from_` or from
+    `files`, uploaded blobs by file name. The template, system message, license,
+    parameters, messages and adapter are stored with the new name. `quantize` is
+    refused."""
 
-    from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = None
+    from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = (
+        None
+    )
     files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
     adapters: dict[str, str] | None = None
     template: str | None = None
     system: str | None = None
     license: str | list[str] | None = None
     parameters: Annotated[Json, BeforeValidator(without_nulls)] | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = (
+        None
+    )
     quantize: str | None = None
     stream: bool | None = None
 
@@ -321,7 +391,9 @@ async def _create(request: HttpRequest) -> Response:
     if not body.from_ and not body.files:
         raise HttpError(400, "neither 'from' or 'files' was specified")
     if body.quantize:
-        raise HttpError(400, "quantize is not supported; use files that are already quantised")
+        raise HttpError(
+            400, "quantize is not supported; use files that are already quantised"
+        )
     recipe = Recipe(
         from_=body.from_ or "",
         files=body.files or {},
@@ -329,13 +401,20 @@ async def _create(request: HttpRequest) -> Response:
         system=body.system,
         template=body.template,
         parameters=body.parameters or {},
-        messages=tuple({"role": each.role, "content": each.content or ""} for each in body.messages or ()),
-        license="\n".join(body.license) if isinstance(body.license, list) else body.license,
+        messages=tuple(
+            {"role": each.role, "content": each.content or ""}
+            for each in body.messages or ()
+        ),
+        license="\n".join(body.license)
+        if isinstance(body.license, list)
+        else body.license,
     )
     return _progress_response(body, _creating(body, recipe, request.app.state.catalog))
 
 
-async def _creating(body: _CreateRequest, recipe: Recipe, catalog: Catalog) -> AsyncGenerator[Json]:
+async def _creating(
+    body: _CreateRequest, recipe: Recipe, catalog: Catalog
+) -> AsyncGenerator[Json]:
     if recipe.from_:
         await asyncio.to_thread(find, catalog, recipe.from_)
     try:
@@ -348,7 +427,10 @@ async def _creating(body: _CreateRequest, recipe: Recipe, catalog: Catalog) -> A
     for sentence in warnings:
         yield {"status": f"warning: {sentence}"}
     yield {"status": "writing manifest"}
-    yield {"status": SUCCESS, **({"warnings": warnings} if warnings and body.stream is False else {})}
+    yield {
+        "status": SUCCESS,
+        **({"warnings": warnings} if warnings and body.stream is False else {}),
+    }
 
 
 async def _has_blob(request: HttpRequest) -> Response:
@@ -359,8 +441,9 @@ async def _has_blob(request: HttpRequest) -> Response:
 
 
 async def _add_blob(request: HttpRequest) -> Response:
-    """Stores the body as a blob with the digest in the path. Replies with status 201, or 200 if the blob already
-    exists. Raises HttpError 400 if the body has another digest."""
+    """Stores the body as a blob with the digest in the path. Replies with status 201,
+    or 200 if the blob already exists. Raises HttpError 400 if the body has another
+    digest."""
     digest, catalog = request.path_params["digest"], request.app.state.catalog
     if await asyncio.to_thread(catalog.blobs.has, digest):
         return Response()

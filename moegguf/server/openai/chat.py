@@ -1,12 +1,13 @@
-"""POST /v1/chat/completions: the next message of a conversation, whole or streamed. OpenAI's other endpoints use parts
-of this module.
+"""POST /v1/chat/completions: the next message of a conversation, whole or streamed.
+OpenAI's other endpoints use parts of this module.
 
-The API follows OpenAI's reference and llama-server's extensions. Sizes and numbers in a body are limited. Unknown keys
-are ignored, because OpenAI's clients often get new ones, and `null` is treated as absent. Sampling parameters become
-Ollama's options, so that a model's defaults are applied in one place. Images come as data URLs or base64; audio is
-refused. Replies have additional keys: `timings` and (if requested) `prompt_progress` as in llama-server, and moegguf's
-own, such as `moe`. Thinking is sent twice, as `reasoning` (Ollama's key) and as `reasoning_content` (llama-server's
-key).
+The API follows OpenAI's reference and llama-server's extensions. Sizes and numbers in a
+body are limited. Unknown keys are ignored, because OpenAI's clients often get new ones,
+and `null` is treated as absent. Sampling parameters become Ollama's options, so that a
+model's defaults are applied in one place. Images come as data URLs or base64; audio is
+refused. Replies have additional keys: `timings` and (if requested) `prompt_progress` as
+in llama-server, and moegguf's own, such as `moe`. Thinking is sent twice, as
+`reasoning` (Ollama's key) and as `reasoning_content` (llama-server's key).
 """
 
 from __future__ import annotations
@@ -22,15 +23,45 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moegguf.generate.request import MAX_TOP_LOGPROBS, AnswerSummary, Delta, Message, PromptProgress, Request, Sampling
+from moegguf.generate.request import (
+    MAX_TOP_LOGPROBS,
+    AnswerSummary,
+    Delta,
+    Message,
+    PromptProgress,
+    Request,
+    Sampling,
+)
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole, without_nulls
-from moegguf.server.common.conversation import Json, Reply, RequestBody, about_prompt, conversation
-from moegguf.server.common.messages import Messages, Tool, messages_of, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stops, in_range, sampling_of
-from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
+from moegguf.server.common.conversation import (
+    Json,
+    Reply,
+    RequestBody,
+    about_prompt,
+    conversation,
+)
+from moegguf.server.common.messages import (
+    Messages,
+    Tool,
+    messages_of,
+    with_entry_messages,
+)
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    SamplingOptions,
+    Stops,
+    in_range,
+    sampling_of,
+)
+from moegguf.server.common.replies import (
+    cut_object,
+    event_line,
+    logprob_objects,
+    moe_object,
+)
 from moegguf.serving.events import Done, Event
 
 EFFORTS: Mapping[str, bool | str] = {
@@ -41,28 +72,41 @@ EFFORTS: Mapping[str, bool | str] = {
 
 
 def _not_zero(value: int) -> int:
-    """Returns a limit unchanged, but raises ValueError for 0. As in llama-server, -1 means no limit."""
+    """Returns a limit unchanged, but raises ValueError for 0. As in llama-server, -1
+    means no limit."""
     if value == 0:
         raise ValueError("must be at least 1, or -1 for no limit, but is 0")
     return value
 
 
 def token_ids(biases: Any) -> Any:
-    """Converts the keys of a `logit_bias` object, which are strings in JSON, to token ids, and leaves out biases that
-    are null. Returns other values unchanged. Raises ValueError for a key that is not a token id."""
+    """Converts the keys of a `logit_bias` object, which are strings in JSON, to token
+    ids, and leaves out biases that are null. Returns other values unchanged. Raises
+    ValueError for a key that is not a token id."""
     biases = without_nulls(biases)
     if not isinstance(biases, dict):
         return biases
-    wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)), None)
+    wrong = next(
+        (
+            key
+            for key in biases
+            if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)
+        ),
+        None,
+    )
     if wrong is not None:
-        raise ValueError(f"a key must be a token id (0 to {MAX_TOKEN}), but is {wrong[:40]!r}")
+        raise ValueError(
+            f"a key must be a token id (0 to {MAX_TOKEN}), but is {wrong[:40]!r}"
+        )
     return {int(key): bias for key, bias in biases.items()}
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Limit = Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_not_zero)]
 Choices = Annotated[Whole, Field(ge=1, le=limits.CHOICES)]
-Biases = Annotated[dict[int | str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)]
+Biases = Annotated[
+    dict[int | str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
+]
 TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -71,45 +115,59 @@ class _StreamOptions(Body):
 
 
 class GenerationBody(RequestBody, SamplingOptions):
-    """The fields that the bodies of chats, responses and completions share, including llama-server's completions."""
+    """The fields that the bodies of chats, responses and completions share, including
+    llama-server's completions."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
-    stop: Annotated[Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
+    stop: Annotated[
+        Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    ignore_eos: bool | None = None  # if True, end tokens are never sampled; no effect with a schema or grammar
+    # If True, end tokens are never sampled; no effect with a schema or grammar.
+    ignore_eos: bool | None = None
     return_progress: bool | None = None
-    truncate: bool | None = None  # if True, a prompt longer than the context is cut; otherwise it is an error
-    shift: bool | None = None  # if True, when an answer fills the context, older tokens are dropped
-    json_schema: dict[str, Any] | None = None  # schema that the answer satisfies (as in llama-server)
+    # If True, a prompt longer than the context is cut; otherwise it is an error.
+    truncate: bool | None = None
+    # If True, when an answer fills the context, older tokens are dropped.
+    shift: bool | None = None
+    # Schema that the answer satisfies (as in llama-server).
+    json_schema: dict[str, Any] | None = None
     grammar: str | None = None  # GBNF grammar that the answer matches
 
     @property
     def thinking_budget(self) -> int | None:
-        """Returns the maximum number of thinking tokens, or None if the body sets none. llama-server has two names for
-        this field; `reasoning_budget_tokens` takes precedence over `thinking_budget_tokens`."""
+        """Returns the maximum number of thinking tokens, or None if the body sets none.
+        llama-server has two names for this field; `reasoning_budget_tokens` takes
+        precedence over `thinking_budget_tokens`."""
         given = self.reasoning_budget_tokens
         return self.thinking_budget_tokens if given is None else given
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
-        """Returns the sampling parameters. The body's own keys take precedence over `options`, and `options` over the
-        entry's parameters. `most` is the maximum number of answer tokens. If `most` is below 1, there is no maximum. If
-        it is None, the maximum comes from `options` or the entry, if either has one."""
+        """Returns the sampling parameters. The body's own keys take precedence over
+        `options`, and `options` over the entry's parameters. `most` is the maximum
+        number of answer tokens. If `most` is below 1, there is no maximum. If it is
+        None, the maximum comes from `options` or the entry, if either has one."""
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         biases = self.logit_bias or {}
         return replace(
             sampling_of(entry, self.options, **own),
-            logit_bias={token: bias for token, bias in biases.items() if isinstance(token, int)},
-            text_bias=tuple((text, bias) for text, bias in biases.items() if isinstance(text, str)),
+            logit_bias={
+                token: bias for token, bias in biases.items() if isinstance(token, int)
+            },
+            text_bias=tuple(
+                (text, bias) for text, bias in biases.items() if isinstance(text, str)
+            ),
             ignore_eos=bool(self.ignore_eos),
         )
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
-        """Returns a request with the fields of this class, and with the given `fields`, which take precedence. `most`
-        is the maximum number of answer tokens, as in `sampling`."""
+        """Returns a request with the fields of this class, and with the given `fields`,
+        which take precedence. `most` is the maximum number of answer tokens, as in
+        `sampling`."""
         shared = {
             "format": self.json_schema,
             "grammar": self.grammar or None,
@@ -125,33 +183,52 @@ class GenerationBody(RequestBody, SamplingOptions):
         return self.n or 1
 
     def repeated(self, request: Request) -> list[Request]:
-        """Returns a copy of a request for each answer. If the request has a seed, the copies have consecutive seeds."""
+        """Returns a copy of a request for each answer. If the request has a seed, the
+        copies have consecutive seeds."""
         first = request.sampling.seed
-        seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(self.n_answers)]
-        return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
+        seeds = [
+            None if first is None else (first + i) & 0xFFFFFFFF
+            for i in range(self.n_answers)
+        ]
+        return [
+            replace(request, sampling=replace(request.sampling, seed=seed))
+            for seed in seeds
+        ]
 
 
 def _choice_of(choice: Any) -> Any:
-    """Converts a `tool_choice` object to the fields of a `ToolChoice`. A chat nests these fields deeper than a response
-    does. Returns other values unchanged. Raises ValueError for an object that names no function."""
+    """Converts a `tool_choice` object to the fields of a `ToolChoice`. A chat nests
+    these fields deeper than a response does. Returns other values unchanged. Raises
+    ValueError for an object that names no function."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
     if kind not in ("function", "allowed_tools"):
-        raise ValueError(f"choices of type {str(kind)[:40]!r} are not supported; name a function")
+        raise ValueError(
+            f"choices of type {str(kind)[:40]!r} are not supported; name a function"
+        )
     found = choice.get(kind) or choice
-    tools = [found] if kind == "function" else found.get("tools") if isinstance(found, dict) else None
+    tools = (
+        [found]
+        if kind == "function"
+        else found.get("tools")
+        if isinstance(found, dict)
+        else None
+    )
     names = []
     for tool in tools if isinstance(tools, list) else ():
         function = (tool.get("function") or tool) if isinstance(tool, dict) else None
         names.append(function.get("name") if isinstance(function, dict) else None)
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{kind} must contain at least one function, and each function must have a name")
+        raise ValueError(
+            f"{kind} must contain at least one function, and each function must have a name"
+        )
     return {"type": kind, "mode": found.get("mode") or "auto", "names": names}
 
 
 class ToolChoice(Body):
-    """The field `tool_choice` if it is an object. It names one function that must be called, or the allowed tools."""
+    """The field `tool_choice` if it is an object. It names one function that must be
+    called, or the allowed tools."""
 
     type: Literal["function", "allowed_tools"]
     mode: Literal["auto", "required"]
@@ -159,7 +236,8 @@ class ToolChoice(Body):
 
 
 class OpenAITool(Tool):
-    """A tool that the model may call. OpenAI's chat has only tools of type "function"."""
+    """A tool that the model may call. OpenAI's chat has only tools of type
+    "function"."""
 
     type: Literal["function"] = "function"
 
@@ -168,24 +246,27 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """The field `reasoning`: how much the model thinks, and how /v1/responses sends the thinking."""
+    """The field `reasoning`: how much the model thinks, and how /v1/responses sends the
+    thinking."""
 
     effort: Effort | None = None
-    max_tokens: Whole = in_range("reasoning_budget_tokens")  # OpenRouter's name for the thinking budget, in tokens
-    summary: str | None = None  # if set, /v1/responses sends the thinking as a summary, otherwise as text
+    # OpenRouter's name for the thinking budget, in tokens.
+    max_tokens: Whole = in_range("reasoning_budget_tokens")
+    # If set, /v1/responses sends the thinking as a summary, otherwise as text.
+    summary: str | None = None
     generate_summary: str | None = None  # deprecated name of `summary`
 
 
 def _format_of(given: Any) -> Any:
-    """Converts `response_format` to the fields of a `Format`. The fields of its object `json_schema` move up to the
-    level of `type`."""
+    """Converts `response_format` to the fields of a `Format`. The fields of its object
+    `json_schema` move up to the level of `type`."""
     named = given.get("json_schema") if isinstance(given, dict) else None
     return {"type": given.get("type"), **named} if isinstance(named, dict) else given
 
 
 class Format(Body):
-    """The format of the answer: `response_format` in chats, `text.format` in responses. As in llama-server, `schema` is
-    also allowed with the type json_object."""
+    """The format of the answer: `response_format` in chats, `text.format` in responses.
+    As in llama-server, `schema` is also allowed with the type json_object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -204,20 +285,25 @@ class ToolsBody(GenerationBody):
     """The fields that the bodies of chats and responses share."""
 
     tools: Tools | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(_choice_of)] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ToolChoice | None,
+        BeforeValidator(_choice_of),
+    ] = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     top_logprobs: TopLogprobs | None = None
 
     @property
     def parallel_calls(self) -> bool:
-        """True unless the body forbids several tool calls in one answer (`parallel_tool_calls` is false)."""
+        """True unless the body forbids several tool calls in one answer
+        (`parallel_tool_calls` is false)."""
         return self.parallel_tool_calls is not False
 
     @property
     def thinking_budget(self) -> int | None:
-        """Returns the maximum number of thinking tokens, or None if the body sets none. The body sets it by one of
-        llama-server's names, or else by OpenRouter's `reasoning.max_tokens`."""
+        """Returns the maximum number of thinking tokens, or None if the body sets none.
+        The body sets it by one of llama-server's names, or else by OpenRouter's
+        `reasoning.max_tokens`."""
         given = super().thinking_budget
         return self.reasoning.max_tokens if given is None and self.reasoning else given
 
@@ -226,9 +312,13 @@ class ToolsBody(GenerationBody):
         known = {tool.function.name for tool in self.tools or ()}
         if self.tool_choice == "required" and not known:
             raise ValueError("tool_choice 'required' needs tools")
-        wanted = self.tool_choice.names if isinstance(self.tool_choice, ToolChoice) else ()
+        wanted = (
+            self.tool_choice.names if isinstance(self.tool_choice, ToolChoice) else ()
+        )
         if missing := sorted(set(wanted) - known):
-            raise ValueError(f"tool_choice names {missing[0][:80]!r}, which is not among the tools")
+            raise ValueError(
+                f"tool_choice names {missing[0][:80]!r}, which is not among the tools"
+            )
         return self
 
     def next_message(
@@ -240,8 +330,9 @@ class ToolsBody(GenerationBody):
         logprobs: bool,
         **fields: Any,
     ) -> Request:
-        """Returns the request for the next message of a conversation, with the entry's defaults, the format of the
-        answer, the tools that the model may use, and the given `fields`."""
+        """Returns the request for the next message of a conversation, with the entry's
+        defaults, the format of the answer, the tools that the model may use, and the
+        given `fields`."""
         choice: Any = self.tool_choice
         tools = self.tools or ()
         if isinstance(choice, ToolChoice):
@@ -268,9 +359,10 @@ class ToolsBody(GenerationBody):
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions.
 
-    If the last message is an assistant's message, the answer continues this message, as in llama-server. The answer is
-    a new message instead if `continue_final_message` is false or `add_generation_prompt` is true. If
-    `add_generation_prompt` is false, the prompt ends with the last message. Both names are vLLM's.
+    If the last message is an assistant's message, the answer continues this message, as
+    in llama-server. The answer is a new message instead if `continue_final_message` is
+    false or `add_generation_prompt` is true. If `add_generation_prompt` is false, the
+    prompt ends with the last message. Both names are vLLM's.
     """
 
     messages: Messages
@@ -286,21 +378,27 @@ class ChatBody(ToolsBody):
     @model_validator(mode="after")
     def _continues_or_begins(self) -> ChatBody:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt cannot both be true; send one of them")
+            raise ValueError(
+                "continue_final_message and add_generation_prompt cannot both be true; send one of them"
+            )
         return self
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns one request for each of the `n` answers (choices) to the conversation."""
+        """Returns one request for each of the `n` answers (choices) to the
+        conversation."""
         continues, most = self.continue_final_message, self.max_completion_tokens
         request = self.next_message(
             entry,
             messages_of(self.messages),
             self.response_format,
-            self.max_tokens if most is None else most,  # max_tokens is the deprecated name
+            # max_tokens is the deprecated name.
+            self.max_tokens if most is None else most,
             bool(self.logprobs),
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
-            continue_final_message=not self.add_generation_prompt if continues is None else continues,
+            continue_final_message=not self.add_generation_prompt
+            if continues is None
+            else continues,
             begins_answer=self.add_generation_prompt is not False,
         )
         return self.repeated(request)
@@ -308,7 +406,9 @@ class ChatBody(ToolsBody):
     def _think(self) -> bool | str | None:
         if self.think is not None:
             return self.think
-        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+        effort = self.reasoning_effort or (
+            self.reasoning.effort if self.reasoning else None
+        )
         if effort is not None:
             return EFFORTS[effort]
         given = self.chat_template_kwargs or {}
@@ -324,8 +424,8 @@ def _per(amount: float, of: float) -> float:
 
 
 def statistics(summary: AnswerSummary) -> Json:
-    """Returns the additional keys of a complete reply: llama-server's `timings` (token counts, times in milliseconds),
-    and moegguf's own keys."""
+    """Returns the additional keys of a complete reply: llama-server's `timings` (token
+    counts, times in milliseconds), and moegguf's own keys."""
     prompt_ms, predicted_ms = summary.prompt_s * 1e3, summary.answer_s * 1e3
     timings = {
         "cache_n": summary.cached_tokens,
@@ -342,7 +442,8 @@ def statistics(summary: AnswerSummary) -> Json:
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
-    """Returns llama-server's `prompt_progress` object: counts of prompt tokens, and the time in milliseconds."""
+    """Returns llama-server's `prompt_progress` object: counts of prompt tokens, and the
+    time in milliseconds."""
     return {
         "total": progress.n_tokens,
         "cache": progress.n_cached,
@@ -352,17 +453,21 @@ def prompt_progress(progress: PromptProgress) -> Json:
 
 
 def _total(summary: AnswerSummary, later: AnswerSummary) -> AnswerSummary:
-    """Returns a copy of `later` in which the counts and times that a reply reports are the sums of both summaries."""
+    """Returns a copy of `later` in which the counts and times that a reply reports are
+    the sums of both summaries."""
     names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
-    return replace(later, **{name: getattr(summary, name) + getattr(later, name) for name in names})
+    return replace(
+        later, **{name: getattr(summary, name) + getattr(later, name) for name in names}
+    )
 
 
 class ChoicesReply(Reply):
-    """The reply to one body. It has one or more choices (answers), whose events come one choice after another. All
-    objects of a reply have the same id and time."""
+    """The reply to one body. It has one or more choices (answers), whose events come
+    one choice after another. All objects of a reply have the same id and time."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
-    empty: ClassVar[Mapping[str, Any]] = {}  # the fields that a choice has in a chunk without content
+    # The fields that a choice has in a chunk without content.
+    empty: ClassVar[Mapping[str, Any]] = {}
     started = False  # True if chunks of the current choice were sent
 
     def __post_init__(self) -> None:
@@ -372,7 +477,8 @@ class ChoicesReply(Reply):
         self.logprobs = self.requests[0].n_logprobs is not None
         self._include_usage = bool(options and options.include_usage)
         self._choices: list[Json] = []  # complete choices, if the reply is not streamed
-        self._summaries: list[AnswerSummary] = []  # statistics of the complete choices, streamed or not
+        # Statistics of the complete choices, streamed or not.
+        self._summaries: list[AnswerSummary] = []
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -395,7 +501,8 @@ class ChoicesReply(Reply):
 
     def lines(self, event: Event) -> bytes:
         """Returns the server-sent events (without names) for an event of the answer."""
-        first = [] if self.started else [self._first()]  # made before `_last` below moves on to the next choice
+        # Made before `_last` below moves on to the next choice.
+        first = [] if self.started else [self._first()]
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)
@@ -407,12 +514,16 @@ class ChoicesReply(Reply):
             return b""
         self.started = not isinstance(event, Done)
         is_end = isinstance(event, Done) and self.index == self.n_choices
-        return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
+        return b"".join(map(event_line, [*first, *items])) + (
+            b"data: [DONE]\n\n" if is_end else b""
+        )
 
     def _finish(self, done: Done) -> str:
-        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI has no value for a cancelled
-        answer, so such an answer gets one of the last two."""
-        if done.summary.finish == "length":  # even after tool calls, since the last call may be incomplete
+        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI
+        has no value for a cancelled answer, so such an answer gets one of the last
+        two."""
+        # Even after tool calls, since the last call may be incomplete.
+        if done.summary.finish == "length":
             return "length"
         return "tool_calls" if self.n_calls else "stop"
 
@@ -420,9 +531,12 @@ class ChoicesReply(Reply):
         return {**self._head, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
-        choices = [{"index": self.index, "finish_reason": None, "logprobs": None, **choice}]
+        choices = [
+            {"index": self.index, "finish_reason": None, "logprobs": None, **choice}
+        ]
         if self._include_usage:
-            more = {"usage": None, **more}  # OpenAI sends null in all chunks except the last
+            # OpenAI sends null in all chunks except the last.
+            more = {"usage": None, **more}
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
@@ -432,8 +546,8 @@ class ChoicesReply(Reply):
     def _last(self, done: Done) -> list[Json]:
         """Returns the last chunk of a choice, which has `finish_reason`.
 
-        After the last choice, a chunk with `usage` follows if the client requested it. The last chunk of the reply has
-        the statistics of all choices.
+        After the last choice, a chunk with `usage` follows if the client requested it.
+        The last chunk of the reply has the statistics of all choices.
         """
         chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
         self._end_choice(done)
@@ -441,23 +555,33 @@ class ChoicesReply(Reply):
             return [chunk]
         if not self._include_usage:
             return [{**chunk, **self._statistics()}]
-        return [chunk, self._object(self.chunk_kind, [], usage=self._usage(), **self._statistics())]
+        return [
+            chunk,
+            self._object(
+                self.chunk_kind, [], usage=self._usage(), **self._statistics()
+            ),
+        ]
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
         reason = {"finish_reason": self._finish(done)}
-        self._choices.append({"index": self.index, "logprobs": None, **choice, **reason})
+        self._choices.append(
+            {"index": self.index, "logprobs": None, **choice, **reason}
+        )
         self._end_choice(done)
 
     def whole(self) -> Json:
-        """Returns the object of a reply that is not streamed. `add` must already have been called for each choice."""
-        return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
+        """Returns the object of a reply that is not streamed. `add` must already have
+        been called for each choice."""
+        return self._object(
+            self.whole_kind, self._choices, usage=self._usage(), **self._statistics()
+        )
 
     def _statistics(self) -> Json:
         return statistics(reduce(_total, self._summaries))
 
     def _usage(self) -> Json:
-        """Returns the object `usage`. The tokens of a prompt are counted only once, even if the prompt has several
-        answers."""
+        """Returns the object `usage`. The tokens of a prompt are counted only once,
+        even if the prompt has several answers."""
         prompts = reduce(_total, self._summaries[:: self.n_answers])
         n_answer = reduce(_total, self._summaries).answer_tokens
         return {
@@ -469,15 +593,20 @@ class ChoicesReply(Reply):
 
 
 class _ChatReply(ChoicesReply):
-    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_kind, chunk_kind = (
+        "chatcmpl",
+        "chat.completion",
+        "chat.completion.chunk",
+    )
     empty: ClassVar[Mapping[str, Any]] = {"delta": {}}
 
     def _first(self) -> Json:
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def _chunks(self, delta: Delta) -> list[Json]:
-        """Returns one chunk each for the delta's thinking, text and tool calls, in this order; a missing part has no
-        chunk. The first chunk has the logprobs, and is empty if the delta has nothing else."""
+        """Returns one chunk each for the delta's thinking, text and tool calls, in this
+        order; a missing part has no chunk. The first chunk has the logprobs, and is
+        empty if the delta has nothing else."""
         found = self._parts(delta) or ([{}] if delta.logprobs else [])
         chunks = [self._chunk({"delta": part}) for part in found]
         if chunks and delta.logprobs:
@@ -485,16 +614,29 @@ class _ChatReply(ChoicesReply):
         return chunks
 
     def _parts(self, delta: Delta) -> list[Json]:
-        """Returns a message's fields for the thinking, the text and the tool calls of a delta, as separate objects."""
+        """Returns a message's fields for the thinking, the text and the tool calls of a
+        delta, as separate objects."""
         parts: list[Json] = []
         if delta.thinking:
-            parts.append({"reasoning": delta.thinking, "reasoning_content": delta.thinking})
+            parts.append(
+                {"reasoning": delta.thinking, "reasoning_content": delta.thinking}
+            )
         if delta.text:
             parts.append({"content": delta.text})
         calls = []
         for index, call in self.numbered(delta.tool_calls):
-            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-            calls.append({"index": index, "id": call.id, "type": "function", "function": function})
+            function = {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            }
+            calls.append(
+                {
+                    "index": index,
+                    "id": call.id,
+                    "type": "function",
+                    "function": function,
+                }
+            )
         return [*parts, {"tool_calls": calls}] if calls else parts
 
     def _logprobs(self, delta: Delta) -> Json | None:
@@ -513,5 +655,10 @@ ChatBody.reply_kind = _ChatReply
 
 routes = [
     conversation("/v1/chat/completions", ChatBody),
-    about_prompt("/v1/chat/completions/input_tokens", ChatBody, "count", lambda n: {"input_tokens": n}),
+    about_prompt(
+        "/v1/chat/completions/input_tokens",
+        ChatBody,
+        "count",
+        lambda n: {"input_tokens": n},
+    ),
 ]

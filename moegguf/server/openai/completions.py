@@ -17,7 +17,12 @@ from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json, conversation
 from moegguf.server.common.options import Text, Texts
 from moegguf.server.common.replies import MIN_LOGPROB
-from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, TopLogprobs
+from moegguf.server.openai.chat import (
+    Choices,
+    ChoicesReply,
+    GenerationBody,
+    TopLogprobs,
+)
 from moegguf.serving.events import Done
 from moegguf.serving.lease import Lease
 
@@ -25,13 +30,19 @@ DEFAULT_MAX_TOKENS = 16  # default in OpenAI's API
 
 
 def fields_of(prompt: Text) -> Json:
-    """Returns the fields of a `Request` for a prompt, which is a string, or a list of token ids and strings."""
-    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
+    """Returns the fields of a `Request` for a prompt, which is a string, or a list of
+    token ids and strings."""
+    return (
+        {"prompt": prompt}
+        if isinstance(prompt, str)
+        else {"prompt": "", "context": tuple(prompt)}
+    )
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions. Each prompt gets `best_of` answers (default: `n`). The reply has the `n` answers
-    whose tokens have the highest mean log probability. The answers are in the order of the prompts."""
+    """The body of /v1/completions. Each prompt gets `best_of` answers (default: `n`).
+    The reply has the `n` answers whose tokens have the highest mean log probability.
+    The answers are in the order of the prompts."""
 
     limit = limits.BODY_BYTES
 
@@ -47,7 +58,9 @@ class CompletionBody(GenerationBody):
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
-            raise ValueError("logprobs of a prompt (echo) cannot be combined with a suffix; leave one of them out")
+            raise ValueError(
+                "logprobs of a prompt (echo) cannot be combined with a suffix; leave one of them out"
+            )
         if self.n_answers * len(self.prompt) > limits.INPUTS:
             n = self.n_answers * len(self.prompt)
             raise ValueError(
@@ -55,7 +68,9 @@ class CompletionBody(GenerationBody):
                 " requests"
             )
         if self.n_answers < (self.n or 1):
-            raise ValueError(f"best_of must be at least n ({self.n}), but is {self.best_of}")
+            raise ValueError(
+                f"best_of must be at least n ({self.n}), but is {self.best_of}"
+            )
         if self.stream and self.n_answers > (self.n or 1):
             raise ValueError(
                 "best_of cannot be streamed, because the best answers are known only at the end; leave out stream"
@@ -64,7 +79,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def n_answers(self) -> int:
-        """Returns the number of answers that are generated for each prompt. Only `n` of them are sent."""
+        """Returns the number of answers that are generated for each prompt. Only `n` of
+        them are sent."""
         return self.best_of or super().n_answers
 
     @property
@@ -73,8 +89,8 @@ class CompletionBody(GenerationBody):
         return bool(self.echo) and self.logprobs is not None
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns `n_answers` requests for each prompt. The model entry's parameters apply, but not its template and
-        messages."""
+        """Returns `n_answers` requests for each prompt. The model entry's parameters
+        apply, but not its template and messages."""
         # 0: logprobs of the chosen tokens, which rank the answers
         ranked = 0 if self.n_answers > (self.n or 1) else None
         base = self.request(
@@ -91,9 +107,9 @@ class CompletionBody(GenerationBody):
 
 
 def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """Returns the object `logprobs` of a completion. `offset` is the number of characters of the text before the first
-    of these tokens. If alternative tokens have the same text, such as parts of characters, only the likeliest is
-    included."""
+    """Returns the object `logprobs` of a completion. `offset` is the number of
+    characters of the text before the first of these tokens. If alternative tokens have
+    the same text, such as parts of characters, only the likeliest is included."""
     tops: list[dict[str, float]] = []
     offsets = []
     for logprob in logprobs:
@@ -112,8 +128,8 @@ def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
 
 
 class _CompletionReply(ChoicesReply):
-    """The reply of /v1/completions, with the choices of all prompts. Chunks of a stream have the same object type as a
-    reply that is not streamed."""
+    """The reply of /v1/completions, with the choices of all prompts. Chunks of a stream
+    have the same object type as a reply that is not streamed."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: ClassVar[Mapping[str, Any]] = {"text": ""}
@@ -121,19 +137,28 @@ class _CompletionReply(ChoicesReply):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.logprobs = self.body.logprobs is not None
-        self._n_sent = self.body.n or 1  # number of answers to each prompt that are sent
-        self._prompts = [""] * len(self.body.prompt)  # texts of the prompts if `echo` is true, else ""
-        self._scores: list[float] = []  # mean logprob of each complete choice that is not streamed; 0: no logprobs
+        # Number of answers to each prompt that are sent.
+        self._n_sent = self.body.n or 1
+        # Texts of the prompts if `echo` is true, else "".
+        self._prompts = [""] * len(self.body.prompt)
+        # Mean logprob of each complete choice that is not streamed; 0: no logprobs.
+        self._scores: list[float] = []
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
         for i, prompt in enumerate(self.body.prompt if self.body.echo else ()):
-            self._prompts[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
+            self._prompts[i] = (
+                prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
+            )
         self._offset = len(self._before)
 
     @property
     def _before(self) -> str:
-        return self._prompts[self.index // self.n_answers] if self.index < self.n_choices else ""
+        return (
+            self._prompts[self.index // self.n_answers]
+            if self.index < self.n_choices
+            else ""
+        )
 
     def _first(self) -> Json:
         return self._chunk({"text": self._before})
@@ -149,8 +174,9 @@ class _CompletionReply(ChoicesReply):
         return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        """Returns the logprobs of the delta's tokens, or None if the body does not request logprobs. The tokens of an
-        echoed prompt come first, and the prompt's first token has null."""
+        """Returns the logprobs of the delta's tokens, or None if the body does not
+        request logprobs. The tokens of an echoed prompt come first, and the prompt's
+        first token has null."""
         if not self.logprobs:
             return None
         found = _logprobs_object(delta.logprobs, self._offset)
@@ -169,9 +195,18 @@ class _CompletionReply(ChoicesReply):
 
     def whole(self) -> Json:
         if self._n_sent < self.n_answers:
-            groups = (range(first, first + self.n_answers) for first in range(0, self.n_choices, self.n_answers))
-            best = [i for group in groups for i in nlargest(self._n_sent, group, key=self._scores.__getitem__)]
-            self._choices = [{**self._choices[old], "index": new} for new, old in enumerate(best)]
+            groups = (
+                range(first, first + self.n_answers)
+                for first in range(0, self.n_choices, self.n_answers)
+            )
+            best = [
+                i
+                for group in groups
+                for i in nlargest(self._n_sent, group, key=self._scores.__getitem__)
+            ]
+            self._choices = [
+                {**self._choices[old], "index": new} for new, old in enumerate(best)
+            ]
         return super().whole()
 
 

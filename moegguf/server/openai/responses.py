@@ -1,14 +1,17 @@
-"""POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens counts the tokens of its prompt.
+"""POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens
+counts the tokens of its prompt.
 
-Responses are stored for a day by default (`MOEGGUF_RESPONSES_AGE`), unless the request has `store: false`. A request
-that names an earlier response continues its conversation, with the instructions of the new request. Tools that run on
-OpenAI's servers (web search, computer use, ...) are dropped with a warning in the log, as in llama-server, since
-clients send them together with their own functions.
+Responses are stored for a day by default (`MOEGGUF_RESPONSES_AGE`), unless the request
+has `store: false`. A request that names an earlier response continues its conversation,
+with the instructions of the new request. Tools that run on OpenAI's servers (web
+search, computer use, ...) are dropped with a warning in the log, as in llama-server,
+since clients send them together with their own functions.
 
-An answer is a list of items: thinking, text and tool calls. A stream has events for each item's beginning, growth and
-end; without a stream only the last object is sent. Thinking is never shortened: if the request has `reasoning.summary`,
-the whole thinking is sent in the fields and events of a summary, otherwise as `reasoning_text`. `timings` and `moe` are
-additions, as in chats.
+An answer is a list of items: thinking, text and tool calls. A stream has events for
+each item's beginning, growth and end; without a stream only the last object is sent.
+Thinking is never shortened: if the request has `reasoning.summary`, the whole thinking
+is sent in the fields and events of a summary, otherwise as `reasoning_text`. `timings`
+and `moe` are additions, as in chats.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr, TypeAdapter, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+)
 from starlette.datastructures import State
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -34,9 +44,20 @@ from moegguf.generate.request import Delta, Message, Request, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, without_nulls
-from moegguf.server.common.conversation import EventReply, Json, about_prompt, conversation
+from moegguf.server.common.conversation import (
+    EventReply,
+    Json,
+    about_prompt,
+    conversation,
+)
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import SEARCH_RESULT, Messages, messages_of, own_tools, read_parts
+from moegguf.server.common.messages import (
+    SEARCH_RESULT,
+    Messages,
+    messages_of,
+    own_tools,
+    read_parts,
+)
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
@@ -46,15 +67,25 @@ log = logging.getLogger(__name__)
 
 MAX_METADATA = 16
 CALL = "_call"  # the type of each item that calls a tool ends with this
-CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # fields of a call that are not arguments
+# Fields of a call that are not arguments.
+CALL_FIELDS = ("type", "id", "call_id", "name", "status")
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-REASONING_PREFIX = "moegguf:"  # `encrypted_content` of this server begins with this; the rest is plain base64
-SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # sampling settings in a response
-ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
+# `encrypted_content` of this server begins with this; the rest is plain base64.
+REASONING_PREFIX = "moegguf:"
+# Sampling settings in a response.
+SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+)
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
 ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-BETWEEN = {"assistant": "\n", "system": "\n\n"}  # {role: separator between merged messages}
+# {role: separator between merged messages}.
+BETWEEN = {"assistant": "\n", "system": "\n\n"}
 
 NOT_STORED = "responses are not stored here; send the whole conversation as input"
 REFUSED = {
@@ -67,12 +98,14 @@ REFUSED = {
 
 
 def _thinking_of(item: Json) -> Any:
-    """Returns the text of a reasoning item in an earlier answer. The client may have kept the text as `content`,
-    `summary` or `encrypted_content`. Returns "" if there is only the `encrypted_content` of another server, or none of
-    the three."""
+    """Returns the text of a reasoning item in an earlier answer. The client may have
+    kept the text as `content`, `summary` or `encrypted_content`. Returns "" if there is
+    only the `encrypted_content` of another server, or none of the three."""
     if parts := item.get("content") or item.get("summary"):
         return read_parts(parts)
-    _, prefix, text = str(item.get("encrypted_content") or "").partition(REASONING_PREFIX)
+    _, prefix, text = str(item.get("encrypted_content") or "").partition(
+        REASONING_PREFIX
+    )
     try:
         return base64.b64decode(text, validate=True).decode() if prefix else ""
     except ValueError:
@@ -80,24 +113,36 @@ def _thinking_of(item: Json) -> Any:
 
 
 def _called(item: Json, kind: str) -> Json:
-    """Returns the name and the arguments of the tool call in an item. A function's arguments are in the field
-    `arguments`. The arguments of another tool are the fields that are neither null nor in `CALL_FIELDS`."""
-    own = {name: value for name, value in item.items() if name not in CALL_FIELDS and value is not None}
+    """Returns the name and the arguments of the tool call in an item. A function's
+    arguments are in the field `arguments`. The arguments of another tool are the fields
+    that are neither null nor in `CALL_FIELDS`."""
+    own = {
+        name: value
+        for name, value in item.items()
+        if name not in CALL_FIELDS and value is not None
+    }
     arguments = item.get("arguments") if kind == "function_call" else own
     return {"name": item.get("name") or kind.removesuffix(CALL), "arguments": arguments}
 
 
 def _output_of(output: Any) -> Any:
-    """Returns a tool's output as the content of a message. None, texts and lists of parts are returned unchanged; other
-    values become JSON text."""
-    is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
-    return output if output is None or isinstance(output, str) or is_parts else dumps(output)
+    """Returns a tool's output as the content of a message. None, texts and lists of
+    parts are returned unchanged; other values become JSON text."""
+    is_parts = isinstance(output, list) and all(
+        isinstance(part, dict) and part.get("type") for part in output
+    )
+    return (
+        output
+        if output is None or isinstance(output, str) or is_parts
+        else dumps(output)
+    )
 
 
 def _messages_with(item: Any) -> list[Any]:
-    """Converts an item to a list of one chat message. The list is empty, with a warning in the log, for an unknown item
-    and for a call to a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item, or an
-    item without a type."""
+    """Converts an item to a list of one chat message. The list is empty, with a warning
+    in the log, for an unknown item and for a call to a tool that ran on OpenAI's
+    servers. Raises ValueError for a reference to a stored item, or an item without a
+    type."""
     if not isinstance(item, dict):
         return [item]
     kind = str(item.get("type") or ("message" if "role" in item else "item_reference"))
@@ -105,10 +150,21 @@ def _messages_with(item: Any) -> list[Any]:
         return [item]
     call_id = item.get("call_id")
     if kind == "function_call" or (kind.endswith(CALL) and call_id):
-        return [{"role": "assistant", "tool_calls": [{"id": call_id, "function": _called(item, kind)}]}]
+        return [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": call_id, "function": _called(item, kind)}],
+            }
+        ]
     if kind.endswith(f"{CALL}_output"):
         content = _output_of(item.get("output"))
-        return [{"role": "tool", "tool_call_id": call_id or item.get("id"), "content": content}]
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": call_id or item.get("id"),
+                "content": content,
+            }
+        ]
     if kind == "reasoning":
         return [{"role": "assistant", "reasoning": _thinking_of(item)}]
     if kind == SEARCH_RESULT:
@@ -124,17 +180,26 @@ def _messages_with(item: Any) -> list[Any]:
 def _messages_of(given: Any) -> Any:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    return [message for item in given for message in _messages_with(item)] if isinstance(given, list) else given
+    return (
+        [message for item in given for message in _messages_with(item)]
+        if isinstance(given, list)
+        else given
+    )
 
 
 def _joined(messages: Iterable[Message]) -> list[Message]:
-    """Merges consecutive assistant messages into one. A message with thinking is not merged with the message before it,
-    because it begins another answer. Also merges consecutive system messages, because many templates accept only
-    one."""
+    """Merges consecutive assistant messages into one. A message with thinking is not
+    merged with the message before it, because it begins another answer. Also merges
+    consecutive system messages, because many templates accept only one."""
     groups: list[list[Message]] = []
     for message in messages:
         role = message["role"]
-        if groups and groups[-1][0]["role"] == role and role in BETWEEN and "thinking" not in message:
+        if (
+            groups
+            and groups[-1][0]["role"] == role
+            and role in BETWEEN
+            and "thinking" not in message
+        ):
             groups[-1].append(message)
         else:
             groups.append([message])
@@ -167,7 +232,14 @@ class ResponsesBody(chat.ToolsBody):
     text: _TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)] | None = None
+    metadata: (
+        Annotated[
+            dict[str, str],
+            Field(max_length=MAX_METADATA),
+            BeforeValidator(without_nulls),
+        ]
+        | None
+    ) = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -183,26 +255,38 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
-    _responses: ResponseStore | None = None  # store for the response; None: it is not stored
-    _history: list[Message] = PrivateAttr(default_factory=list)  # earlier messages of the conversation
+    # Store for the response; None: it is not stored.
+    _responses: ResponseStore | None = None
+    # Earlier messages of the conversation.
+    _history: list[Message] = PrivateAttr(default_factory=list)
 
     async def look_up(self, state: State) -> None:
-        """Selects the store for the response. Reads the conversation that ends with the previous response, if the body
-        names one. Raises HttpError 400 if the previous response is not stored or the conversation has too many
-        messages. Also raises OptionError, BusyError or StorageError."""
+        """Selects the store for the response. Reads the conversation that ends with the
+        previous response, if the body names one. Raises HttpError 400 if the previous
+        response is not stored or the conversation has too many messages. Also raises
+        OptionError, BusyError or StorageError."""
         responses: ResponseStore | None = state.responses
         if responses is not None and responses.stores and self.store is not False:
             self._responses = responses
         if self.previous_response_id is None:
             return
         if responses is None:
-            raise HttpError(400, f"previous_response_id: is not supported: {NOT_STORED}")
+            raise HttpError(
+                400, f"previous_response_id: is not supported: {NOT_STORED}"
+            )
         try:
-            self._history = await asyncio.to_thread(responses.history, self.previous_response_id)
+            self._history = await asyncio.to_thread(
+                responses.history, self.previous_response_id
+            )
         except UnknownIdError as error:
-            raise HttpError(400, f"previous_response_id: {error}", "previous_response_not_found") from None
+            raise HttpError(
+                400, f"previous_response_id: {error}", "previous_response_not_found"
+            ) from None
         if len(self._history) + len(self.messages) > limits.MESSAGES:
-            raise HttpError(400, f"the conversation has more than {limits.MESSAGES} messages; begin a new one")
+            raise HttpError(
+                400,
+                f"the conversation has more than {limits.MESSAGES} messages; begin a new one",
+            )
 
     @property
     def is_stored(self) -> bool:
@@ -210,25 +294,33 @@ class ResponsesBody(chat.ToolsBody):
         return self._responses is not None
 
     def new_messages(self) -> list[Message]:
-        """Returns the messages of the body's input, without the earlier conversation."""
+        """Returns the messages of the body's input, without the earlier
+        conversation."""
         return list(messages_of(self.messages, self._history))
 
     async def keep(self, response: Json) -> None:
-        """Stores the response with the messages of its turn (input and answer), if `is_stored` is True. An error of the
-        store is only logged."""
+        """Stores the response with the messages of its turn (input and answer), if
+        `is_stored` is True. An error of the store is only logged."""
         if self._responses is None:
             return
         answer = MESSAGES.validate_python(_messages_of(response["output"]))
         turn = [*self.new_messages(), *_joined(messages_of(answer))]
         try:
-            await asyncio.to_thread(self._responses.add, response, self.previous_response_id, turn)
+            await asyncio.to_thread(
+                self._responses.add, response, self.previous_response_id, turn
+            )
         except (MoeggufError, OSError) as error:
             log.warning("the response %s is not stored: %s", response["id"], error)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns a list of one request, for the message that follows the stored conversation and the input."""
+        """Returns a list of one request, for the message that follows the stored
+        conversation and the input."""
         effort = self.reasoning.effort if self.reasoning else None
-        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        instructions = (
+            [{"role": "system", "content": self.instructions}]
+            if self.instructions
+            else []
+        )
         request = self.next_message(
             entry,
             _joined([*instructions, *self._history, *self.new_messages()]),
@@ -245,7 +337,8 @@ class ResponsesBody(chat.ToolsBody):
 
 
 class _Form(NamedTuple):
-    """The names that one kind of item (message, reasoning or summary) has in objects and events."""
+    """The names that one kind of item (message, reasoning or summary) has in objects
+    and events."""
 
     prefix: str  # beginning of the item's id
     number: str  # key of the part's index in an event
@@ -255,9 +348,20 @@ class _Form(NamedTuple):
     key: str  # key of the list of parts in the item
 
 
-MESSAGE = _Form("msg", "content_index", "content_part", "output_text", "output_text", "content")
-REASONING = _Form("rs", "content_index", "content_part", "reasoning_text", "reasoning_text", "content")
-SUMMARY = _Form("rs", "summary_index", "reasoning_summary_part", "reasoning_summary_text", "summary_text", "summary")
+MESSAGE = _Form(
+    "msg", "content_index", "content_part", "output_text", "output_text", "content"
+)
+REASONING = _Form(
+    "rs", "content_index", "content_part", "reasoning_text", "reasoning_text", "content"
+)
+SUMMARY = _Form(
+    "rs",
+    "summary_index",
+    "reasoning_summary_part",
+    "reasoning_summary_text",
+    "summary_text",
+    "summary",
+)
 
 
 def _new_id(prefix: str) -> str:
@@ -301,21 +405,58 @@ class _ResponseReply(EventReply):
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        self._object |= {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._output}
-        return event_line(self._event("response.failed", response=self._object), "response.failed")
+        self._object |= {
+            "status": "failed",
+            "error": {"code": code, "message": str(error)},
+            "output": self._output,
+        }
+        return event_line(
+            self._event("response.failed", response=self._object), "response.failed"
+        )
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
     def _begin_block(self, kind: str) -> Iterator[Json]:
-        form = MESSAGE if kind == "text" else SUMMARY if self._settings["reasoning"]["summary"] else REASONING
-        message = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        reasoning = {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}
-        self._form, self._item = form, {"id": _new_id(form.prefix), **(message if form is MESSAGE else reasoning)}
-        self._part = {"type": form.kind, "text": "", **({"annotations": [], "logprobs": []} if form is MESSAGE else {})}
-        self._keys = {"item_id": self._item["id"], "output_index": len(self._output), form.number: 0}
-        yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
+        form = (
+            MESSAGE
+            if kind == "text"
+            else SUMMARY
+            if self._settings["reasoning"]["summary"]
+            else REASONING
+        )
+        message = {
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
+        reasoning = {
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
+        self._form, self._item = (
+            form,
+            {"id": _new_id(form.prefix), **(message if form is MESSAGE else reasoning)},
+        )
+        self._part = {
+            "type": form.kind,
+            "text": "",
+            **({"annotations": [], "logprobs": []} if form is MESSAGE else {}),
+        }
+        self._keys = {
+            "item_id": self._item["id"],
+            "output_index": len(self._output),
+            form.number: 0,
+        }
+        yield self._event(
+            "response.output_item.added",
+            output_index=len(self._output),
+            item=self._item,
+        )
         yield self._event(f"response.{form.part}.added", **self._keys, part=self._part)
 
     def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
@@ -324,42 +465,72 @@ class _ResponseReply(EventReply):
         if self._form is MESSAGE:
             more["logprobs"] = logprob_objects(delta.logprobs)
             self._part["logprobs"] += more["logprobs"]
-        yield self._event(f"response.{self._form.text}.delta", **self._keys, delta=text, **more)
+        yield self._event(
+            f"response.{self._form.text}.delta", **self._keys, delta=text, **more
+        )
 
     def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         form, item, part = self._form, self._item, self._part
         more = {"logprobs": part["logprobs"]} if form is MESSAGE else {}
-        yield self._event(f"response.{form.text}.done", **self._keys, text=part["text"], **more)
+        yield self._event(
+            f"response.{form.text}.done", **self._keys, text=part["text"], **more
+        )
         yield self._event(f"response.{form.part}.done", **self._keys, part=part)
-        item["status"] = "incomplete" if done and done.summary.finish == "length" else "completed"
+        item["status"] = (
+            "incomplete" if done and done.summary.finish == "length" else "completed"
+        )
         item[form.key].append(part)
         if form is not MESSAGE and ENCRYPTED_REASONING in (
             self.body.include or ()
         ):  # clients send this text back unchanged
-            item["encrypted_content"] = REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
+            item["encrypted_content"] = (
+                REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
+            )
         yield self._item_done(item)
 
     def _item_done(self, item: Json) -> Json:
         self._output.append(item)
-        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        return self._event(
+            "response.output_item.done", output_index=len(self._output) - 1, item=item
+        )
 
     def _call(self, call: ToolCall) -> Iterator[Json]:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         keys = {"item_id": _new_id("fc"), "output_index": len(self._output)}
-        item = {"id": keys["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
+        item = {
+            "id": keys["item_id"],
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+        }
         begun = {**item, "status": "in_progress", "arguments": ""}
-        yield self._event("response.output_item.added", output_index=keys["output_index"], item=begun)
-        yield self._event("response.function_call_arguments.delta", **keys, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **keys, name=call.name, arguments=arguments)
+        yield self._event(
+            "response.output_item.added", output_index=keys["output_index"], item=begun
+        )
+        yield self._event(
+            "response.function_call_arguments.delta", **keys, delta=arguments
+        )
+        yield self._event(
+            "response.function_call_arguments.done",
+            **keys,
+            name=call.name,
+            arguments=arguments,
+        )
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
     def _finish(self, done: Done) -> Iterator[Json]:
         summary, is_cut = done.summary, done.summary.finish == "length"
         status = "incomplete" if is_cut else "completed"
         if all(item["type"] == "reasoning" for item in self._output):
-            yield from self._begin_block("text")  # clients expect a text item, even if it is empty
+            # Clients expect a text item, even if it is empty.
+            yield from self._begin_block("text")
             yield from self._end_block("text", done)
-        counts = summary.whole_prompt_tokens, summary.cached_tokens, summary.answer_tokens, summary.thinking_tokens
+        counts = (
+            summary.whole_prompt_tokens,
+            summary.cached_tokens,
+            summary.answer_tokens,
+            summary.thinking_tokens,
+        )
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
@@ -376,7 +547,11 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
     if isinstance(choice, chat.ToolChoice):
         named = [{"type": "function", "name": name} for name in choice.names]
         allowed = {"type": choice.type, "mode": choice.mode, "tools": named}
-    form = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}
+    form = (
+        text.format.model_dump(by_alias=True, exclude_none=True)
+        if text and text.format
+        else {"type": "text"}
+    )
     shown = {"name", "description", "parameters", "strict"}
     functions = (tool.function.model_dump(include=shown) for tool in body.tools or ())
     return {
@@ -385,15 +560,27 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
         "parallel_tool_calls": body.parallel_calls,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
-            "summary": (reasoning.summary or reasoning.generate_summary) if reasoning else None,
+            "summary": (reasoning.summary or reasoning.generate_summary)
+            if reasoning
+            else None,
         },
         "service_tier": "default",
         "previous_response_id": body.previous_response_id,
         "store": body.is_stored,
         **{name: getattr(request.sampling, name) for name in SETTINGS},
-        "text": {"format": form, "verbosity": text.verbosity if text and text.verbosity else "medium"},
-        "tool_choice": choice if isinstance(choice, str) else named[0] if choice.type == "function" else allowed,
-        "tools": [{"type": "function", **function, "strict": bool(function["strict"])} for function in functions],
+        "text": {
+            "format": form,
+            "verbosity": text.verbosity if text and text.verbosity else "medium",
+        },
+        "tool_choice": choice
+        if isinstance(choice, str)
+        else named[0]
+        if choice.type == "function"
+        else allowed,
+        "tools": [
+            {"type": "function", **function, "strict": bool(function["strict"])}
+            for function in functions
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
     }

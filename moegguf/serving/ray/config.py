@@ -1,4 +1,5 @@
-"""Reads the `args` of the application in a config file of Ray Serve: models, their budgets, and Ray's options for each.
+"""Reads the `args` of the application in a config file of Ray Serve: models, their
+budgets, and Ray's options for each.
 
 models:
   NAME:                          # the name that clients use
@@ -22,7 +23,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.models.catalog import Catalog
@@ -38,7 +46,9 @@ MIN_ONGOING = 8  # smallest default of `max_ongoing_requests`
 
 def _budget(value: Any) -> str:
     if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError("must be 'auto', a share such as '50%' or a size such as '4GiB'")
+        raise ValueError(
+            "must be 'auto', a share such as '50%' or a size such as '4GiB'"
+        )
     parse_expert_cache(value)
     return str(value)
 
@@ -50,14 +60,17 @@ def _name(text: str) -> str:
 
 
 class ModelConfig(BaseModel):
-    """The configuration of one model. A load option of None means the value that `moegguf serve` would choose on the
-    replica's machine."""
+    """The configuration of one model. A load option of None means the value that
+    `moegguf serve` would choose on the replica's machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str  # canonical name, which clients use
-    model: Annotated[str, AfterValidator(_name)]  # name or path on the replica's machine
-    memory_bytes: Annotated[int, BeforeValidator(parse_size)] | None = Field(None, alias="memory")
+    # Name or path on the replica's machine.
+    model: Annotated[str, AfterValidator(_name)]
+    memory_bytes: Annotated[int, BeforeValidator(parse_size)] | None = Field(
+        None, alias="memory"
+    )
     expert_cache: Annotated[str, BeforeValidator(_budget)] | None = None
     n_ctx: int | None = Field(None, ge=1, le=MAX_CONTEXT_TOKENS, alias="context_length")
     n_threads: int | None = Field(None, ge=1, le=MAX_THREADS, alias="threads")
@@ -69,16 +82,21 @@ class ModelConfig(BaseModel):
 
     def load_options(self) -> dict[str, Any]:
         """Returns the options with which a replica loads the model."""
-        return self.model_dump(include={"n_ctx", "n_threads", "expert_cache"}, exclude_none=True)
+        return self.model_dump(
+            include={"n_ctx", "n_threads", "expert_cache"}, exclude_none=True
+        )
 
     def ongoing_requests(self, n_parallel: int) -> int:
-        """Returns the maximum number of requests that one replica accepts at once. The default is twice the number of
-        requests that a replica processes together, but at least MIN_ONGOING. So the next requests already wait in the
-        replica.
+        """Returns the maximum number of requests that one replica accepts at once. The
+        default is twice the number of requests that a replica processes together, but
+        at least MIN_ONGOING. So the next requests already wait in the replica.
 
-        n_parallel: number of requests that a replica processes together, if the config does not set this number.
+        n_parallel: number of requests that a replica processes together, if the config
+        does not set this number.
         """
-        return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
+        return self.max_ongoing_requests or max(
+            MIN_ONGOING, 2 * (self.n_parallel or n_parallel)
+        )
 
 
 class _Arguments(BaseModel):
@@ -88,14 +106,17 @@ class _Arguments(BaseModel):
 
 
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
-    """Returns the models in `arguments`, or the bundled demo model if there is no key `models`.
+    """Returns the models in `arguments`, or the bundled demo model if there is no key
+    `models`.
 
-    Raises OptionError, which names the key, for unknown keys, invalid values and repeated names. Raises ModelNameError
-    for an invalid name.
+    Raises OptionError, which names the key, for unknown keys, invalid values and
+    repeated names. Raises ModelNameError for an invalid name.
     """
     with _naming():
         models = _Arguments.model_validate(dict(arguments)).models
-    configs = tuple(_read_model(name, options or {}) for name, options in models.items())
+    configs = tuple(
+        _read_model(name, options or {}) for name, options in models.items()
+    )
     names = [config.name.lower() for config in configs]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
@@ -108,13 +129,15 @@ def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
 
 def _read_model(name: str, options: Mapping[str, Any]) -> ModelConfig:
     with _naming("models", name):
-        return ModelConfig(**{"model": name, **options, "name": parse_name(name).canonical})
+        return ModelConfig(
+            **{"model": name, **options, "name": parse_name(name).canonical}
+        )
 
 
 @contextmanager
 def _naming(*keys: str) -> Iterator[None]:
-    """Context manager that adds the full key of an invalid value to errors. The key begins with `keys`. A
-    ValidationError becomes an OptionError."""
+    """Context manager that adds the full key of an invalid value to errors. The key
+    begins with `keys`. A ValidationError becomes an OptionError."""
     try:
         yield
     except ModelNameError as error:
@@ -129,21 +152,29 @@ def _naming(*keys: str) -> Iterator[None]:
 
 
 class ConfiguredCatalog(Catalog):
-    """A catalog of the names in the config, in the config's order, with the files of this machine. Thread-safe."""
+    """A catalog of the names in the config, in the config's order, with the files of
+    this machine. Thread-safe."""
 
     def __init__(self, configs: Sequence[ModelConfig]) -> None:
         super().__init__(paths=False)
         self._configs = {config.name.lower(): config for config in configs}
-        self._files = Catalog()  # allows paths, since the author of the config may use any file
+        # Allows paths, since the author of the config may use any file.
+        self._files = Catalog()
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
         """Returns the models whose names start with `prefix`, ignoring case."""
-        return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
+        return [
+            entry
+            for entry in self._models()
+            if entry.name.lower().startswith(prefix.lower())
+        ]
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
         for key in self._configs if text is None else [parse_name(text).key]:
             if config := self._configs.get(key):
-                yield replace(self._files.find(config.model, even_missing=True), name=config.name)
+                yield replace(
+                    self._files.find(config.model, even_missing=True), name=config.name
+                )
 
     def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         known = ", ".join(config.name for config in self._configs.values())

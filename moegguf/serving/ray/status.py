@@ -13,9 +13,10 @@ from moegguf.serving.events import LoadedModel, LoadedName
 
 
 def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
-    """Combines the states of one model's replicas. Memory sizes, queue lengths, requests, numbers of simultaneous
-    requests and statistics are summed, and the context length is the shortest one. The model is busy if any replica is
-    busy, and its name never expires. All other facts are the first replica's."""
+    """Combines the states of one model's replicas. Memory sizes, queue lengths,
+    requests, numbers of simultaneous requests and statistics are summed, and the
+    context length is the shortest one. The model is busy if any replica is busy, and
+    its name never expires. All other facts are the first replica's."""
     first = replicas[0]
     return replace(
         first,

@@ -1,8 +1,10 @@
-"""Generates conversations with made-up tools, so that tool definitions in a prompt do not confuse the trained model.
+"""Generates conversations with made-up tools, so that tool definitions in a prompt do
+not confuse the trained model.
 
-The model is too small to copy names and values out of its prompt. A training run with 200 tool calls taught it the form
-of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small for tools. It also
-learns to answer known questions when the prompt defines tools.
+The model is too small to copy names and values out of its prompt. A training run with
+200 tool calls taught it the form of a call, but none of 44 calls was right. The model
+therefore learns to answer that it is too small for tools. It also learns to answer
+known questions when the prompt defines tools.
 """
 
 import random
@@ -31,23 +33,45 @@ class Kind:
     names: tuple[str, ...]  # possible names of the tool
     about: tuple[str, ...]  # possible descriptions of the tool
     keys: tuple[str, ...]  # names of the tool's arguments
-    questions: tuple[str, ...]  # questions that need the tool; {} stands for a random word
+    # questions that need the tool; {} stands for a random word.
+    questions: tuple[str, ...]
 
     def tool(self, rng: random.Random) -> Tool:
-        """Returns the definition of a random tool of this kind: a `function` object of OpenAI's API."""
+        """Returns the definition of a random tool of this kind: a `function` object of
+        OpenAI's API."""
         properties: dict[str, Any] = {key: {"type": "string"} for key in self.keys}
         if rng.random() < 0.3:
-            properties = {key: {**value, "description": f"the {key}"} for key, value in properties.items()}
-        parameters = {"type": "object", "properties": properties, "required": list(properties)}
-        return {"name": rng.choice(self.names), "description": rng.choice(self.about), "parameters": parameters}
+            properties = {
+                key: {**value, "description": f"the {key}"}
+                for key, value in properties.items()
+            }
+        parameters = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+        }
+        return {
+            "name": rng.choice(self.names),
+            "description": rng.choice(self.about),
+            "parameters": parameters,
+        }
 
 
 KINDS = (
     Kind(
         ("get_weather", "weather", "current_weather", "get_current_weather"),
-        ("Get the weather of a city", "The weather in a city now", "Get the current weather of a location"),
+        (
+            "Get the weather of a city",
+            "The weather in a city now",
+            "Get the current weather of a location",
+        ),
         ("city",),
-        ("What is the weather in {}?", "How warm is it in {}?", "What's the weather like in {}?", "Weather in {}?"),
+        (
+            "What is the weather in {}?",
+            "How warm is it in {}?",
+            "What's the weather like in {}?",
+            "Weather in {}?",
+        ),
     ),
     Kind(
         ("get_time", "current_time", "clock"),
@@ -59,13 +83,25 @@ KINDS = (
         ("add", "multiply", "calculate", "calculator"),
         ("Calculate with two numbers", "A calculator"),
         ("a", "b"),
-        ("What is {} + {}?", "What is {} times {}?", "Add {} and {}.", "Calculate {} * {}.", "How much is {} plus {}?"),
+        (
+            "What is {} + {}?",
+            "What is {} times {}?",
+            "Add {} and {}.",
+            "Calculate {} * {}.",
+            "How much is {} plus {}?",
+        ),
     ),
     Kind(
         ("search", "web_search", "find", "lookup"),
         ("Search the web", "Search for a text"),
         ("query",),
-        ("Search for {}.", "Find {}.", "Look up {} {}.", "Can you search for {}?", "Search the web for {}."),
+        (
+            "Search for {}.",
+            "Find {}.",
+            "Look up {} {}.",
+            "Can you search for {}?",
+            "Search the web for {}.",
+        ),
     ),
     Kind(
         ("read_file", "open_file", "write_file"),
@@ -82,12 +118,14 @@ KINDS = (
 )
 
 
-def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tuple[list[Message], list[Tool]]:
+def conversation(
+    rng: random.Random, plain: Callable[[], list[Message]]
+) -> tuple[list[Message], list[Tool]]:
     """Returns a conversation and the one to three tools defined in its prompt.
 
-    Most conversations come from `plain`, and their question needs no tool. In the rest, the question needs a tool, and
-    the answer is TOO_SMALL. Some of these contain a tool call and its result before the answer, because a server can
-    force a call.
+    Most conversations come from `plain`, and their question needs no tool. In the rest,
+    the question needs a tool, and the answer is TOO_SMALL. Some of these contain a tool
+    call and its result before the answer, because a server can force a call.
     """
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)))
     defined = [kind.tool(rng) for kind in kinds]
@@ -97,7 +135,15 @@ def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tupl
     messages: list[Message] = [{"role": "user", "content": question}]
     if rng.random() < 0.3:
         arguments = {key: rng.choice(VALUES) for key in kinds[0].keys}
-        call = {"type": "function", "function": {"name": defined[0]["name"], "arguments": arguments}}
+        call = {
+            "type": "function",
+            "function": {"name": defined[0]["name"], "arguments": arguments},
+        }
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": " ".join(rng.choices(VALUES, k=rng.randint(1, 6)))})
+        messages.append(
+            {
+                "role": "tool",
+                "content": " ".join(rng.choices(VALUES, k=rng.randint(1, 6))),
+            }
+        )
     return [*messages, {"role": "assistant", "content": TOO_SMALL}], defined

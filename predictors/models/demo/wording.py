@@ -1,4 +1,5 @@
-"""Rewords questions at random, as other people might type them, to train the demo model."""
+"""Rewords questions at random, as other people might type them, to train the demo
+model."""
 
 import random
 import re
@@ -55,14 +56,18 @@ def wordings(question: str) -> list[str]:
     Returns [] if no pattern matches the question.
     """
     return [
-        form.format(found[1]) for pattern, forms in PATTERNS if (found := pattern.match(question)) for form in forms
+        form.format(found[1])
+        for pattern, forms in PATTERNS
+        if (found := pattern.match(question))
+        for form in forms
     ]
 
 
 def reword(question: str, rng: random.Random) -> str:
     """Returns a question as another person might type it.
 
-    Words, case and punctuation may change at random, and an opening or a typing error may be added.
+    Words, case and punctuation may change at random, and an opening or a typing error
+    may be added.
     """
     forms = wordings(question)
     if forms and rng.random() < 0.35:
@@ -72,7 +77,9 @@ def reword(question: str, rng: random.Random) -> str:
     if rng.random() < 0.25:
         question = question.lower()
     if rng.random() < 0.15:
-        question = question.replace("moegguf", rng.choice(("Moegguf", "MoEGGUF", "MOEGGUF")))
+        question = question.replace(
+            "moegguf", rng.choice(("Moegguf", "MoEGGUF", "MOEGGUF"))
+        )
     if rng.random() < 0.1 and len(question) > 12:
         question = rng.choice(OPENINGS) + question[0].lower() + question[1:]
     if rng.random() < 0.08:
@@ -85,4 +92,7 @@ def reword(question: str, rng: random.Random) -> str:
 
 def reworded(messages: Sequence[Message], rng: random.Random) -> list[Message]:
     """Returns a copy of a conversation in which the user's messages are reworded."""
-    return [{**m, "content": reword(m["content"], rng)} if m["role"] == "user" else m for m in messages]
+    return [
+        {**m, "content": reword(m["content"], rng)} if m["role"] == "user" else m
+        for m in messages
+    ]
