@@ -250,19 +250,12 @@ def shift_table(model: str) -> str:
 def accuracy_table(model: str) -> str:
     """Returns the table of the predictors' accuracies by distance."""
     rows = [
-        [
-            name,
-            k,
-            *[
-                percent(of[measure])
-                for measure in ("accuracy", "shuffled", "all", "any", "batch", "good")
-            ],
-        ]
+        [name, k, *[percent(of[measure]) for measure in ("accuracy", "all", "good")]]
         for name, by_k in figures(f"{model}/accuracy").items()
         for k, of in by_k.items()
     ]
-    head = ["predictor", "layers ahead", "accuracy", "accuracy on shuffled routing", "all experts right",
-            "at least one expert right", "overlap for 8 requests", "GOODPRED"]  # fmt: skip
+    head = ["predictor", "predicted how many layers ahead", "predicted experts that the router chose",
+            "predictions with all experts right", "GOODPRED"]  # fmt: skip
     return markdown(head, rows)
 
 
@@ -284,9 +277,8 @@ def _in_memory(share: str) -> str:
 
 
 def model_table(model: str) -> str:
-    """Returns the model's card as Markdown: a table of losses by kind of text, then
-    some answers if the card has answers. The losses are compared with the losses of the
-    model from which this model was made."""
+    """Returns the table of the model's losses by kind of text. The losses are compared
+    with the losses of the model from which this model was made."""
     card = read_result(f"{model}/{CARD}")
     if card is None:
         # Every step first makes the model and its card.
@@ -302,15 +294,9 @@ def model_table(model: str) -> str:
         for kind, before in card[f"loss_{origin}"].items()
     ]
     loss = f"loss of the {origin} model", ORIGINS[origin]
-    head = ["held-out text", "tokens", *[f"{of}, nats per token" for of in loss]]
-    if "answers" not in card:
-        return markdown(head, losses)
-    answers = [
-        f"> {question}\n>\n> {' '.join(answer.split())}"
-        for question, answer in card["answers"].items()
-    ]
-    return "\n\n".join(
-        [markdown(head, losses), "The laboratory model gave these answers:", *answers]
+    return markdown(
+        ["kind of held-out text", "tokens", *[f"{of}, nats per token" for of in loss]],
+        losses,
     )
 
 
@@ -323,25 +309,29 @@ def routing_table(model: str) -> str:
     known = LOCALITIES["qwen3-30b"]
     windows = reuse["windows"]
     rows = [
-        ["experts of a token that the next token also uses", percent(reuse["next_token"]),
-         "45 % Qwen3-30B-A3B, 23 % GLM-5.3-Flash"],
-        ["experts of a token that one of the 8 preceding tokens also used", percent(windows["8"]),
-         "80 % Qwen3-30B-A3B"],
+        ["share of a token's experts that the next token also uses", percent(reuse["next_token"]),
+         "45 % for Qwen3-30B-A3B; 23 % for GLM-5.3-Flash"],
+        ["share of a token's experts that one of the 8 preceding tokens also used", percent(windows["8"]),
+         "80 % for Qwen3-30B-A3B"],
         *[[f"LRU hit rate with {_in_memory(share)}", percent(hits[share]), published]
           for share, published in (
-              ("0.19", f"{known.hit_rates[0.19]:.0%} Qwen3-30B-A3B, 58 % GLM-5.3-Flash (20 % in memory)"),
-              ("0.25", f"{known.hit_rates[0.24]:.0%} Qwen3-30B-A3B, 51 % OLMoE"),
-              ("0.4", f"{known.hit_rates[0.40]:.0%} Qwen3-30B-A3B"),
-              ("0.64", f"{known.hit_rates[0.64]:.0%} Qwen3-30B-A3B"))],
+              ("0.19", f"{known.hit_rates[0.19]:.0%} for Qwen3-30B-A3B; 58 % for GLM-5.3-Flash (20 % in memory)"),
+              ("0.25", f"{known.hit_rates[0.24]:.0%} for Qwen3-30B-A3B (24 % in memory); 51 % for OLMoE"),
+              ("0.4", f"{known.hit_rates[0.40]:.0%} for Qwen3-30B-A3B"),
+              ("0.64", f"{known.hit_rates[0.64]:.0%} for Qwen3-30B-A3B"))],
         *[[f"accuracy of `skip`, {k} layer{'s' * (k != '1')} ahead", percent(of["accuracy"]),
-           {"1": "90.5 % DeepSeek-V2-Lite", "8": "54.5 % DeepSeek-V2-Lite"}.get(k, NONE)]
+           {"1": "90.5 % for DeepSeek-V2-Lite", "8": "54.5 % for DeepSeek-V2-Lite"}.get(k, NONE)]
           for k, of in accuracy.items()],
         ["evenness of expert use over all requests (entropy; 1 is uniform)", f"{reuse['merged']['entropy']:.2f}",
          "entropy near 1 (MoE-Infinity, figure 2)"],
         ["evenness of expert use within a request (entropy; 1 is uniform)", f"{reuse['within']['entropy']:.2f}",
          "use is skewed (MoE-Infinity, figure 2)"],
     ]  # fmt: skip
-    head = ["statistic", SUBJECTS[model].title, "published for other models"]
+    head = [
+        "statistic",
+        f"figure for the {SUBJECTS[model].title}",
+        "published figures for other models",
+    ]
     return re.sub(r"(\d)%", r"\1 %", markdown(head, rows))
 
 
@@ -399,18 +389,25 @@ def tuned_table(model: str) -> str:
         n = int(window)
         return f"{'all' if n >= EVERY_LAYER else n} layer{'s' * (n != 1)} ahead"
 
-    def times(of: Mapping[str, float]) -> str:
-        return "; ".join(
-            f"fetching {far(window)}: {ms:.1f} ms per token"
-            for window, ms in of.items()
-        )
+    def time(of: Mapping[str, float], window: str) -> str:
+        return f"{of[window]:.1f}" if window in of else NONE
 
+    windows = dict.fromkeys(window for of in found.values() for window in of["ms"])
     rows = [
-        [NAMES[paper], far(of["chosen"]), times(of["ms"])]
+        [
+            NAMES[paper],
+            far(of["chosen"]),
+            *[time(of["ms"], window) for window in windows],
+        ]
         for paper, of in found.items()
     ]
     return markdown(
-        ["paper", "fastest distance", "time per token at each distance"], rows
+        [
+            "paper",
+            "fastest distance",
+            *[f"ms per token, fetching {far(w)}" for w in windows],
+        ],
+        rows,
     )
 
 
