@@ -1,8 +1,8 @@
 """A budget that changes while the model stays loaded.
 
-Answers the same question under three budgets. Prints the memory used for experts and
-the hit rate under each budget, and whether the three answers are equal. They are,
-because a budget changes the speed but never a token.
+Answers the same question under three budgets.
+Prints the memory used for experts and the hit rate under each budget, and whether the
+three answers are equal. They are, because a budget changes the speed but never a token.
 """
 
 from moegguf import Llama
