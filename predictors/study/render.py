@@ -347,7 +347,10 @@ def costs_table(model: str) -> str:
         [name, *[cell for by_name in found.values() for cell in cells(by_name[name])]]
         for name in next(iter(found.values()))
     ]
-    parts = ("time before a pass (µs)", "time per layer (µs, 99th percentile)")
+    parts = (
+        "time before a pass, µs: median",
+        "time per layer, µs: median (99th percentile)",
+    )
     shapes = [shape.replace(" x ", " layers of ") + " experts" for shape in found]
     return markdown(
         ["predictor", *[f"{shape}: {part}" for shape in shapes for part in parts]], rows
