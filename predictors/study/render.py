@@ -487,7 +487,7 @@ def changes_table() -> str:
         claim = verdicts[one["paper"], one["claim"]]
         now = {model: _counted_now(claim, model) for model in COLUMNS}
         if any(verdict not in (None, one["verdict"]) for verdict in now.values()):
-            found = [verdict or "not recomputed" for verdict in now.values()]
+            found = [verdict or "no current verdict" for verdict in now.values()]
             rows.append(
                 [NAMES[claim.paper], claim.text, one["verdict"], *found, one["why"]]
             )
