@@ -315,8 +315,10 @@ def routing_table(model: str) -> str:
          "80 % for Qwen3-30B-A3B"],
         *[[f"LRU hit rate with {_in_memory(share)}", percent(hits[share]), published]
           for share, published in (
-              ("0.19", f"{known.hit_rates[0.19]:.0%} for Qwen3-30B-A3B; 58 % for GLM-5.3-Flash with 20 % of experts"),
-              ("0.25", f"{known.hit_rates[0.24]:.0%} for Qwen3-30B-A3B with 24 % of experts; 51 % for OLMoE"),
+              ("0.19", f"hit rate of {known.hit_rates[0.19]:.0%} for Qwen3-30B-A3B; with 20 % in memory, 58 % for"
+               " GLM-5.3-Flash"),
+              ("0.25", f"with 24 % in memory, hit rate of {known.hit_rates[0.24]:.0%} for Qwen3-30B-A3B; 51 % for"
+               " OLMoE"),
               ("0.4", f"{known.hit_rates[0.40]:.0%} for Qwen3-30B-A3B"),
               ("0.64", f"{known.hit_rates[0.64]:.0%} for Qwen3-30B-A3B"))],
         *[[f"accuracy of `skip`, {k} layer{'s' * (k != '1')} ahead", percent(of["accuracy"]),
