@@ -271,8 +271,8 @@ CLAIMS = (
                 ("speed,ablation,+ early preemption,+ chunks", ANY),
                 ("speed,ablation,+ reordering", half(1.37)),
             ),
-            "ProMoE's prefetching alone reaches {speed,ablation,+ prefetching} times the speed of LRU. Adding chunks"
-            " multiplies ProMoE's speed by {speed,ablation,+ chunks,+ prefetching}, and then adding early preemption"
+            "ProMoE's prefetching alone reaches {speed,ablation,+ prefetching} times the speed of LRU. Adding chunked"
+            " transfers multiplies ProMoE's speed by {speed,ablation,+ chunks,+ prefetching}, and then adding early preemption"
             " multiplies the speed by {speed,ablation,+ early preemption,+ chunks}. ProMoE's four techniques together"
             " reach {speed,ablation,+ reordering} times the speed of LRU.",
             MEDIUM,
@@ -506,9 +506,9 @@ CLAIMS = (
             " experts that ExpertMLP predicts are right.",
             LOW,
             "eight",
-            "The claim needs a model whose tokens use 2 of 8 experts. The last verdict is for a variant of the"
-            " laboratory model with 8 experts per layer, of which a token uses 2. A random prediction of 2 of 8 experts"
-            " contains both experts in 3.6 % of cases, and at least one in 46 %.",
+            "The claim needs a model whose tokens use 2 of 8 experts. The verdict in the column of the"
+            " laboratory model is for a variant of this model with 8 experts per layer, of which a token uses 2. A"
+            " random prediction of 2 of 8 experts contains both experts in 3.6 % of cases, and at least one in 46 %.",
         ),
         (
             "DuoServe-MoE's predictor takes 0.6 ms, which is hidden, and 15 % of the memory (section 6.4, table 2)",
