@@ -272,9 +272,9 @@ CLAIMS = (
                 ("speed,ablation,+ reordering", half(1.37)),
             ),
             "ProMoE's prefetching alone reaches {speed,ablation,+ prefetching} times the speed of LRU. Adding chunked"
-            " transfers multiplies ProMoE's speed by {speed,ablation,+ chunks,+ prefetching}, and then adding early preemption"
-            " multiplies the speed by {speed,ablation,+ early preemption,+ chunks}. ProMoE's four techniques together"
-            " reach {speed,ablation,+ reordering} times the speed of LRU.",
+            " transfers multiplies ProMoE's speed by {speed,ablation,+ chunks,+ prefetching}, and then adding early"
+            " preemption multiplies the speed by {speed,ablation,+ early preemption,+ chunks}. ProMoE's four techniques"
+            " together reach {speed,ablation,+ reordering} times the speed of LRU.",
             MEDIUM,
             None,
             "In the simulator, reordering changes only prompts, because a layer of a decoded token is computed in one"
