@@ -134,8 +134,8 @@ CLAIMS = (
     *_claims(
         "moe-infinity",
         (
-            "MoE-Infinity takes 3.1 to 16.7 times less time per token than vLLM, Ollama, DeepSpeed and BrainStorm"
-            " (table 1)",
+            "MoE-Infinity generates tokens 3.1 to 16.7 times as fast as vLLM, Ollama, DeepSpeed and BrainStorm"
+            " (abstract)",
             OPEN,
             "A comparison needs vLLM, Ollama, DeepSpeed and BrainStorm on a GPU.",
         ),

@@ -352,10 +352,14 @@ def costs_table(model: str) -> str:
         for name in next(iter(found.values()))
     ]
     parts = (
-        "median time before the first layer of a pass, µs",
-        "median time per layer (99th percentile), µs",
+        "median prediction time before the first layer of a pass, µs",
+        "median prediction time per layer (99th percentile), µs",
     )
-    shapes = [shape.replace(" x ", " layers of ") + " experts" for shape in found]
+    shapes = [
+        shape.replace("laboratory", "laboratory model").replace(" x ", " layers of ")
+        + " experts"
+        for shape in found
+    ]
     return markdown(
         ["predictor", *[f"{part}: {shape}" for shape in shapes for part in parts]], rows
     )
