@@ -127,7 +127,7 @@ def systems_table(name: str) -> str:
         "stall per token, ms",
     ]
     head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile, ms", "prompt ms",
-            *[f"speed relative to {base}{' entries' * base.isdigit()}" for base in bases],
+            *[f"speed relative to {base.partition(',')[0]}{' entries' * base.isdigit()}" for base in bases],
             *(moved if "ahead" in next(iter(systems.values())) else ["prefetching"])]  # fmt: skip
     return markdown(head, [row(*one) for one in systems.items()])
 
@@ -315,16 +315,20 @@ def routing_table(model: str) -> str:
          "80 % for Qwen3-30B-A3B"],
         *[[f"LRU hit rate with {_in_memory(share)}", percent(hits[share]), published]
           for share, published in (
-              ("0.19", f"{known.hit_rates[0.19]:.0%} for Qwen3-30B-A3B; 58 % for GLM-5.3-Flash (20 % in memory)"),
-              ("0.25", f"{known.hit_rates[0.24]:.0%} for Qwen3-30B-A3B (24 % in memory); 51 % for OLMoE"),
+              ("0.19", f"hit rate of {known.hit_rates[0.19]:.0%} for Qwen3-30B-A3B; with 20 % in memory, 58 % for"
+               " GLM-5.3-Flash"),
+              ("0.25", f"with 24 % in memory, hit rate of {known.hit_rates[0.24]:.0%} for Qwen3-30B-A3B; 51 % for"
+               " OLMoE"),
               ("0.4", f"{known.hit_rates[0.40]:.0%} for Qwen3-30B-A3B"),
               ("0.64", f"{known.hit_rates[0.64]:.0%} for Qwen3-30B-A3B"))],
         *[[f"accuracy of `skip`, {k} layer{'s' * (k != '1')} ahead", percent(of["accuracy"]),
            {"1": "90.5 % for DeepSeek-V2-Lite", "8": "54.5 % for DeepSeek-V2-Lite"}.get(k, NONE)]
           for k, of in accuracy.items()],
-        ["evenness of expert use over all requests (entropy; 1 is uniform)", f"{reuse['merged']['entropy']:.2f}",
+        ["evenness of expert use over all requests (normalised entropy: 1 means uniform)",
+         f"{reuse['merged']['entropy']:.2f}",
          "entropy near 1 (MoE-Infinity, figure 2)"],
-        ["evenness of expert use within a request (entropy; 1 is uniform)", f"{reuse['within']['entropy']:.2f}",
+        ["evenness of expert use within a request (normalised entropy: 1 means uniform)",
+         f"{reuse['within']['entropy']:.2f}",
          "use is skewed (MoE-Infinity, figure 2)"],
     ]  # fmt: skip
     head = [
@@ -348,12 +352,16 @@ def costs_table(model: str) -> str:
         for name in next(iter(found.values()))
     ]
     parts = (
-        "time before a pass, µs: median",
-        "time per layer, µs: median (99th percentile)",
+        "median prediction time before the first layer of a pass, µs",
+        "median prediction time per layer (99th percentile), µs",
     )
-    shapes = [shape.replace(" x ", " layers of ") + " experts" for shape in found]
+    shapes = [
+        shape.replace("laboratory", "laboratory model").replace(" x ", " layers of ")
+        + " experts"
+        for shape in found
+    ]
     return markdown(
-        ["predictor", *[f"{shape}: {part}" for shape in shapes for part in parts]], rows
+        ["predictor", *[f"{part}: {shape}" for shape in shapes for part in parts]], rows
     )
 
 
@@ -487,7 +495,7 @@ def changes_table() -> str:
         claim = verdicts[one["paper"], one["claim"]]
         now = {model: _counted_now(claim, model) for model in COLUMNS}
         if any(verdict not in (None, one["verdict"]) for verdict in now.values()):
-            found = [verdict or "not recomputed" for verdict in now.values()]
+            found = [verdict or "no current verdict" for verdict in now.values()]
             rows.append(
                 [NAMES[claim.paper], claim.text, one["verdict"], *found, one["why"]]
             )
