@@ -187,17 +187,6 @@ def _text(kind: str, name: str, *keys: str) -> str:
         return (
             f"{min(shares):.0f} to {max(shares):.0f} % (median {median(shares):.0f} %)"
         )
-    if kind == "medians":
-        return _listed(
-            [
-                interval(_speeds(f"{name}:{one}", keys).estimate)
-                for one in figures(name)["settings"]
-            ]
-        )
-    if kind == "readies":
-        return _listed(
-            [percent(of[keys[0]]["ready"]) for of in figures(name)["settings"].values()]
-        )
     if kind == "recovery":
         found_n = [_recovered(of) for of in figures(name)["kinds"].values()]
         back = [n for n in found_n if n is not None]
@@ -212,11 +201,6 @@ def _text(kind: str, name: str, *keys: str) -> str:
         if kind in ("tail", "loss")
         else f"{value:,.2f}".rstrip("0").rstrip(".")
     )
-
-
-def _listed(texts: Sequence[str]) -> str:
-    """Returns the texts as a list in a sentence: "a, b and c"."""
-    return " and ".join(part for part in (", ".join(texts[:-1]), *texts[-1:]) if part)
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:
