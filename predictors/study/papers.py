@@ -47,7 +47,6 @@ class Link:
     layer_us: float  # compute time of a layer in a pass, in microseconds
     # Number of experts of a layer that a token of the paper's model uses.
     n_expert_used: int
-    source: str
 
     def expert_us_of(self, shape: MoeShape) -> float:
         """Returns the transfer time of one expert of this shape, in microseconds.
@@ -72,23 +71,31 @@ NAMES = {
     "duoserve": "DuoServe-MoE",
 }
 LINKS = {
-    "moe-infinity": Link(
-        720, 4000, 6, "table 1: DeepSeek-V2-Lite, 6 experts a token, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute"
-        " over 26 layers"
+    "moe-infinity": Link(720, 4000, 6),
+    "promoe": Link(750, 1030, 6),
+    "expertflow": Link(790, 790, 1),
+    "duoserve": Link(3960, 1980, 2),
+}
+# Where the times of LINKS come from. The texts are not settings, so correcting a text
+# does not make recorded results outdated.
+SOURCES = {
+    "moe-infinity": (
+        "table 1: DeepSeek-V2-Lite, 6 experts a token, 24 GB/s; not in the paper: 17.3 MB an expert; 155 - 51 ms of"
+        " compute over 26 layers"
     ),
-    "promoe": Link(
-        750, 1030, 6, "5.3: DS-1 in fp16, 6 experts a token, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute,"
-        " over 26 layers"
+    "promoe": (
+        "2.2: DS-1 in fp16, 6 experts a token, 23 GB/s; not in the paper: 17.3 MB an expert; 39.6 % of 67.9 ms are"
+        " compute, over 26 layers"
     ),
-    "expertflow": Link(
-        790, 790, 1, "none in the paper: Switch-base's experts of 18.9 MB, one a token, over an A40's 24 GB/s, as much"
-        " compute a layer"
+    "expertflow": (
+        "none in the paper: Switch-base's experts of 18.9 MB, one a token, over an A40's 24 GB/s, as much compute a"
+        " layer"
     ),
-    "duoserve": Link(
-        3960, 1980, 2, "6.1: Mixtral-8x7B in 4 bits, 2 experts a token, 99 MB an expert at 25 GB/s; compute, not in the"
-        " paper: half of an expert's time"
+    "duoserve": (
+        "6.1: Mixtral-8x7B in 4 bits, 2 experts a token, PCIe 4.0; not in the paper: 99 MB an expert, 25 GB/s, and"
+        " compute of half of an expert's time"
     ),
-}  # fmt: skip
+}
 
 
 class System(NamedTuple):

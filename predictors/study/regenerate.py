@@ -281,10 +281,8 @@ def at_link(paper: str, share: float | None) -> Step:
         if share is None:
             systems = {name: systems[name] for name in ("on demand", "lru", paper)}
         found = bench.workload.systems(systems, n_slots, LINKS[paper])
-        source = LINKS[paper].source
         return {
             "share": share,
-            "source": source,
             "requests": len(bench.workload.counted),
             "systems": found,
         }

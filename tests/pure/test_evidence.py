@@ -322,7 +322,7 @@ def test_joined_puts_the_warm_up_first_with_new_sequence_numbers() -> None:
 
 
 def test_link_scales_expert_time_to_the_load_of_the_paper() -> None:
-    link = Link(expert_us=3000, layer_us=1500, n_expert_used=2, source="")
+    link = Link(expert_us=3000, layer_us=1500, n_expert_used=2)
     shape = replace(SMALL, n_expert_used=8, expert_bytes=6000)
     assert (
         shape.n_expert_used * link.expert_us_of(shape) / link.layer_us
