@@ -22,9 +22,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from moegguf.controller import weights
 from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, read_measured
@@ -33,6 +30,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.gguf.routers import Routers, read_routers
+from moegguf.native.events import Float32s
 from moegguf.package import package_folders
 from moegguf.settings import data_folder
 
@@ -141,12 +139,12 @@ class Artifacts:
         and saves nothing."""
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
-    def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
+    def uses(self, shape: MoeShape) -> Float32s | None:
         """Returns the saved table (n_layer, n_expert) of expert uses in earlier runs,
         with more weight on later runs. Skips damaged files and files of other models,
         with a warning. Returns None if there is no usable file."""
 
-        def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
+        def build(saved: weights.Weights) -> Float32s:
             found = saved.array("uses", *shape.table)
             if (found < 0).any():
                 raise ValueError("'uses' holds numbers below zero")
@@ -156,7 +154,7 @@ class Artifacts:
             return self.load("uses", shape, build)
         return None
 
-    def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
+    def save_uses(self, shape: MoeShape, uses: Float32s) -> None:
         """Saves the table (n_layer, n_expert) of expert uses atomically, in
         `writable_folder()`. If writing fails, warns and saves nothing."""
         self._save(

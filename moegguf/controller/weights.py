@@ -24,6 +24,7 @@ from safetensors.numpy import save as serialize
 
 from moegguf.atomic_write import write_atomically
 from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
@@ -44,7 +45,7 @@ class Weights:
     # arrays
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
+    def array(self, name: str, *shape: int) -> Float32s:
         """Returns the array `name` as float32. Raises ValueError if it is missing, has
         the wrong shape or holds numbers that are not finite."""
         found = self.arrays.get(name)

@@ -79,21 +79,12 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen = list[int]()
     n_chosen_tokens = 0
-    for index, sequences in enumerate(itertools.zip_longest(*_by_kind(trace))):
+    for index, sequences in enumerate(itertools.zip_longest(*trace.by_kind())):
         for sequence in filter(lambda s: s is not None, sequences):
             if index == 0 or n_chosen_tokens < n_tokens:
                 chosen.append(sequence)
                 n_chosen_tokens += decoded_tokens[sequence]
     return chosen
-
-
-def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests. Requests
-    without a label form a kind of their own."""
-    kinds: dict[str, list[int]] = {}
-    for sequence in trace.sequences():
-        kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
-    return list(kinds.values())
 
 
 @dataclass(frozen=True)
@@ -220,7 +211,7 @@ class TraceAnalysis:
         """Splits the requests into two halves. Each half contains half of the requests
         of each kind of text, give or take one. Raises OptionError if there is only one
         request."""
-        one_by_one = list(itertools.chain(*_by_kind(self.trace)))
+        one_by_one = list(itertools.chain(*self.trace.by_kind()))
         if len(one_by_one) < 2:
             raise OptionError(
                 "the policy is chosen on some requests and judged on others, but the trace has fewer than two; record"
@@ -449,7 +440,7 @@ class TraceAnalysis:
                 else vram
             )
             of_devices = {
-                str(d.name): d.n_slots / shape.n_expert / len(shape.layers)
+                str(d.name): d.n_slots / shape.n_expert / shape.n_moe_layer
                 for d in devices
             }
             several = {

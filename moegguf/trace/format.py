@@ -36,7 +36,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_valid
 from moegguf.atomic_write import can_be_replaced
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
-from moegguf.native.events import Phase
+from moegguf.native.events import Bools, Phase
 from moegguf.trace.trace import MAX_TEXT, Trace, TraceHeader
 
 MAX_BLOCKS = 1 << 20
@@ -188,7 +188,7 @@ def check(trace: Trace, step: str = "record it again") -> None:
     ids = trace.expert_ids
     n_vocab = trace.shape.n_vocab or np.iinfo(np.int32).max
     n_expert = trace.shape.n_expert
-    chosen: npt.NDArray[np.bool_] = ids >= 0
+    chosen: Bools = ids >= 0
     used = np.asarray(chosen.any(axis=1, keepdims=True))
     uniform = (used[:, :, 1:] <= used[:, :, :-1]).all() and (
         chosen == (chosen[:, :, :1] & used)
@@ -273,7 +273,7 @@ def _spec(
 ) -> Spec:
     """Returns the type and shape of each array for `n_pass` passes and `n_tokens`
     tokens."""
-    chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
+    chosen = (shape.n_moe_layer, n_tokens, shape.n_expert_used)
     spec: Spec = {
         "pass_sequence": (np.int32, (n_pass,)),
         "pass_phase": (np.uint8, (n_pass,)),
@@ -286,7 +286,7 @@ def _spec(
     if weights:
         spec["weights"] = (np.float16, chosen)
     if inputs:
-        spec["inputs"] = (np.float16, (len(shape.layers), n_tokens, shape.n_embd))
+        spec["inputs"] = (np.float16, (shape.n_moe_layer, n_tokens, shape.n_embd))
     if batches:
         spec |= {
             "token_sequence": (np.int32, (n_tokens,)),

@@ -79,7 +79,7 @@ class _Pass:
         events of all layers. Missing values are set to `empty`, which also determines
         the type of the array."""
         n_tokens = self.n_tokens
-        found = np.full((len(shape.layers), n_tokens, size), empty)
+        found = np.full((shape.n_moe_layer, n_tokens, size), empty)
         for row, event in self.layers:
             values = getattr(event, name)
             if values is None:

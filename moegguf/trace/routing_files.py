@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as read_tensors
 
 from moegguf.errors import TraceError
+from moegguf.native.events import Int64s
 from moegguf.regular_file import open_regular
 from moegguf.trace.format import DAMAGE, HEADER, MAX_TRACE_BYTES
 
@@ -44,7 +45,7 @@ PHASES = ("prefill", "decode")
 # Numbers in a table, token ids and layer numbers must be smaller than this.
 _MOST = 1 << 31
 
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 Arrays = Mapping[str, npt.NDArray[Any]]
 Row = Mapping[str, Any]
 

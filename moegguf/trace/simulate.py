@@ -239,14 +239,14 @@ def slots_of(shape: MoeShape, share: float) -> int:
         raise OptionError(
             f"a share of the experts must be above 0 and at most 1 (100%), but is {share}."
         )
-    return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
+    return max(shape.n_expert_used, round(share * shape.n_moe_layer * shape.n_expert))
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
     """Returns the trace with long passes split, so that no routing event needs more
     than n_slots experts. n_slots must be at least n_expert_used. A store that cannot
     stream experts needs such a trace."""
-    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
+    return _cut(trace, _most_tokens(trace, n_slots, trace.shape.n_moe_layer, NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
@@ -446,7 +446,7 @@ class Simulation:
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
         decode = meter.decode
-        total = len(self.trace.shape.layers) * self.trace.shape.n_expert
+        total = self.trace.shape.n_moe_layer * self.trace.shape.n_expert
         counters = {
             name: n for name, n in meter.counters.items() if name not in REAL_TIME
         }

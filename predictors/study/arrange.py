@@ -8,20 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.learning.counts import multi_hot
-from moegguf.native.events import Phase
+from moegguf.native.events import Bools, Int32s, Int64s, Phase
 from moegguf.trace.trace import Trace
 
-Indices = npt.NDArray[np.int64]
+Indices = Int64s
 
 
-def used_experts(
-    trace: Trace, tokens: Indices | npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def used_experts(trace: Trace, tokens: Indices | Bools) -> Bools:
     """Returns a mask of the experts that each of these tokens used: (n_tokens,
-    len(shape.layers), n_expert)."""
+    shape.n_moe_layer, n_expert)."""
     return multi_hot(
         trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert
     )
@@ -89,9 +86,7 @@ def joined(trace: Trace, before: Trace) -> Trace:
 
 
 def grouped(
-    trace: Trace,
-    passes: Sequence[Indices],
-    names: Sequence[npt.NDArray[np.int32]] | None = None,
+    trace: Trace, passes: Sequence[Indices], names: Sequence[Int32s] | None = None
 ) -> Trace:
     """Returns a trace whose passes consist of these tokens (indices into `trace`).
 
@@ -135,7 +130,7 @@ def shuffled(trace: Trace, seed: int) -> Trace:
     sequence = trace.sequence_of
     expert_ids = trace.expert_ids.copy()
     weights = None if trace.weights is None else trace.weights.copy()
-    for row in range(len(trace.shape.layers)):
+    for row in range(trace.shape.n_moe_layer):
         here = np.flatnonzero(decode & (trace.expert_ids[row, :, 0] >= 0))
         dealt = here[np.lexsort((rng.random(len(here)), sequence[here]))]
         here = here[np.argsort(sequence[here], kind="stable")]

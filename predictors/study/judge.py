@@ -84,7 +84,7 @@ class Judge:
         )
         self._plans = self._make_plans()
         self._pending: Ids = np.full(
-            (len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE
+            (shape.n_moe_layer, len(self.distances), self.tally.n_rank), NOT_DUE
         )
         most = max(len(plan.targets) for plan in self._plans.values())
         self._probabilities: Float32s = np.zeros((most, shape.n_expert), np.float32)
@@ -168,7 +168,7 @@ class Judge:
 
         The key BEFORE stands for the predictions to make before the first layer.
         """
-        n_row = len(self.shape.layers)
+        n_row = self.shape.n_moe_layer
         targets: dict[int, dict[int, list[int]]] = {
             row: {} for row in range(BEFORE, n_row)
         }

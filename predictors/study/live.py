@@ -202,7 +202,7 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
         write_collections(
             _folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES
         )
-    layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
+    layer = layer_us(models[systems[0]], requests, n_ctx) / shape.n_moe_layer
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
     link = f"{shape.expert_bytes / expert_us:.3f}MB/s"
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.bench.series import VARIANTS
 from moegguf.controller import weights
@@ -29,7 +28,7 @@ from moegguf.controller.predictors.networks import SKIP
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.strategies import EVERY_LAYER, STRATEGIES
-from moegguf.native.events import Phase
+from moegguf.native.events import Bools, Float32s, Int32s, Int64s, Phase
 from moegguf.native.store import StoreOptions
 from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
@@ -276,8 +275,8 @@ class Workload:
         trace = study.trace
         random = np.random.default_rng(0)
         queue = list[int]()
-        passes = list[npt.NDArray[np.int64]]()
-        names = list[npt.NDArray[np.int32]]()
+        passes = list[Int64s]()
+        names = list[Int32s]()
         firsts = list[int]()
         order = np.array(trace.sequences())
         decoding = trace.phase_of == Phase.DECODE
@@ -375,11 +374,7 @@ class Workload:
             else None,
         }
 
-    def _shares(
-        self,
-        counted: Mapping[str, npt.NDArray[np.int64]],
-        passes: npt.NDArray[np.bool_],
-    ) -> dict[str, float]:
+    def _shares(self, counted: Mapping[str, Int64s], passes: Bools) -> dict[str, float]:
         """Returns figures of the passes for which `passes` is True.
 
         experts: the mean number of experts that are read or copied in a pass.
@@ -396,7 +391,7 @@ class Workload:
 
 
 BY_REQUEST = ("ready", "stall_ms", "experts")
-Eams = list[npt.NDArray[np.float32]]
+Eams = list[Float32s]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:

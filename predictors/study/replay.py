@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.controller import Controller
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Bools, Int64s, Phase, RoutingEvent
 from moegguf.native.store import Store
 from moegguf.trace.simulate import Simulation
 
@@ -54,7 +53,7 @@ class Replay(Simulation):
 
     next_layer = False
 
-    def counted(self) -> dict[str, npt.NDArray[np.int64]]:
+    def counted(self) -> dict[str, Int64s]:
         """Runs the replay. Returns {name in COUNTED: (n_pass,)}: the growth of each
         counter in each pass. Raises the errors of `run`."""
         self._noted: list[dict[str, int]] = []
@@ -65,7 +64,7 @@ class Replay(Simulation):
         )
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
-    def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
+    def passes(self, sequence: int, phase: Phase) -> Bools:
         """Returns a mask (n_pass,): True for each pass of this phase whose first
         request is `sequence`."""
         return np.asarray(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.native.events import Bools, Int64s
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
 
@@ -24,8 +25,8 @@ DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)
 COVERED = 0.8  # share of a layer's uses that the set of `Skew.covering` must cover
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
-Used = npt.NDArray[np.bool_]
+Counts = Int64s
+Used = Bools
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ def reuse(trace: Trace, seed: int = 0) -> Reuse:
         windows_same=same,
         windows_other=other,
         reuse_distances=_reuse_distances(list(paths.values())),
-        next_token=_next_token(list(paths.values()), len(trace.shape.layers)),
+        next_token=_next_token(list(paths.values()), trace.shape.n_moe_layer),
     )
 
 
 def _table(trace: Trace) -> tuple[int, int]:
-    return len(trace.shape.layers), trace.shape.n_expert
+    return trace.shape.n_moe_layer, trace.shape.n_expert
 
 
 def _paths(decode: Trace) -> dict[int, Used]:

@@ -100,7 +100,7 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
     """Returns the policy that scores by the model's popularity file. Returns LRU, after
     a warning, if every such file is damaged or belongs to another model. Raises
     OptionError if there is no such file."""
-    size = len(shape.layers), shape.n_expert
+    size = shape.n_moe_layer, shape.n_expert
     try:
         static = artifacts.load(
             "popularity",
