@@ -30,6 +30,16 @@ MAX_TEXT = 4096  # maximum number of characters in a label, a name or a setting
 
 Setting = str | int | float
 
+TOKEN_AXES = {
+    "tokens": 0,
+    "token_sequence": 0,
+    "token_phase": 0,
+    "expert_ids": 1,
+    "weights": 1,
+    "inputs": 1,
+}
+"""{array of a `Trace` with an entry for each token: the axis of the tokens}."""
+
 
 @dataclass(frozen=True)
 class TraceHeader:
@@ -227,23 +237,10 @@ class Trace:
         """Returns {name: array} for the arrays of this trace with one entry per token.
         The arrays have only the entries at the indices `tokens`, in this order. Arrays
         that the trace lacks are None."""
-        rows = {
-            "tokens": self.tokens,
-            "token_sequence": self.token_sequence,
-            "token_phase": self.token_phase,
-        }
-        columns = {
-            "expert_ids": self.expert_ids,
-            "weights": self.weights,
-            "inputs": self.inputs,
-        }
-        found = {
-            name: None if array is None else array[tokens]
-            for name, array in rows.items()
-        }
-        return found | {
-            name: None if array is None else array[:, tokens]
-            for name, array in columns.items()
+        arrays = {name: getattr(self, name) for name in TOKEN_AXES}
+        return {
+            name: None if array is None else array.take(tokens, TOKEN_AXES[name])
+            for name, array in arrays.items()
         }
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:

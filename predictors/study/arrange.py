@@ -11,7 +11,7 @@ import numpy as np
 
 from moegguf.learning.counts import multi_hot
 from moegguf.native.events import Bools, Int32s, Int64s, Phase
-from moegguf.trace.trace import Trace
+from moegguf.trace.trace import TOKEN_AXES, Trace
 
 Indices = Int64s
 
@@ -67,16 +67,13 @@ def joined(trace: Trace, before: Trace) -> Trace:
     labels = {
         first + sequence: label for sequence, label in before.header.labels.items()
     } | trace.header.labels
-    along_tokens = {"tokens": 0, "expert_ids": 1, "weights": 1, "inputs": 1}
-    along_passes = dict.fromkeys(
-        ("pass_sequence", "pass_phase", "pass_first_token", "pass_ns"), 0
-    )
-    columns = along_passes | along_tokens
-    both = {name: [getattr(part, name) for part in parts] for name in columns}
+    of_passes = ("pass_sequence", "pass_phase", "pass_first_token", "pass_ns")
+    axes = dict.fromkeys(of_passes, 0) | TOKEN_AXES
+    both = {name: [getattr(part, name) for part in parts] for name in axes}
     arrays: dict[str, Any] = {
         name: None
         if any(part is None for part in found)
-        else np.concatenate(found, axis=columns[name])
+        else np.concatenate(found, axis=axes[name])
         for name, found in both.items()
     }
     starts = np.concatenate([before.pass_start, before.n_tokens + trace.pass_start[1:]])
