@@ -174,7 +174,7 @@ class TraceAnalysis:
 
     trace: Trace
     artifacts: Artifacts
-    known_predictors: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
+    known_predictors: ClassVar[tuple[str, ...]] = PREDICTORS
 
     @classmethod
     def open(
