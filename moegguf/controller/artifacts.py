@@ -35,8 +35,6 @@ from moegguf.package import package_folders
 from moegguf.settings import data_folder
 
 MEASURED = "measured.json"
-COLLECTION = "eamc.safetensors"
-USES = "uses.safetensors"
 
 T = TypeVar("T")
 
@@ -110,34 +108,36 @@ class Artifacts:
         return read_routers(self.layout)
 
     def load(
-        self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]
+        self,
+        kind: str,
+        shape: MoeShape,
+        build: Callable[[weights.Weights], T],
+        missing: str = "",
     ) -> T | None:
         """Returns `build(weights)` for the first usable file KIND.safetensors in search
         order. Damaged files and files of other models that come earlier are skipped
-        with a warning. Returns None if there are files, but none is usable. Raises
-        FileNotFoundError if there is no file."""
+        with a warning. Returns None if no file is usable. If there is no file at all,
+        raises OptionError with the text `missing`, if given."""
         path = None
         for path in self.find(f"{kind}.safetensors"):
             found = weights.load(path, kind, self.fingerprint, shape, build)
             if found is not None:
                 return found
-        if path is None:
-            raise FileNotFoundError
+        if path is None and missing:
+            raise OptionError(missing)
         return None
 
     def collection(self, shape: MoeShape) -> Eamc | None:
         """Reads the first usable collection of expert activation matrices (EAMs) in
         search order. Skips damaged files and files of other models, with a warning.
         Returns None if there is no usable file."""
-        with suppress(FileNotFoundError):
-            return self.load("eamc", shape, partial(Eamc.from_weights, shape))
-        return None
+        return self.load("eamc", shape, partial(Eamc.from_weights, shape))
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
         """Saves a collection of expert activation matrices (the result of
         `Eamc.weights()`) atomically, in `writable_folder()`. If writing fails, warns
         and saves nothing."""
-        self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
+        self._save("eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> Float32s | None:
         """Returns the saved table (n_layer, n_expert) of expert uses in earlier runs,
@@ -150,33 +150,20 @@ class Artifacts:
                 raise ValueError("'uses' holds numbers below zero")
             return found
 
-        with suppress(FileNotFoundError):
-            return self.load("uses", shape, build)
-        return None
+        return self.load("uses", shape, build)
 
     def save_uses(self, shape: MoeShape, uses: Float32s) -> None:
         """Saves the table (n_layer, n_expert) of expert uses atomically, in
         `writable_folder()`. If writing fails, warns and saves nothing."""
-        self._save(
-            USES,
-            "uses",
-            "the uses of experts were",
-            shape,
-            weights.Weights({"uses": uses}),
-        )
+        saved = weights.Weights({"uses": uses})
+        self._save("uses", "the uses of experts were", shape, saved)
 
     def _save(
-        self,
-        name: str,
-        kind: str,
-        subject: str,
-        shape: MoeShape,
-        saved: weights.Weights,
+        self, kind: str, subject: str, shape: MoeShape, saved: weights.Weights
     ) -> None:
         try:
-            weights.save(
-                self.writable_folder() / name, kind, self.fingerprint, shape, saved
-            )
+            path = self.writable_folder() / f"{kind}.safetensors"
+            weights.save(path, kind, self.fingerprint, shape, saved)
         except OSError as error:
             warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
 

@@ -141,25 +141,20 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
             raise ValueError(
                 "it was written by an old version of moegguf or by another program; make it again with `moegguf learn`"
             )
+        of_model = json.loads(json.dumps(asdict(shape)))
         expected = {
             "version": FORMAT_VERSION,
             "predictor": predictor,
             "fingerprint": fingerprint,
+            **{key: of_model[key] for key in SHAPE_KEYS},
         }
+        of_file = head.get("shape")
+        given = of_file | head if isinstance(of_file, dict) else head
         for key, value in expected.items():
-            if head.get(key) != value:
+            if given.get(key) != value:
                 raise ValueError(
-                    f"its {key} must be {value!r}, but is {head.get(key)!r:.80}; make it for this model with `moegguf"
-                    " learn`"
-                )
-        found = head.get("shape")
-        found = found if isinstance(found, dict) else {}
-        required = json.loads(json.dumps(asdict(shape)))
-        for key in SHAPE_KEYS:
-            if found.get(key) != required[key]:
-                raise ValueError(
-                    f"it was made for a model whose {key} is {found.get(key)!r:.80}, but this model's is"
-                    f" {required[key]!r:.80}; make it for this model with `moegguf learn`"
+                    f"its {key} must be {value!r:.80}, but is {given.get(key)!r:.80}; make it for this model with"
+                    " `moegguf learn`"
                 )
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = head.get("facts")
