@@ -109,14 +109,12 @@ class Bench:
     @cached_property
     def workload(self) -> Workload:
         """All test requests, after N_WARM requests that only warm the cache."""
-        return self._after_choosing(None)
+        return self.some(None)
 
-    def some(self, n_counted: int) -> Workload:
+    def some(self, n_counted: int | None) -> Workload:
         """Returns a workload with about `n_counted` counted requests, in equal numbers
-        for each kind of text."""
-        return self._after_choosing(n_counted)
-
-    def _after_choosing(self, n_counted: int | None) -> Workload:
+        for each kind of text, or with all requests for None. N_WARM requests before
+        them only warm the cache."""
         warm = self.choosing.trace
         return Workload.of(
             self.reporting, warm.select(warm.sequences()[-N_WARM:]), n_counted
