@@ -165,7 +165,10 @@ class Artifacts:
             path = self.writable_folder() / f"{kind}.safetensors"
             weights.save(path, kind, self.fingerprint, shape, saved)
         except OSError as error:
-            warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
+            warnings.warn(
+                f"{subject} not saved ({error.strerror}); make room on the disk, or make {error.filename} writable.",
+                stacklevel=3,
+            )
 
     def writable_folder(self) -> Path:
         """Returns the folder next to the model if it is writable and outside the

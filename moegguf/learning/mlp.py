@@ -62,7 +62,7 @@ def train(
     options = options or Options()
     if trace.inputs is None:
         raise OptionError(
-            "the trace must hold the routers' inputs, but does not; record it with inputs."
+            "the trace must hold the routers' inputs, but does not; record it with `moegguf trace record --inputs`."
         )
     validation = validation_tokens(trace, options.seed)
     row_of = trace.shape.row_of

@@ -251,7 +251,8 @@ class Samples:
         ]
         if not self.sequences:
             raise OptionError(
-                "the trace must have requests whose tokens are all known, but has none; record it again."
+                "the trace must have requests whose tokens are all known, but has none; record it with `moegguf trace"
+                " record`, or import files that hold token ids."
             )
         places = [
             np.flatnonzero(sequence_of == sequence) for sequence in self.sequences

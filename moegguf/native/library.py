@@ -180,7 +180,8 @@ def load() -> c.CDLL:
     found = library.moegguf_abi_version()
     if found != abi.ABI_VERSION:
         raise LibraryError(
-            f"the native library has ABI {found}, but this package needs ABI {abi.ABI_VERSION}; build it again."
+            f"the native library has ABI {found}, but this package needs ABI {abi.ABI_VERSION}; install moegguf"
+            " again, or run `make` again in a checkout."
         )
     abi.declare(library, check)
     return library

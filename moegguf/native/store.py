@@ -666,7 +666,8 @@ class Store:
             self.listen()
             self._callback_error = None
             raise CallbackError(
-                f"a callback raised {type(error).__name__}: {error}; listening stopped."
+                f"a callback raised {type(error).__name__}: {error}; listening stopped, so correct the callback and"
+                " listen again."
             ) from error
 
     def cancel(self, on: bool = True) -> None:

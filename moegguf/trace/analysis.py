@@ -186,7 +186,8 @@ class TraceAnalysis:
         trace = read(path)
         if not trace.decode().n_pass:
             raise OptionError(
-                f"{path} has no answers, only prompts; record it again with --max-tokens above 0."
+                f"{path} must have answers, but has only prompts; record it with --max-tokens above 0, or import it"
+                " with fewer --prompt-tokens."
             )
         layout = read_layout(model) if model else None
         if layout is not None:
@@ -214,8 +215,8 @@ class TraceAnalysis:
         one_by_one = list(itertools.chain(*self.trace.by_kind()))
         if len(one_by_one) < 2:
             raise OptionError(
-                "the policy is chosen on some requests and judged on others, but the trace has fewer than two; record"
-                " several."
+                "--save chooses a policy on some requests and judges it on others, so it needs at least two requests,"
+                f" but is given {len(one_by_one)}; raise --tokens, or record more requests."
             )
         first, second = (
             replace(self, trace=self.trace.select(sorted(one_by_one[start::2])))
@@ -312,7 +313,8 @@ class TraceAnalysis:
         predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(
-                f"{name!r} reads the inputs of the routers: record the trace with --inputs."
+                f"the predictor {name!r} needs the inputs of the routers, but the trace does not have them; record it"
+                " with `moegguf trace record --inputs`."
             )
         return predictor
 

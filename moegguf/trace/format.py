@@ -333,7 +333,8 @@ class TraceWriter:
             )
         if len(self._blocks) == MAX_BLOCKS:
             raise TraceError(
-                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and already has them; begin another."
+                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and this one has them; record the other"
+                " requests into a second trace."
             )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)
@@ -386,7 +387,8 @@ class TraceWriter:
             yield
         except OSError as error:
             raise TraceError(
-                f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
+                f"{self.path}: the trace cannot be written ({error.strerror or error}); make room on the disk, or"
+                " choose another place."
             ) from error
 
 
@@ -448,7 +450,8 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     spec = _spec(moe, whole, header.weights)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(
-            f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less."
+            f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record fewer tokens, or leave out"
+            " --inputs."
         )
     # np.zeros, because blocks may lack inputs. Pages of zeros that are never written
     # use no memory.

@@ -86,7 +86,8 @@ def read_routing(path: Path) -> RoutingFile:
     with reading(path, "the file is damaged or in another format", "save it again"):
         if path.stat().st_size > MAX_TRACE_BYTES:
             raise TraceError(
-                f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; split it."
+                f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; divide its"
+                " tokens among several files."
             )
         collect, read = reader
         return collect(read(path))
@@ -237,7 +238,7 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
     for line, row in rows:
         if missing := [name for name in _COLUMNS if row.get(name) in (None, "")]:
             raise TraceError(
-                f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}."
+                f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}; add what is missing."
             )
         if None in row:
             raise TraceError(
@@ -323,7 +324,7 @@ def _whole(value: Any, name: str, line: int) -> int:
         or int(text) >= _MOST
     ):
         raise TraceError(
-            f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}."
+            f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}; correct it."
         )
     return int(text)
 
@@ -334,7 +335,7 @@ def _phase(value: Any, line: int) -> int:
         return -1
     if value not in PHASES:
         raise TraceError(
-            f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}."
+            f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}; correct it."
         )
     return PHASES.index(value)
 

@@ -93,7 +93,10 @@ def checked(folder: Path) -> list[Request]:
     own_requests: list[object] = manifest(requests)["requests"]  # type: ignore
     for number, (own, other) in enumerate(zip(own_requests, known, strict=True)):
         if own != other:
-            raise ValueError(f"request {number} is {own}, but the manifest has {other}")
+            raise ValueError(
+                f"request {number} is {own}, but the manifest has {other}; delete the fetched packages and try again,"
+                " or run `manifest` if the sources were changed"
+            )
     return requests
 
 

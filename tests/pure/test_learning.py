@@ -326,7 +326,9 @@ def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(
         OptionError, match="held out for the test have none; record longer answers"
     ):
         Learning(trace.keep(trace.phase_of == 0), artifacts)
-    with pytest.raises(OptionError, match="record it with inputs"):
+    with pytest.raises(
+        OptionError, match="record it with `moegguf trace record --inputs`"
+    ):
         Learning(replace(trace, inputs=None), artifacts, SMALL).learn("promoe")
 
 
