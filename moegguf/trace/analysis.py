@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -557,11 +558,9 @@ class TraceAnalysis:
                     row.decode_hit_rate
                 )
         best: dict[str, tuple[str, dict[float, float]]] = {}
-        for (policy, predictor), at in rates.items():
-            if policy not in best or np.mean(list(at.values())) > np.mean(
-                list(best[policy][1].values())
-            ):
-                best[policy] = predictor, at
+        for policy in dict.fromkeys(policy for policy, _ in rates):
+            found = [(ahead, at) for (of, ahead), at in rates.items() if of == policy]
+            best[policy] = max(found, key=lambda one: fmean(one[1].values()))
         measured = Measured(
             self.artifacts.fingerprint,
             {policy: at for policy, (_, at) in best.items()},

@@ -129,33 +129,6 @@ def _sizes(blocks: Iterable[Block]) -> tuple[int, int]:
     )
 
 
-def encode(
-    shape: MoeShape,
-    header: TraceHeader,
-    *,
-    weights: bool,
-    inputs: bool,
-    blocks: list[Block],
-) -> bytes:
-    """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject
-    it."""
-    n_pass, n_tokens = _sizes(blocks)
-    facts = {
-        "shape": asdict(shape),
-        **asdict(header),
-        "weights": weights,
-        "inputs": inputs,
-    }
-    data = json.dumps(
-        facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks}
-    )
-    return (
-        decode(data.encode(), "a trace file cannot hold this value, so correct it")
-        .model_dump_json()
-        .encode()
-    )
-
-
 def decode(data: bytes, step: str = "record the trace again") -> FileHeader:
     """Parses a header. Raises TraceError for the first field that is missing or breaks
     a rule. `step` ends the error's text."""
@@ -290,13 +263,15 @@ class TraceWriter:
     """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
     If the recording is killed, PATH remains unchanged. Raises TraceError if a write
-    fails, if PATH is not a file that can be replaced, or if a block has wrong shapes.
+    fails, if PATH is not a file that can be replaced, if a header is invalid, or if a
+    block has wrong shapes. The constructor only checks the header that it gets.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         shape: MoeShape,
+        header: TraceHeader,
         *,
         weights: bool,
         inputs: bool,
@@ -307,6 +282,8 @@ class TraceWriter:
         self.weights = weights
         self.inputs = inputs
         self._blocks: list[Block] = []
+        # Raises TraceError for an invalid header now, not only in `close`.
+        self._encoded(header)
         if not can_be_replaced(self.path):
             raise TraceError(
                 f"a trace must be a file, but {str(self.path)!r} is not a regular file; give a file's path, not a"
@@ -362,17 +339,28 @@ class TraceWriter:
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
-        data = encode(
-            self.shape,
-            header,
-            weights=self.weights,
-            inputs=self.inputs,
-            blocks=self._blocks,
-        )
+        data = self._encoded(header)
         with self._writing():
             self._zip.writestr(HEADER, data)
             self._zip.close()
             os.replace(self.partial, self.path)
+
+    def _encoded(self, header: TraceHeader) -> bytes:
+        """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject
+        it."""
+        n_pass, n_tokens = _sizes(self._blocks)
+        facts = {
+            "shape": asdict(self.shape),
+            **asdict(header),
+            "weights": self.weights,
+            "inputs": self.inputs,
+            "n_pass": n_pass,
+            "n_tokens": n_tokens,
+            "blocks": self._blocks,
+        }
+        step = "a trace file cannot hold this value, so correct it"
+        checked = decode(json.dumps(facts).encode(), step)
+        return checked.model_dump_json().encode()
 
     def discard(self) -> None:
         """Removes the unfinished file. Does nothing after `close` has succeeded."""
@@ -398,6 +386,7 @@ def write(path: str | os.PathLike[str], trace: Trace) -> None:
     writer = TraceWriter(
         path,
         trace.shape,
+        trace.header,
         weights=trace.weights is not None,
         inputs=trace.inputs is not None,
     )
