@@ -75,8 +75,8 @@ LINKS = {
     "expertflow": Link(790, 790, 1),
     "duoserve": Link(3960, 1980, 2),
 }
-# Where the times of LINKS come from. The texts are not settings, so correcting a text
-# does not make recorded results outdated.
+# Sources of the times in LINKS. The texts are not settings, so correcting a text does
+# not make recorded results outdated.
 SOURCES = {
     "moe-infinity": (
         "table 1: DeepSeek-V2-Lite, 6 experts a token, 24 GB/s; not in the paper: 17.3 MB an expert; 155 - 51 ms of"

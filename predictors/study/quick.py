@@ -30,6 +30,7 @@ from moegguf.terminal.messages import print_message
 from moegguf.trace.analysis import Row, TraceAnalysis
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.simulate import SimOptions
+from predictors.commands import write_json
 from predictors.study.common import run
 from predictors.study.papers import LINKS, SOURCES, routing_digest
 
@@ -198,9 +199,7 @@ def quick(
         "machine": platform.machine(),
         "seconds": round(time.monotonic() - began),
     }
-    (out / "manifest.json").write_text(
-        json.dumps(manifest, indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(out / "manifest.json", manifest)
     print_message(
         f"wrote {out}: tables.md, {len(tables)} tables as CSV, their plots as PNG and SVG, manifest.json"
     )

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from moegguf.models.catalog import find_model
 from moegguf.trace.format import read, write
+from predictors.commands import write_json
 from predictors.study.common import Study
 from predictors.study.figures import RESULTS, read_result
 from predictors.study.papers import Workload, routing_digest, write_collections
@@ -90,6 +92,12 @@ class Bench:
     def trace(self, role: str) -> Path:
         """Returns the path of the recording with this name, such as "learning"."""
         return self.work / f"{role}.trace"
+
+    @property
+    def mlp_facts(self) -> dict[str, Any]:
+        """Facts about the training of ProMoE's networks."""
+        card = json.loads((self.predictors / "mlp.json").read_text("utf-8"))
+        return dict(card["training"])
 
     @cached_property
     def learning(self) -> Study:
@@ -196,8 +204,7 @@ def recordings() -> dict[str, str]:
 def note_recording(name: str, digest: str) -> None:
     """Writes the digest of the recording from which a subject's figures are now
     computed."""
-    text = json.dumps(recordings() | {name: digest}, indent=1)
-    (RESULTS / "recordings.json").write_text(text + "\n", encoding="utf-8")
+    write_json(RESULTS / "recordings.json", recordings() | {name: digest})
 
 
 def chosen_window(name: str, paper: str) -> int | None:

@@ -34,6 +34,7 @@ from moegguf.learning.learn import TRAINERS
 from moegguf.learning.splitting import held_out
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
+from predictors.commands import new_parser
 from predictors.study.asked import asked
 from predictors.study.scoring import ScoreTable, score
 
@@ -43,9 +44,7 @@ Figure = dict[str, dict[int, float | None]]
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "trace", type=Path, help="routing recorded with inputs (mlp) or without"
     )
