@@ -84,7 +84,7 @@ def fetch_wheel(folder: Path, package: str, version: str) -> Path:
         ]  # fmt: skip
         if subprocess.run(command).returncode != 0:
             raise ValueError(
-                f"{package} {version} could not be fetched: is a package index reachable?"
+                f"{package} {version} could not be fetched; check that pip can reach a package index."
             )
     return next(folder.glob(pattern))
 

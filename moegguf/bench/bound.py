@@ -21,9 +21,10 @@ import numpy as np
 from moegguf.engine.cost import ModelBytes
 from moegguf.engine.machine import memory_read_speed
 from moegguf.engine.stats import CPU, Stats
+from moegguf.native.events import Int64s
 from moegguf.native.store import Tier
 from moegguf.quantities import parse_link
-from moegguf.trace.belady import Ints, Lookups, fewest_bytes
+from moegguf.trace.belady import Lookups, fewest_bytes
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -51,8 +52,8 @@ class Held:
     expert is identified by its key in `Lookups`: (index of its layer among the layers
     with experts) * n_expert + expert."""
 
-    everywhere: Ints  # experts in a slot of any tier
-    computing: Ints  # experts in a slot of the first tier, which layers read from
+    everywhere: Int64s  # experts in a slot of any tier
+    computing: Int64s  # experts in a slot of the first tier, which layers read from
 
 
 @dataclass(frozen=True)

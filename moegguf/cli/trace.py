@@ -74,10 +74,11 @@ RECORD_FLAGS = (
     Flag("inputs", "--inputs", None, OFTEN,
          "Also record the routers' input vectors, which training and the predictor skip need.", False, bool),
     Flag("policy", "--policy", "NAME", OFTEN,
-         "Policies, separated by commas, or all: names, FILE.py:CLASS, or with --vram-cache also vram=NAME,ram=NAME."
-         " [default: all]", "lru", str),
+         "Policy that decides which experts are evicted during the recording: a name, auto, or FILE.py:CLASS for a"
+         " class that you wrote.", "lru", str),
     Flag("predictor", "--predictor", "NAME", OFTEN,
-         "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]"),
+         "Predictor of experts during the recording: a name such as skip or eamc, or FILE.py:CLASS for a class that you"
+         " wrote.  [default: the predictor measured with the policy, else none]"),
     Flag("lockstep", "--lockstep", None, OFTEN,
          "Apply decisions at fixed points, so that a replay can repeat them. Slow.", False, bool),
     Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens.  [default: the model's, up to 4096]", None,

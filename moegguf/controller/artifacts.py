@@ -22,9 +22,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from moegguf.controller import weights
 from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, read_measured
@@ -33,12 +30,11 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.gguf.routers import Routers, read_routers
+from moegguf.native.events import Float32s
 from moegguf.package import package_folders
 from moegguf.settings import data_folder
 
 MEASURED = "measured.json"
-COLLECTION = "eamc.safetensors"
-USES = "uses.safetensors"
 
 T = TypeVar("T")
 
@@ -112,75 +108,67 @@ class Artifacts:
         return read_routers(self.layout)
 
     def load(
-        self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]
+        self,
+        kind: str,
+        shape: MoeShape,
+        build: Callable[[weights.Weights], T],
+        missing: str = "",
     ) -> T | None:
         """Returns `build(weights)` for the first usable file KIND.safetensors in search
         order. Damaged files and files of other models that come earlier are skipped
-        with a warning. Returns None if there are files, but none is usable. Raises
-        FileNotFoundError if there is no file."""
+        with a warning. Returns None if no file is usable. If there is no file at all,
+        raises OptionError with the text `missing`, if given."""
         path = None
         for path in self.find(f"{kind}.safetensors"):
             found = weights.load(path, kind, self.fingerprint, shape, build)
             if found is not None:
                 return found
-        if path is None:
-            raise FileNotFoundError
+        if path is None and missing:
+            raise OptionError(missing)
         return None
 
     def collection(self, shape: MoeShape) -> Eamc | None:
         """Reads the first usable collection of expert activation matrices (EAMs) in
         search order. Skips damaged files and files of other models, with a warning.
         Returns None if there is no usable file."""
-        with suppress(FileNotFoundError):
-            return self.load("eamc", shape, partial(Eamc.from_weights, shape))
-        return None
+        return self.load("eamc", shape, partial(Eamc.from_weights, shape))
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
         """Saves a collection of expert activation matrices (the result of
         `Eamc.weights()`) atomically, in `writable_folder()`. If writing fails, warns
         and saves nothing."""
-        self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
+        self._save("eamc", "the EAM collection was", shape, saved)
 
-    def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
+    def uses(self, shape: MoeShape) -> Float32s | None:
         """Returns the saved table (n_layer, n_expert) of expert uses in earlier runs,
         with more weight on later runs. Skips damaged files and files of other models,
         with a warning. Returns None if there is no usable file."""
 
-        def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
+        def build(saved: weights.Weights) -> Float32s:
             found = saved.array("uses", *shape.table)
             if (found < 0).any():
                 raise ValueError("'uses' holds numbers below zero")
             return found
 
-        with suppress(FileNotFoundError):
-            return self.load("uses", shape, build)
-        return None
+        return self.load("uses", shape, build)
 
-    def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
+    def save_uses(self, shape: MoeShape, uses: Float32s) -> None:
         """Saves the table (n_layer, n_expert) of expert uses atomically, in
         `writable_folder()`. If writing fails, warns and saves nothing."""
-        self._save(
-            USES,
-            "uses",
-            "the uses of experts were",
-            shape,
-            weights.Weights({"uses": uses}),
-        )
+        saved = weights.Weights({"uses": uses})
+        self._save("uses", "the uses of experts were", shape, saved)
 
     def _save(
-        self,
-        name: str,
-        kind: str,
-        subject: str,
-        shape: MoeShape,
-        saved: weights.Weights,
+        self, kind: str, subject: str, shape: MoeShape, saved: weights.Weights
     ) -> None:
         try:
-            weights.save(
-                self.writable_folder() / name, kind, self.fingerprint, shape, saved
-            )
+            path = self.writable_folder() / f"{kind}.safetensors"
+            weights.save(path, kind, self.fingerprint, shape, saved)
         except OSError as error:
-            warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
+            warnings.warn(
+                f"{subject} not saved ({error.strerror}); make room on the disk, or make {error.filename} writable.",
+                stacklevel=3,
+            )
 
     def writable_folder(self) -> Path:
         """Returns the folder next to the model if it is writable and outside the

@@ -388,7 +388,7 @@ def _native_forecast(
     return NativeForecast(
         window=max(
             1,
-            min(prefetch.window, len(shape.layers))
+            min(prefetch.window, shape.n_moe_layer)
             if predictor.needs_inputs
             else predictor.reach,
         ),
@@ -398,11 +398,11 @@ def _native_forecast(
         # each layer.
         once=not prefetch.again
         or (
-            predictor.reach >= len(shape.layers)
+            predictor.reach >= shape.n_moe_layer
             and not isinstance(predictor, EamcPredictor)
         ),
         most_prefetches=min(
-            most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert
+            most_prefetches(shape, prefetch), shape.n_moe_layer * shape.n_expert
         ),
         waste_weight=prefetch.waste_weight,
         lockstep=options.lockstep,

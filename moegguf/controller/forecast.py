@@ -4,11 +4,10 @@ predicted layers moves on with each routing event."""
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s
+from moegguf.native.events import Bools, Float32s
 
 
 class Forecast:
@@ -50,7 +49,7 @@ class Forecast:
         self._known = [known for known in self._known if known > il]
         self._predict(predictor, self._shape.row_of[il])
 
-    def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_]) -> None:
+    def take(self, probabilities: Float32s, known: Bools) -> None:
         """Replaces all predictions with the `probabilities` (n_layer, n_expert) that
         the store has computed. `known` (n_layer,) is True for the layers that the store
         predicted."""

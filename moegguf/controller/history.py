@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Phase, RoutingEvent
+from moegguf.native.events import Float32s, Int64s, Phase, RoutingEvent
 
-Counts = npt.NDArray[np.float32]
+Counts = Float32s
 
 # A request that is absent from more than this number of passes in a row is assumed to
 # have ended. The number should exceed the number of passes for which a scheduler may
@@ -50,7 +49,7 @@ class History:
         self.shape = shape
         self.clock = 0  # number of routing events so far
         # Value of `clock` at the expert's last use; -1: never used
-        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)
+        self.last_use: Int64s = np.full(shape.table, -1, np.int64)
         # Number of routing events that used the expert.
         self.uses: Counts = np.zeros(shape.table, np.float32)
         # The iEAM: counts of the current pass so far.

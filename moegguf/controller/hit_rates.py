@@ -175,7 +175,8 @@ def read_measured(path: Path) -> Measured:
         RecursionError,
     ) as error:
         raise OptionError(
-            f"{path} is not a measurement of policies ({error}); delete it or measure again."
+            f"{path} is not a measurement of policies ({error}); delete it, or measure again with `moegguf trace"
+            " simulate --save`."
         ) from error
 
 

@@ -51,7 +51,7 @@ class PrefetchOptions:
 def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
     """Returns the maximum number of experts that may be prefetched in a pass: the
     budget in bytes divided by the average size of an expert, rounded down."""
-    cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
+    cycle_bytes = shape.n_expert_used * shape.n_moe_layer * shape.expert_bytes
     budget_bytes = (
         cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
     )

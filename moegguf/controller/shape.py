@@ -40,6 +40,11 @@ class MoeShape:
         )
 
     @property
+    def n_moe_layer(self) -> int:
+        """The number of layers with experts."""
+        return len(self.layers)
+
+    @property
     def table(self) -> tuple[int, int]:
         """The shape (n_layer, n_expert) of a table over all experts."""
         return self.n_layer, self.n_expert

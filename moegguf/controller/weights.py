@@ -24,6 +24,7 @@ from safetensors.numpy import save as serialize
 
 from moegguf.atomic_write import write_atomically
 from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
@@ -44,7 +45,7 @@ class Weights:
     # arrays
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
+    def array(self, name: str, *shape: int) -> Float32s:
         """Returns the array `name` as float32. Raises ValueError if it is missing, has
         the wrong shape or holds numbers that are not finite."""
         found = self.arrays.get(name)
@@ -140,25 +141,20 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
             raise ValueError(
                 "it was written by an old version of moegguf or by another program; make it again with `moegguf learn`"
             )
+        of_model = json.loads(json.dumps(asdict(shape)))
         expected = {
             "version": FORMAT_VERSION,
             "predictor": predictor,
             "fingerprint": fingerprint,
+            **{key: of_model[key] for key in SHAPE_KEYS},
         }
+        of_file = head.get("shape")
+        given = of_file | head if isinstance(of_file, dict) else head
         for key, value in expected.items():
-            if head.get(key) != value:
+            if given.get(key) != value:
                 raise ValueError(
-                    f"its {key} must be {value!r}, but is {head.get(key)!r:.80}; make it for this model with `moegguf"
-                    " learn`"
-                )
-        found = head.get("shape")
-        found = found if isinstance(found, dict) else {}
-        required = json.loads(json.dumps(asdict(shape)))
-        for key in SHAPE_KEYS:
-            if found.get(key) != required[key]:
-                raise ValueError(
-                    f"it was made for a model whose {key} is {found.get(key)!r:.80}, but this model's is"
-                    f" {required[key]!r:.80}; make it for this model with `moegguf learn`"
+                    f"its {key} must be {value!r:.80}, but is {given.get(key)!r:.80}; make it for this model with"
+                    " `moegguf learn`"
                 )
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = head.get("facts")

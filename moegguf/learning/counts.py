@@ -3,33 +3,29 @@ the token table and MoE-Infinity's collection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.collection import Eamc
 from moegguf.controller.predictors.counts import MAX_COUNT
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Float32s
+from moegguf.learning.gradients import Integers
+from moegguf.native.events import Bools, Float32s
 from moegguf.trace.trace import Trace
 
 MOST_TOKENS = 1 << 15  # maximum number of entries in a token table
 
 
-def multi_hot(
-    expert_ids: npt.NDArray[np.integer], n_expert: int
-) -> npt.NDArray[np.bool_]:
+def multi_hot(expert_ids: Integers, n_expert: int) -> Bools:
     """Returns an array (..., n_expert) that is True for the experts in `expert_ids`
     (..., n_expert_used). Negative ids are padding."""
-    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
-    np.put_along_axis(
-        hot,
-        np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp),
-        True,
-        axis=-1,
-    )
+    leading = expert_ids.shape[:-1]
+    hot = np.zeros((*leading, n_expert + 1), np.bool_)
+    columns = np.where(expert_ids < 0, n_expert, expert_ids)
+    columns = columns.astype(np.intp)
+    np.put_along_axis(hot, columns, True, axis=-1)
     return hot[..., :n_expert]
 
 
@@ -37,17 +33,27 @@ def choices(trace: Trace, row: int) -> Float32s:
     """Returns (n_tokens, n_expert): 1 if the layer's router chose the expert for the
     token, else 0. `row` is the layer's position among the layers with experts. A token
     that the layer did not process has only zeros."""
-    return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
+    hot = multi_hot(trace.expert_ids[row], trace.shape.n_expert)
+    return hot.astype(np.float32)
+
+
+def choices_by_layer(trace: Trace) -> Iterator[Float32s]:
+    """Yields the `choices` of each layer with experts."""
+    for row in range(trace.shape.n_moe_layer):
+        yield choices(trace, row)
 
 
 def count_popularity(trace: Trace) -> Float32s:
     """Returns DuoServe-MoE's popularity P (n_moe_layer, n_expert) (equation 2): each
     expert's share of its layer's choices. In a layer without choices, all experts have
     equal shares."""
-    counts = np.stack(
-        [choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))]
-    )
-    return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
+    counts = count_choices(trace)
+    return _shares(counts, 1 / trace.shape.n_expert)
+
+
+def count_choices(trace: Trace) -> Float32s:
+    """Returns how often each expert was chosen, (n_moe_layer, n_expert)."""
+    return np.stack([hot.sum(axis=0) for hot in choices_by_layer(trace)])
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
@@ -58,18 +64,21 @@ def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
     Each row sums to 1. If there are no such choices, row e of layer l is the popularity
     of layer l + 1.
     """
-    hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
-    pairs = [here.T @ after for here, after in pairwise(hot)]
+    by_layer = pairwise(choices_by_layer(trace))
+    pairs = [here.T @ after for here, after in by_layer]
     n_expert = trace.shape.n_expert
-    counts = np.stack(pairs) if pairs else np.zeros((0, n_expert, n_expert), np.float32)
-    return _shares(counts, np.broadcast_to(popularity[1:, None, :], counts.shape))
+    counts = np.array(pairs, np.float32)
+    counts = counts.reshape(-1, n_expert, n_expert)
+    return _shares(counts, popularity[1:, np.newaxis])
 
 
-def _shares(counts: Float32s, default: Float32s) -> Float32s:
+def _shares(counts: Float32s, default: Float32s | float) -> Float32s:
+    """Returns the counts divided by their sum along the last axis, or `default` where
+    the sum is 0."""
     totals = counts.sum(axis=-1, keepdims=True)
-    return np.where(totals > 0, counts / np.maximum(totals, 1), default).astype(
-        np.float32
-    )
+    shares = counts / np.maximum(totals, 1)
+    found = np.where(totals > 0, shares, default)
+    return found.astype(np.float32)
 
 
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
@@ -77,16 +86,17 @@ def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     (n_entry, n_moe_layer, n_expert), how often each token id used each expert, at most
     MAX_COUNT. Tokens whose id is unknown or outside the vocabulary are left out. If
     there are more than `most_tokens` token ids, only the smallest ids are kept."""
-    known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
-    tokens = np.unique(trace.tokens[known])[:most_tokens]
-    kept = np.isin(trace.tokens, tokens)
-    entries = np.searchsorted(tokens, trace.tokens[kept])
-    counts = np.zeros(
-        (len(tokens), len(trace.shape.layers), trace.shape.n_expert), np.uint16
-    )
-    for row in range(len(trace.shape.layers)):
-        sums = np.zeros((len(tokens), trace.shape.n_expert), np.float32)
-        np.add.at(sums, entries, choices(trace, row)[kept])
+    shape = trace.shape
+    all_tokens = trace.tokens
+    known = (all_tokens >= 0) & (all_tokens < shape.n_vocab)
+    tokens = np.unique(all_tokens[known])[:most_tokens]
+    kept = np.isin(all_tokens, tokens)
+    entries = np.searchsorted(tokens, all_tokens[kept])
+    n_entry = len(tokens)
+    counts = np.zeros((n_entry, shape.n_moe_layer, shape.n_expert), np.uint16)
+    for row, hot in enumerate(choices_by_layer(trace)):
+        sums = np.zeros((n_entry, shape.n_expert), np.float32)
+        np.add.at(sums, entries, hot[kept])
         counts[:, row] = np.minimum(sums, MAX_COUNT)
     return Weights({"tokens": tokens.astype(np.int32), "counts": counts})
 
@@ -109,8 +119,7 @@ def collect(trace: Trace, eamc: Eamc) -> None:
     answers = trace.decode()
     for sequence in answers.sequences():
         ream = np.zeros(trace.shape.table, np.float32)
-        request = answers.select([sequence])
-        ream[rows] = [choices(request, row).sum(axis=0) for row in range(len(rows))]
-        known = eamc.state
-        if not (known == ream).all(axis=(1, 2)).any():
+        ream[rows] = count_choices(answers.select([sequence]))
+        is_equal = eamc.state == ream
+        if not is_equal.all(axis=(1, 2)).any():
             eamc.add(ream)

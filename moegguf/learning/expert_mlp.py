@@ -61,7 +61,8 @@ def train(
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
     rng = np.random.default_rng(options.seed)
-    sizes = state_size(trace.shape), *options.hidden, trace.shape.n_expert
+    shape = trace.shape
+    sizes = state_size(shape), *options.hidden, shape.n_expert
     network = FeedForward(sizes, rng, options.dropout, norms=True)
     samples = _samples(trace, popularity, affinity, options.seed)
     trainee = FeedForwardTrainee(
@@ -73,12 +74,7 @@ def train(
         arrays[f"layers.{i}.weight"] = weight.astype(np.float16)
         arrays[f"layers.{i}.bias"] = bias.astype(np.float16)
     curve = [round(accuracy, 4) for accuracy in fitted.accuracies]
-    facts = asdict(options) | {
-        "validation": round(fitted.best, 4),
-        "curve": curve,
-        "epochs_run": fitted.epochs,
-    }
-    return Weights(arrays, facts)
+    return Weights(arrays, asdict(options) | fitted.facts | {"curve": curve})
 
 
 def _samples(
@@ -88,17 +84,22 @@ def _samples(
     earlier ones processed the token. There are no samples for the first layer with
     experts."""
     ids = trace.expert_ids
-    computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
+    is_computed = ids.min(axis=2) >= 0
+    computed = np.cumprod(is_computed, axis=0)
     rows, tokens = np.nonzero(computed[1:])
     rows += 1
 
     def read(numbers: Indices) -> tuple[Floats, Floats]:
-        of_tokens = ids[:, tokens[numbers]].transpose(1, 0, 2)
-        chosen = of_tokens[np.arange(len(numbers)), rows[numbers]]
-        inputs = states(popularity, affinity, of_tokens, rows[numbers])
-        return inputs, multi_hot(chosen, trace.shape.n_expert).astype(np.float32)
+        row = rows[numbers]
+        of_tokens = ids[:, tokens[numbers]]
+        of_tokens = of_tokens.transpose(1, 0, 2)
+        inputs = states(popularity, affinity, of_tokens, row)
+        chosen = of_tokens[np.arange(len(numbers)), row]
+        hot = multi_hot(chosen, trace.shape.n_expert)
+        return inputs, hot.astype(np.float32)
 
-    return Samples(validation_tokens(trace, seed)[tokens], read)
+    validation = validation_tokens(trace, seed)
+    return Samples(validation[tokens], read)
 
 
 def states(
@@ -116,8 +117,9 @@ def states(
     before = np.zeros((n, n_layer - 1, k), np.float32)
     known = min(n_layer - 1, expert_ids.shape[1])
     before[:, :known] = expert_ids[:, :known] + 1
-    before[np.arange(n_layer - 1) >= rows[:, np.newaxis]] = 0
-    last = expert_ids[np.arange(n), rows - 1]
+    row_of = rows[:, np.newaxis]
+    before[np.arange(n_layer - 1) >= row_of] = 0
     h = before.reshape(n, -1) / np.float32(n_expert)
-    a = affinity[rows[:, np.newaxis] - 1, last].reshape(n, -1)
+    last = expert_ids[np.arange(n), rows - 1]
+    a = affinity[row_of - 1, last].reshape(n, -1)
     return np.concatenate([h, popularity[rows], a], axis=1)

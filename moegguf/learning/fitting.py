@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.learning.gradients import Floats, Node, backward, shares_of
+from moegguf.native.events import Bools
 
-Choices = Floats | npt.NDArray[np.bool_]
+Choices = Floats | Bools
 """1 or True for the experts that a router chose."""
 
 Report = Callable[[str, float], object]
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 class Trainee(ABC):
     """A network with the samples that it is fitted to."""
 
-    parameters: dict[str, Node]  # {name: parameter}; `fit` changes them in place
+    nodes: list[Node]  # all values that training changes
 
     @property
     @abstractmethod
@@ -78,15 +78,6 @@ class Trainee(ABC):
     def validate(self) -> float:
         """Returns the accuracy on validation samples, which are not used for
         training."""
-
-    def state(self) -> dict[str, Floats]:
-        """Returns a copy of all values that training changes."""
-        return {name: node.value.copy() for name, node in self.parameters.items()}
-
-    def restore(self, state: dict[str, Floats]) -> None:
-        """Sets all values that training changes to a state that `state()` returned."""
-        for name, node in self.parameters.items():
-            node.value = state[name]
 
 
 @dataclass
@@ -106,6 +97,11 @@ class Fitted:
     def epochs(self) -> int:
         """The number of epochs that were run."""
         return len(self.accuracies)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """Facts about the training run, for the header of a predictor's file."""
+        return {"validation": round(self.best, 4), "epochs_run": self.epochs}
 
 
 class AdamW:
@@ -137,7 +133,8 @@ class AdamW:
             gradient *= gradient
             square += (1 - second) * (gradient - square)
             node.value *= 1 - rate * self._weight_decay
-            node.value -= rise * mean / (np.sqrt(square * unbias) + EPS)
+            spread = np.sqrt(square * unbias) + EPS
+            node.value -= rise * mean / spread
             node.grad = None
 
     def _clipping(self) -> np.float32:
@@ -148,7 +145,8 @@ class AdamW:
             for node in self._parameters
             if node.grad is not None
         )
-        return np.float32(min(1.0, MOST_NORM / max(squares**0.5, EPS)))
+        norm = max(squares**0.5, EPS)
+        return np.float32(min(1.0, MOST_NORM / norm))
 
 
 def rate_at(share: float) -> float:
@@ -156,7 +154,8 @@ def rate_at(share: float) -> float:
     rises from 0 to 1 over the first tenth, and then falls to 0 along half a cosine."""
     if share < WARM_SHARE:
         return share / WARM_SHARE
-    return 0.5 + 0.5 * float(np.cos(np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)))
+    fallen = np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)
+    return 0.5 + 0.5 * float(np.cos(fallen))
 
 
 def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
@@ -164,10 +163,10 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
     with the best validation accuracy, or, if there are no validation samples, in the
     state of the last epoch."""
     rng = np.random.default_rng(schedule.seed)
-    optimizer = AdamW(trainee.parameters.values(), schedule.weight_decay)
+    optimizer = AdamW(trainee.nodes, schedule.weight_decay)
     n_steps = schedule.epochs * trainee.n_batches
     fitted = Fitted()
-    best = trainee.state()
+    best = [node.value.copy() for node in trainee.nodes]
     best_epoch = 0
     done = 0
     for epoch in range(schedule.epochs if trainee.n_batches else 0):
@@ -181,7 +180,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
         found = trainee.validate()
         # Always 0 without validation samples; the last epoch is then used.
         if found > fitted.best or fitted.best == 0:
-            best = trainee.state()
+            best = [node.value.copy() for node in trainee.nodes]
             best_epoch = epoch
         fitted.accuracies.append(found)
         report(
@@ -190,7 +189,8 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
         )
         if schedule.patience and epoch - best_epoch >= schedule.patience:
             break
-    trainee.restore(best)
+    for node, value in zip(trainee.nodes, best, strict=True):
+        node.value = value
     return fitted
 
 
@@ -205,9 +205,12 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     total = int(chosen.sum())
     if total == 0:
         return 0, 0
-    k = int(chosen.sum(axis=-1).max())
-    picked = np.argpartition(scores, -k, axis=-1)[..., -k:]
-    return int(np.take_along_axis(chosen, picked, axis=-1).sum()), total
+    n_chosen = chosen.sum(axis=-1)
+    k = int(n_chosen.max())
+    ordered = np.argpartition(scores, -k, axis=-1)
+    picked = ordered[..., -k:]
+    is_right = np.take_along_axis(chosen, picked, axis=-1)
+    return int(is_right.sum()), total
 
 
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
@@ -219,14 +222,18 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
     the KL divergence from the router's probabilities, and 2 to 4 points higher than
     with binary cross-entropy.
     """
-    wanted = chosen / chosen.sum(axis=1, keepdims=True)
+    n_chosen = chosen.sum(axis=1, keepdims=True)
+    wanted = chosen / n_chosen
     shares = shares_of(logits.value)
-    loss = -(wanted * np.log(shares + 1e-12)).sum(axis=1).mean()
-    return Batch(logits, float(loss), (shares - wanted) / np.float32(len(chosen)))
+    terms = wanted * np.log(shares + 1e-12)
+    loss = -terms.sum(axis=1).mean()
+    n = np.float32(len(chosen))
+    gradient = (shares - wanted) / n
+    return Batch(logits, float(loss), gradient)
 
 
 def binary_cross_entropy(
-    logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None
+    logits: Node, chosen: Choices, known: Bools | None = None
 ) -> Batch:
     """Returns the binary cross-entropy of one sigmoid for each expert, averaged over
     experts and samples. If `known` is given, only samples for which `known` is True are
@@ -234,12 +241,15 @@ def binary_cross_entropy(
     x = logits.value
     decay = np.exp(-np.abs(x))
     losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)
-    gradient = np.where(x >= 0, 1, decay) / (1 + decay) - chosen
+    sigmoid = np.where(x >= 0, 1, decay) / (1 + decay)
+    gradient = sigmoid - chosen
     n = x.size
     if known is not None:
-        losses *= known[..., np.newaxis]
-        gradient *= known[..., np.newaxis]
-        n = max(1, int(known.sum())) * x.shape[-1]
-    return Batch(
-        logits, float(losses.sum() / n), (gradient / np.float32(n)).astype(x.dtype)
-    )
+        is_used = known[..., np.newaxis]
+        losses *= is_used
+        gradient *= is_used
+        n_known = max(1, int(known.sum()))
+        n = n_known * x.shape[-1]
+    loss = float(losses.sum() / n)
+    gradient = gradient / np.float32(n)
+    return Batch(logits, loss, gradient.astype(x.dtype))

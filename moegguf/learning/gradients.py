@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 Integers = npt.NDArray[np.integer]
-Back = Callable[[Floats], tuple[Floats | None, ...]]
+Gradients = tuple[Floats | None, ...]  # one for each input of a node
+Back = Callable[[Floats], Gradients]
 
 
 class Node:
@@ -36,6 +37,37 @@ class Node:
         # Sum of the gradients from all uses of the node; None: not computed.
         self.grad: Floats | None = None
 
+    def __add__(self, other: Node) -> Node:
+        """Returns the sum. An operand with fewer axes is repeated along the leading
+        axes of the other operand."""
+
+        def back(gradient: Floats) -> Gradients:
+            return _summed(gradient, self), _summed(gradient, other)
+
+        return Node(self.value + other.value, (self, other), back)
+
+    def __mul__(self, other: Node) -> Node:
+        """Returns the product, element by element. An operand with fewer axes is
+        repeated along the leading axes of the other operand."""
+
+        def back(gradient: Floats) -> Gradients:
+            of_self = _summed(gradient * other.value, self) if self.learns else None
+            of_other = _summed(gradient * self.value, other) if other.learns else None
+            return of_self, of_other
+
+        return Node(self.value * other.value, (self, other), back)
+
+    def __matmul__(self, other: Node) -> Node:
+        """Returns the matrix products of values (..., n, m) and (..., m, k) with equal
+        leading axes."""
+
+        def back(gradient: Floats) -> Gradients:
+            of_self = gradient @ other.value.swapaxes(-1, -2)
+            of_other = self.value.swapaxes(-1, -2) @ gradient
+            return of_self, of_other
+
+        return Node(self.value @ other.value, (self, other), back)
+
 
 def backward(last: Node, gradient: Floats) -> None:
     """Computes the gradient of each node that learns and that `last` depends on, and
@@ -45,7 +77,8 @@ def backward(last: Node, gradient: Floats) -> None:
     for node in reversed(_in_order(last)):
         if node.back is None or node.grad is None:
             continue
-        for source, part in zip(node.inputs, node.back(node.grad), strict=True):
+        parts = node.back(node.grad)
+        for source, part in zip(node.inputs, parts, strict=True):
             if part is not None and source.learns:
                 source.grad = part if source.grad is None else source.grad + part
 
@@ -68,67 +101,51 @@ def _in_order(last: Node) -> list[Node]:
     return order
 
 
-def add(a: Node, b: Node) -> Node:
-    """Returns a + b. An operand with fewer axes is repeated along the leading axes of
-    the other operand."""
-    return Node(a.value + b.value, (a, b), lambda g: (_summed(g, a), _summed(g, b)))
-
-
-def times(a: Node, b: Node) -> Node:
-    """Returns a * b, element by element. An operand with fewer axes is repeated along
-    the leading axes of the other operand."""
-
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
-        of_a = _summed(gradient * b.value, a) if a.learns else None
-        return of_a, _summed(gradient * a.value, b) if b.learns else None
-
-    return Node(a.value * b.value, (a, b), back)
-
-
 def _summed(gradient: Floats, node: Node) -> Floats:
     """Returns the gradient of an operand. If the operand's value was repeated along
     leading axes, the gradient is the sum over these axes."""
     shape = node.value.shape
-    return (
-        gradient
-        if gradient.shape == shape
-        else gradient.reshape(-1, *shape).sum(axis=0)
-    )
+    if gradient.shape == shape:
+        return gradient
+    repeated = gradient.reshape(-1, *shape)
+    return repeated.sum(axis=0)
 
 
 def product(x: Node, w: Node) -> Node:
     """Returns x @ w for x (..., n_in) and a matrix w (n_in, n_out)."""
     n_in, n_out = w.value.shape
+    shape = x.value.shape
+    leading = shape[:-1]
     rows = x.value.reshape(-1, n_in)
 
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
+    def back(gradient: Floats) -> Gradients:
         of_rows = gradient.reshape(-1, n_out)
-        of_x = (of_rows @ w.value.T).reshape(x.value.shape) if x.learns else None
-        return of_x, rows.T @ of_rows
+        of_w = rows.T @ of_rows
+        if not x.learns:
+            return None, of_w
+        of_x = of_rows @ w.value.T
+        return of_x.reshape(shape), of_w
 
-    return Node((rows @ w.value).reshape(*x.value.shape[:-1], n_out), (x, w), back)
-
-
-def matmul(a: Node, b: Node) -> Node:
-    """Returns a @ b for a (..., n, m) and b (..., m, k) with equal leading axes."""
-
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
-        return gradient @ b.value.swapaxes(-1, -2), a.value.swapaxes(-1, -2) @ gradient
-
-    return Node(a.value @ b.value, (a, b), back)
+    found = rows @ w.value
+    found = found.reshape(*leading, n_out)
+    return Node(found, (x, w), back)
 
 
 def relu(x: Node) -> Node:
     """Returns max(x, 0)."""
     positive = x.value > 0
-    return Node(x.value * positive, (x,), lambda g: (g * positive,))
+
+    def back(gradient: Floats) -> Gradients:
+        return (gradient * positive,)
+
+    return Node(x.value * positive, (x,), back)
 
 
 def softmax(x: Node) -> Node:
     """Returns the softmax of x: e^x, scaled so that the last axis sums to 1."""
     shares = shares_of(x.value)
 
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
+    def back(gradient: Floats) -> Gradients:
         mean = (gradient * shares).sum(axis=-1, keepdims=True)
         return (shares * (gradient - mean),)
 
@@ -137,17 +154,20 @@ def softmax(x: Node) -> Node:
 
 def shares_of(x: Floats) -> Floats:
     """Returns the softmax of an array: e^x, scaled so that the last axis sums to 1."""
-    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    largest = x.max(axis=-1, keepdims=True)
+    powers = np.exp(x - largest)
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def rms_norm(x: Node, eps: float) -> Node:
     """Returns x divided by its root mean square along the last axis: T5's norm without
     its gain."""
-    scale = 1 / np.sqrt((x.value * x.value).mean(axis=-1, keepdims=True) + eps)
+    squares = x.value * x.value
+    mean_square = squares.mean(axis=-1, keepdims=True)
+    scale = 1 / np.sqrt(mean_square + eps)
     normed = x.value * scale
 
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
+    def back(gradient: Floats) -> Gradients:
         along = (gradient * normed).mean(axis=-1, keepdims=True)
         return (scale * (gradient - normed * along),)
 
@@ -157,12 +177,15 @@ def rms_norm(x: Node, eps: float) -> Node:
 def standardize(x: Node, eps: float) -> Node:
     """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm
     without its gain and bias."""
-    scale = 1 / np.sqrt(x.value.var(axis=0) + eps)
-    normed = (x.value - x.value.mean(axis=0)) * scale
+    variance = x.value.var(axis=0)
+    scale = 1 / np.sqrt(variance + eps)
+    centred = x.value - x.value.mean(axis=0)
+    normed = centred * scale
 
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
+    def back(gradient: Floats) -> Gradients:
         along = (gradient * normed).mean(axis=0)
-        return (scale * (gradient - gradient.mean(axis=0) - normed * along),)
+        without_mean = gradient - gradient.mean(axis=0)
+        return (scale * (without_mean - normed * along),)
 
     return Node(normed, (x,), back)
 
@@ -170,7 +193,7 @@ def standardize(x: Node, eps: float) -> Node:
 def rows_of(table: Node, ids: Integers) -> Node:
     """Returns table[ids], the rows of a matrix."""
 
-    def back(gradient: Floats) -> tuple[Floats | None, ...]:
+    def back(gradient: Floats) -> Gradients:
         of_table = np.zeros_like(table.value)
         np.add.at(of_table, ids, gradient)
         return (of_table,)
@@ -180,10 +203,20 @@ def rows_of(table: Node, ids: Integers) -> Node:
 
 def reshape(x: Node, *shape: int) -> Node:
     """Returns x with a different shape."""
-    return Node(x.value.reshape(shape), (x,), lambda g: (g.reshape(x.value.shape),))
+
+    def back(gradient: Floats) -> Gradients:
+        return (gradient.reshape(x.value.shape),)
+
+    value = x.value.reshape(shape)
+    return Node(value, (x,), back)
 
 
 def transpose(x: Node, *axes: int) -> Node:
     """Returns x with its axes in a different order."""
     back_axes = np.argsort(axes)
-    return Node(x.value.transpose(axes), (x,), lambda g: (g.transpose(back_axes),))
+
+    def back(gradient: Floats) -> Gradients:
+        return (gradient.transpose(back_axes),)
+
+    value = x.value.transpose(axes)
+    return Node(value, (x,), back)

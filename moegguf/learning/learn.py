@@ -49,10 +49,15 @@ class `Options`, whose fields are saved as facts."""
 BRIEF: dict[str, Any] = {
     MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=10, batch=128),
     "expert-mlp": expert_mlp.Options(
-        hidden=(512, 256, 128, 64, 32, 16), epochs=20, batch=128, lr=3e-3, patience=4, most_samples=1 << 15
+        hidden=(512, 256, 128, 64, 32, 16),
+        epochs=20,
+        batch=128,
+        lr=3e-3,
+        patience=4,
+        most_samples=1 << 15,
     ),
     "routing-path": routing_path.Options(epochs=24, patience=3),
-}  # fmt: skip
+}
 """{predictor: training options with which a few thousand tokens are learned in minutes
 on two processors}"""
 
@@ -95,7 +100,8 @@ def most_tokens(
     strategy needs the routers' inputs and these would exceed INPUT_BYTES."""
     if not needs_inputs(strategies):
         return wanted
-    return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
+    token_bytes = 2 * n_layer * n_embd
+    return max(1, min(wanted, INPUT_BYTES // token_bytes))
 
 
 def needs_inputs(strategies: Iterable[str]) -> bool:
@@ -223,7 +229,8 @@ class Learning:
         for the strategy's files."""
         own = str(strategy.predictor)
         shape = self.training.shape
-        found = self._replay(strategy, self._predictor(own, learned[own]))
+        predictor = self._predictor(own, learned[own])
+        found = self._replay(strategy, predictor)
         by_popularity = self._replay(
             strategy, LEARNED["popularity"](shape, self._popularity)
         )
@@ -240,7 +247,9 @@ class Learning:
             "hits": round(found.decode_hit_rate, 4),
             "lru": round(self._lru, 4),
         }
-        return facts | (self._beside_skip(learned[own]) if own == MLP else {})
+        if own == MLP:
+            facts |= self._beside_skip(learned[own])
+        return facts
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
         """Returns the shares of correct predictions of the trained networks
@@ -285,6 +294,6 @@ class Learning:
 def _right(result: SimResult) -> float:
     """Returns the share of the predicted experts that the router chose; 0 if there are
     no predictions."""
-    return round(
-        result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4
-    )
+    right = result.counters["forecast_right"]
+    predicted = result.counters["forecast_picks"]
+    return round(right / max(1, predicted), 4)

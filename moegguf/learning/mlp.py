@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.predictors.networks import window_pairs
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.learning.counts import choices
-from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
+from moegguf.learning.feed_forward import (
+    FeedForward,
+    FeedForwardTrainee,
+    Indices,
+    Samples,
+)
 from moegguf.learning.fitting import (
     Fitted,
     Report,
@@ -29,6 +33,7 @@ from moegguf.learning.fitting import (
 )
 from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
+from moegguf.native.events import Bools
 from moegguf.trace.trace import Trace
 
 # Smallest divisor for scaling an input, relative to the mean of the inputs' standard
@@ -57,7 +62,7 @@ def train(
     options = options or Options()
     if trace.inputs is None:
         raise OptionError(
-            "the trace must hold the routers' inputs, but does not; record it with inputs."
+            "the trace must hold the routers' inputs, but does not; record it with `moegguf trace record --inputs`."
         )
     validation = validation_tokens(trace, options.seed)
     row_of = trace.shape.row_of
@@ -75,37 +80,43 @@ def train(
         ) -> None:
             report(f"layer {pair}, {step}", (before + share) / len(pairs))
 
-        computed = trace.expert_ids[[row_of[source], row_of[target]], :, 0] >= 0
+        row = row_of[source]
+        of_target = row_of[target]
+        computed = trace.expert_ids[[row, of_target], :, 0] >= 0
         known = np.flatnonzero(computed.all(axis=0))
-        inputs = trace.inputs[row_of[source], known].astype(np.float32)
-        chosen = choices(trace, row_of[target])[known]
+        inputs = trace.inputs[row, known]
+        chosen = choices(trace, of_target)[known]
         pair, fitted = train_pair(
-            inputs, chosen, validation[known], options, report_epoch
+            inputs.astype(np.float32), chosen, validation[known], options, report_epoch
         )
         courses.append(fitted)
         arrays |= {f"{name}.{part}": array for part, array in pair.items()}
-    best = float(np.mean([course.best for course in courses])) if courses else 0.0
-    return Weights(
-        arrays,
-        asdict(options) | {"validation": round(best, 4), "curve": _mean_curve(courses)},
-    )
+    best = [course.best for course in courses]
+    mean = float(np.mean(best)) if courses else 0.0
+    curve = _mean_curve(courses)
+    facts = {"validation": round(mean, 4), "curve": curve}
+    return Weights(arrays, asdict(options) | facts)
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
     """Returns the validation accuracy after each epoch, averaged over the networks. A
     network that stopped early contributes its last accuracy."""
     longest = max((course.epochs for course in courses), default=0)
-    rows = [
-        [*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)]
-        for course in courses
-    ]
-    return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []
+    rows = []
+    for course in courses:
+        n_left = longest - course.epochs
+        last = course.accuracies[-1:]
+        rows.append([*course.accuracies, *last * n_left])
+    if not longest:
+        return []
+    means = np.mean(rows, axis=0)
+    return [round(mean, 4) for mean in means.tolist()]
 
 
 def train_pair(
     inputs: Floats,
     chosen: Floats,
-    validation: npt.NDArray[np.bool_],
+    validation: Bools,
     options: Options,
     report: Report = no_report,
 ) -> tuple[dict[str, Floats], Fitted]:
@@ -113,13 +124,18 @@ def train_pair(
     epochs."""
     mean = inputs.mean(axis=0)
     spread = inputs.std(axis=0)
-    spread = np.maximum(
-        spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny
-    )
+    tiny = np.finfo(np.float32).tiny
+    least = LEAST_SPREAD * spread.mean() + tiny
+    spread = np.maximum(spread, least)
     scaled = (inputs - mean) / spread
     rng = np.random.default_rng(options.seed)
-    network = FeedForward((inputs.shape[1], options.n_hidden, chosen.shape[1]), rng)
-    samples = Samples(validation, lambda numbers: (scaled[numbers], chosen[numbers]))
+    sizes = inputs.shape[1], options.n_hidden, chosen.shape[1]
+    network = FeedForward(sizes, rng)
+
+    def read(numbers: Indices) -> tuple[Floats, Floats]:
+        return scaled[numbers], chosen[numbers]
+
+    samples = Samples(validation, read)
     trainee = FeedForwardTrainee(network, samples, cross_entropy, options.batch, 0, rng)
     fitted = fit(trainee, options, report)
     (hidden, hidden_bias), (out, out_bias) = network.matrices()
@@ -130,4 +146,5 @@ def train_pair(
         "out.weight": out,
         "out.bias": out_bias,
     }
-    return {name: array.astype(np.float16) for name, array in arrays.items()}, fitted
+    rounded = {name: array.astype(np.float16) for name, array in arrays.items()}
+    return rounded, fitted

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.weights import Weights
@@ -42,18 +41,16 @@ from moegguf.learning.gradients import (
     Floats,
     Integers,
     Node,
-    add,
-    matmul,
     product,
     relu,
     reshape,
     rms_norm,
     rows_of,
     softmax,
-    times,
     transpose,
 )
 from moegguf.learning.splitting import held_out
+from moegguf.native.events import Bools
 from moegguf.trace.trace import Trace
 
 # Scale of the last matrix of a block at the start, so that the block changes the first
@@ -104,23 +101,23 @@ class PathModel:
         self.options = options
         self._rng = rng
         n_embd = options.n_embd
+        window = rng.standard_normal((options.window, n_embd))
+        chunk = rng.standard_normal((options.chunk, n_embd))
         values = {
             "embedding": embedding,
-            "window": POSITION_GAIN * rng.standard_normal((options.window, n_embd)),
-            "chunk": POSITION_GAIN * rng.standard_normal((options.chunk, n_embd)),
+            "window": POSITION_GAIN * window,
+            "chunk": POSITION_GAIN * chunk,
             "memory_norm": np.ones(n_embd),
             "output_norm": np.ones(n_embd),
             "heads.weight": heads,
             "heads.bias": logit(popularity),
         }
         for i in range(options.n_encoder):
-            values |= self._attention(f"encoder.{i}.self") | self._feed(
-                f"encoder.{i}.feed"
-            )
+            values |= self._attention(f"encoder.{i}.self")
+            values |= self._feed(f"encoder.{i}.feed")
         for i in range(options.n_decoder):
-            values |= self._attention(f"decoder.{i}.self") | self._attention(
-                f"decoder.{i}.cross"
-            )
+            values |= self._attention(f"decoder.{i}.self")
+            values |= self._attention(f"decoder.{i}.cross")
             values |= self._feed(f"decoder.{i}.feed")
         self.parameters = {
             name: Node(value.astype(np.float32), learns=True)
@@ -130,24 +127,25 @@ class PathModel:
     def _matrix(self, *sizes: int, fan_in: int, gain: float = 1.0) -> Floats:
         """Returns a random normal matrix. The standard deviation of its output is about
         `gain` times the standard deviation of an input of length `fan_in`."""
-        return self._rng.standard_normal(sizes) * (gain / np.sqrt(fan_in))
+        spread = gain / np.sqrt(fan_in)
+        return self._rng.standard_normal(sizes) * spread
 
     def _attention(self, name: str) -> dict[str, Floats]:
         n_embd = self.options.n_embd
         n_head = self.options.n_head
-        size = n_embd, n_head, n_embd // n_head
-        found = {f"{name}.{part}": self._matrix(*size, fan_in=n_embd) for part in "qkv"}
-        out = self._matrix(*size[1:], n_embd, fan_in=n_embd, gain=BLOCK_GAIN)
+        by_head = n_head, n_embd // n_head
+        found = {}
+        for part in "qkv":
+            found[f"{name}.{part}"] = self._matrix(n_embd, *by_head, fan_in=n_embd)
+        out = self._matrix(*by_head, n_embd, fan_in=n_embd, gain=BLOCK_GAIN)
         return found | {f"{name}.norm": np.ones(n_embd), f"{name}.out": out}
 
     def _feed(self, name: str) -> dict[str, Floats]:
         n_embd = self.options.n_embd
         n_ff = self.options.n_ff
-        return {
-            f"{name}.norm": np.ones(n_embd),
-            f"{name}.up": self._matrix(n_embd, n_ff, fan_in=n_embd, gain=2**0.5),
-            f"{name}.down": self._matrix(n_ff, n_embd, fan_in=n_ff, gain=BLOCK_GAIN),
-        }
+        up = self._matrix(n_embd, n_ff, fan_in=n_embd, gain=2**0.5)
+        down = self._matrix(n_ff, n_embd, fan_in=n_ff, gain=BLOCK_GAIN)
+        return {f"{name}.norm": np.ones(n_embd), f"{name}.up": up, f"{name}.down": down}
 
     def logits(self, windows: Integers, chunks: Integers, training: bool) -> Node:
         """Returns logits (n, chunk, n_moe_layer, n_expert) for n samples: `windows` (n,
@@ -156,28 +154,30 @@ class PathModel:
         def drop(x: Node) -> Node:
             if not training:
                 return x
-            return times(
-                x, Node(dropped(x.value.shape, self.options.dropout, self._rng))
-            )
+            share = self.options.dropout
+            factors = dropped(x.value.shape, share, self._rng)
+            return x * Node(factors)
 
         embedding = self.parameters["embedding"]
-        x = drop(add(rows_of(embedding, windows), self.parameters["window"]))
+        x = drop(rows_of(embedding, windows) + self.parameters["window"])
         for i in range(self.options.n_encoder):
-            x = add(x, drop(self._attend(f"encoder.{i}.self", x)))
-            x = add(x, drop(self._feed_forward(f"encoder.{i}.feed", x)))
+            x = x + drop(self._attend(f"encoder.{i}.self", x))
+            x = x + drop(self._feed_forward(f"encoder.{i}.feed", x))
         memory = drop(self._norm("memory_norm", x))
-        x = drop(add(rows_of(embedding, chunks), self.parameters["chunk"]))
+        x = drop(rows_of(embedding, chunks) + self.parameters["chunk"])
         for i in range(self.options.n_decoder):
-            x = add(x, drop(self._attend(f"decoder.{i}.self", x, causal=True)))
-            x = add(x, drop(self._attend(f"decoder.{i}.cross", x, memory)))
-            x = add(x, drop(self._feed_forward(f"decoder.{i}.feed", x)))
+            x = x + drop(self._attend(f"decoder.{i}.self", x, causal=True))
+            x = x + drop(self._attend(f"decoder.{i}.cross", x, memory))
+            x = x + drop(self._feed_forward(f"decoder.{i}.feed", x))
         weight = self.parameters["heads.weight"]
         n_embd, *size = weight.value.shape
-        found = product(drop(self._norm("output_norm", x)), reshape(weight, n_embd, -1))
-        return add(reshape(found, *chunks.shape, *size), self.parameters["heads.bias"])
+        x = drop(self._norm("output_norm", x))
+        found = product(x, reshape(weight, n_embd, -1))
+        found = reshape(found, *chunks.shape, *size)
+        return found + self.parameters["heads.bias"]
 
     def _norm(self, name: str, x: Node) -> Node:
-        return times(rms_norm(x, NORM_EPS), self.parameters[name])
+        return rms_norm(x, NORM_EPS) * self.parameters[name]
 
     def _attend(
         self, name: str, x: Node, memory: Node | None = None, causal: bool = False
@@ -189,16 +189,20 @@ class PathModel:
         q = self._heads(f"{name}.q", x)
         k = self._heads(f"{name}.k", source)
         v = self._heads(f"{name}.v", source)
-        scale = Node(np.array(q.value.shape[-1] ** -0.5, np.float32))
-        scores = matmul(times(q, scale), transpose(k, 0, 1, 3, 2))
+        n_embd_head = q.value.shape[-1]
+        scale = Node(np.array(n_embd_head**-0.5, np.float32))
+        scores = q * scale @ transpose(k, 0, 1, 3, 2)
         if causal:
             n_token = x.value.shape[1]
-            scores = add(scores, Node(np.triu(np.full((n_token, n_token), MASKED), 1)))
-        mixed = transpose(matmul(softmax(scores), v), 0, 2, 1, 3)
+            masked = np.full((n_token, n_token), MASKED)
+            later = np.triu(masked, 1)
+            scores = scores + Node(later)
+        mixed = softmax(scores) @ v
+        mixed = transpose(mixed, 0, 2, 1, 3)
+        joined = reshape(mixed, *x.value.shape)
         out = self.parameters[f"{name}.out"]
-        return product(
-            reshape(mixed, *x.value.shape), reshape(out, -1, out.value.shape[-1])
-        )
+        out = reshape(out, -1, self.options.n_embd)
+        return product(joined, out)
 
     def _heads(self, name: str, x: Node) -> Node:
         """Returns x times a matrix, split by head: (n, n_head, n_token,
@@ -206,14 +210,12 @@ class PathModel:
         weight = self.parameters[name]
         n_embd, n_head, n_embd_head = weight.value.shape
         found = product(x, reshape(weight, n_embd, -1))
-        return transpose(
-            reshape(found, *x.value.shape[:2], n_head, n_embd_head), 0, 2, 1, 3
-        )
+        split = reshape(found, *x.value.shape[:2], n_head, n_embd_head)
+        return transpose(split, 0, 2, 1, 3)
 
     def _feed_forward(self, name: str, x: Node) -> Node:
-        hidden = relu(
-            product(self._norm(f"{name}.norm", x), self.parameters[f"{name}.up"])
-        )
+        x = self._norm(f"{name}.norm", x)
+        hidden = relu(product(x, self.parameters[f"{name}.up"]))
         return product(hidden, self.parameters[f"{name}.down"])
 
 
@@ -242,58 +244,56 @@ class Samples:
     def __init__(self, trace: Trace, window: int, chunk: int) -> None:
         self.window = window
         self.chunk = chunk
+        sequence_of = trace.sequence_of
+        unknown = set(sequence_of[trace.tokens < 0].tolist())
         self.sequences = [
-            sequence
-            for sequence in trace.sequences()
-            if (trace.tokens[trace.sequence_of == sequence] >= 0).all()
-        ]  # fmt: skip
+            sequence for sequence in trace.sequences() if sequence not in unknown
+        ]
         if not self.sequences:
             raise OptionError(
-                "the trace must have requests whose tokens are all known, but has none; record it again."
+                "the trace must have requests whose tokens are all known, but has none; record it with `moegguf trace"
+                " record`, or import files that hold token ids."
             )
         places = [
-            np.flatnonzero(trace.sequence_of == sequence) for sequence in self.sequences
+            np.flatnonzero(sequence_of == sequence) for sequence in self.sequences
         ]
         lengths = np.array([len(place) for place in places])
         self.ends = np.cumsum(lengths + window + chunk) - chunk
         self.starts = self.ends - lengths
-        here = np.concatenate(
-            [
-                np.arange(start, end)
-                for start, end in zip(self.starts, self.ends, strict=True)
-            ]
-        )
+        here = self.tokens_of(self.sequences)
         there = np.concatenate(places)
         n = self.ends[-1] + chunk
         shape = trace.shape
         tokens = np.full(n, shape.n_vocab, np.int64)
         tokens[here] = trace.tokens[there]
         self.seen, self.tokens = np.unique(tokens, return_inverse=True)
-        ids = trace.expert_ids[:, there].transpose(1, 0, 2)
-        self.paths = np.zeros((n, len(shape.layers), shape.n_expert), np.bool_)
+        ids = trace.expert_ids[:, there]
+        ids = ids.transpose(1, 0, 2)
+        size = n, shape.n_moe_layer, shape.n_expert
+        self.paths = np.zeros(size, np.bool_)
         self.paths[here] = multi_hot(ids, shape.n_expert)
-        self.known = np.zeros((n, len(shape.layers)), np.bool_)
+        self.known = np.zeros(size[:2], np.bool_)
         self.known[here] = ids[:, :, 0] >= 0
 
     def tokens_of(self, sequences: list[int]) -> Integers:
         """Returns the positions of these requests' tokens in `tokens`."""
-        parts = [
-            np.arange(start, end)
-            for sequence, start, end in zip(
-                self.sequences, self.starts, self.ends, strict=True
-            )
-            if sequence in sequences
-        ]
-        return np.concatenate(parts)
+        spans = self._spans(sequences)
+        return np.concatenate([np.arange(*span) for span in spans])
+
+    def _spans(self, sequences: list[int]) -> Integers:
+        """Returns (first position, end) of each of these requests in `tokens`, (n,
+        2)."""
+        spans = np.stack([self.starts, self.ends], axis=1)
+        return spans[np.isin(self.sequences, sequences)]
 
     def popularity(self, places: Integers) -> Floats:
         """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that
         used each expert. In each layer, only tokens for which the layer was computed
         are used."""
-        return (
-            self.paths[places].sum(axis=0)
-            / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
-        )
+        n_uses = self.paths[places].sum(axis=0)
+        n_known = self.known[places].sum(axis=0)
+        n_tokens = np.maximum(n_known, 1)
+        return n_uses / n_tokens[:, np.newaxis]
 
     def first_guess(
         self, places: Integers, n_embd: int, rng: np.random.Generator
@@ -305,36 +305,39 @@ class Samples:
         log-odds that the token id uses the expert, minus the log-odds of an average
         token. Only tokens at the positions `places` are used.
         """
+        n_seen = len(self.seen)
         size = self.paths.shape[1:]
-        uses = np.zeros((len(self.seen), *size), np.float32)
-        count = np.zeros((len(self.seen), size[0], 1), np.float32)
+        uses = np.zeros((n_seen, *size), np.float32)
+        count = np.zeros((n_seen, size[0], 1), np.float32)
         for place in places:
-            uses[self.tokens[place]] += self.paths[place]
-            count[self.tokens[place], :, 0] += self.known[place]
+            token = self.tokens[place]
+            uses[token] += self.paths[place]
+            count[token, :, 0] += self.known[place]
         popularity = self.popularity(places).astype(np.float32)
         share = (uses + PRIOR_TOKENS * popularity) / (count + PRIOR_TOKENS)
-        excess = (logit(share) - logit(popularity)).reshape(len(self.seen), -1)
-        u, s, vt = largest_singular(excess, min(n_embd, *excess.shape), rng)
-        spread = max(float(np.sqrt(np.mean((u * s) ** 2))), MIN_SHARE)
-        embedding = np.zeros((len(self.seen), n_embd), np.float32)
-        embedding[:, : len(s)] = u * s / spread
+        excess = logit(share) - logit(popularity)
+        excess = excess.reshape(n_seen, -1)
+        n = min(n_embd, *excess.shape)
+        u, s, vt = largest_singular(excess, n, rng)
+        rows = u * s
+        root_mean_square = float(np.sqrt(np.mean(rows**2)))
+        spread = max(root_mean_square, MIN_SHARE)
+        embedding = np.zeros((n_seen, n_embd), np.float32)
+        embedding[:, :n] = rows / spread
         heads = np.zeros((n_embd, *size), np.float32)
-        heads[: len(s)] = (vt * spread).reshape(-1, *size)
+        columns = vt * spread
+        heads[:n] = columns.reshape(-1, *size)
         return embedding, heads
 
     def firsts(self, sequences: list[int], rng: np.random.Generator) -> Integers:
         """Returns the positions at which the chunks of these requests begin. Each
         request is cut into chunks at a random offset."""
-        cuts = [
-            np.maximum(
-                np.arange(start - int(rng.integers(self.chunk)), end, self.chunk), start
-            )
-            for sequence, start, end in zip(
-                self.sequences, self.starts, self.ends, strict=True
-            )
-            if sequence in sequences
-        ]
-        return np.concatenate([np.zeros(0, np.int64), *cuts])
+        cuts = [np.zeros(0, np.int64)]
+        for start, end in self._spans(sequences):
+            first = start - int(rng.integers(self.chunk))
+            cut = np.arange(first, end, self.chunk)
+            cuts.append(np.maximum(cut, start))
+        return np.concatenate(cuts)
 
 
 class PathTrainee(Trainee):
@@ -353,52 +356,52 @@ class PathTrainee(Trainee):
         ]
         places = samples.tokens_of(self._training)
         guess = samples.first_guess(places, options.n_embd, rng)
-        self.model = PathModel(*guess, samples.popularity(places), options, rng)
-        self.parameters = self.model.parameters
+        popularity = samples.popularity(places)
+        self.model = PathModel(*guess, popularity, options, rng)
+        self.nodes = list(self.model.parameters.values())
         self._samples = samples
         self._batch = options.batch
-        self._validation = samples.firsts(
-            validation, np.random.default_rng(options.seed)
-        )
+        own = np.random.default_rng(options.seed)
+        self._validation = samples.firsts(validation, own)
 
     @property
     def n_batches(self) -> int:
         """An upper bound on the number of batches in an epoch."""
         samples = self._samples
-        lengths = (samples.ends - samples.starts)[
-            np.isin(samples.sequences, self._training)
-        ]
-        return int((-(-lengths // samples.chunk) + 1).sum()) // self._batch + 1
+        lengths = samples.ends - samples.starts
+        lengths = lengths[np.isin(samples.sequences, self._training)]
+        n_chunks = -(-lengths // samples.chunk) + 1
+        return int(n_chunks.sum()) // self._batch + 1
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
         """Yields batches of chunks in random order."""
-        for logits, paths, known in self._computed(
-            rng.permutation(self._samples.firsts(self._training, rng)), True
-        ):
+        firsts = self._samples.firsts(self._training, rng)
+        firsts = rng.permutation(firsts)
+        for logits, paths, known in self._computed(firsts, True):
             yield binary_cross_entropy(logits, paths, known)
 
     def _computed(
         self, firsts: Integers, training: bool
-    ) -> Iterator[tuple[Node, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
+    ) -> Iterator[tuple[Node, Bools, Bools]]:
         """Yields (logits, experts used, known) for each batch of chunks. `known` is
         True where a layer was computed for a token."""
         samples = self._samples
         for start in range(0, len(firsts), self._batch):
-            first = firsts[start : start + self._batch, np.newaxis]
+            first = firsts[start : start + self._batch]
+            first = first[:, np.newaxis]
             here = first + np.arange(samples.chunk)
             before = first - samples.window + np.arange(samples.window)
-            logits = self.model.logits(
-                samples.tokens[before], samples.tokens[here], training
-            )
+            windows = samples.tokens[before]
+            logits = self.model.logits(windows, samples.tokens[here], training)
             yield logits, samples.paths[here], samples.known[here]
 
     def validate(self) -> float:
         """Returns the accuracy on the validation requests; 0 if there are none."""
         right = total = 0
         for logits, paths, known in self._computed(self._validation, False):
-            n, of = n_right(logits.value[known], paths[known])
-            right += n
-            total += of
+            n_hit, n_chosen = n_right(logits.value[known], paths[known])
+            right += n_hit
+            total += n_chosen
         return right / max(1, total)
 
 
@@ -409,23 +412,20 @@ def train(
     The arrays depend only on the trace, the options and the number of threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
-    validation = held_out(
-        trace.select(samples.sequences), VALIDATION_SHARE, options.seed
-    )
-    trainee = PathTrainee(
-        samples, validation, options, np.random.default_rng(options.seed)
-    )
+    used = trace.select(samples.sequences)
+    validation = held_out(used, VALIDATION_SHARE, options.seed)
+    rng = np.random.default_rng(options.seed)
+    trainee = PathTrainee(samples, validation, options, rng)
     fitted = fit(trainee, options, report)
     arrays = {
-        name: node.value.astype(np.float16) for name, node in trainee.parameters.items()
+        name: node.value.astype(np.float16)
+        for name, node in trainee.model.parameters.items()
     }
-    embedding = np.zeros((trace.shape.n_vocab + 1, options.n_embd), np.float16)
+    n_rows = trace.shape.n_vocab + 1
+    embedding = np.zeros((n_rows, options.n_embd), np.float16)
     embedding[samples.seen] = arrays["embedding"]
-    facts = asdict(options) | {
-        "validation": round(fitted.best, 4),
-        "epochs_run": fitted.epochs,
-    }
-    return Weights(arrays | {"embedding": embedding}, facts)
+    arrays["embedding"] = embedding
+    return Weights(arrays, asdict(options) | fitted.facts)
 
 
 def largest_singular(
@@ -433,10 +433,13 @@ def largest_singular(
 ) -> tuple[Floats, Floats, Floats]:
     """Returns u, s and v^T of the singular value decomposition, approximately, for the
     n largest singular values. Uses power iteration."""
-    found = matrix @ rng.standard_normal((matrix.shape[1], n)).astype(matrix.dtype)
+    n_columns = matrix.shape[1]
+    drawn = rng.standard_normal((n_columns, n))
+    found = matrix @ drawn.astype(matrix.dtype)
     for _ in range(N_POWER):
         basis, _ = np.linalg.qr(found)
         found = matrix @ (matrix.T @ basis)
     basis, _ = np.linalg.qr(found)
-    u, s, vt = np.linalg.svd(basis.T @ matrix, full_matrices=False)
+    small = basis.T @ matrix
+    u, s, vt = np.linalg.svd(small, full_matrices=False)
     return basis @ u, s, vt

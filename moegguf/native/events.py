@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 
 class Phase(IntEnum):

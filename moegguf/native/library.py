@@ -144,22 +144,21 @@ class BackendProblems(NamedTuple):
 _problems = BackendProblems([], [])
 
 
+_log_callback = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
+
+
+# ggml's log callback from the end of load() until the bindings set theirs. Without a
+# callback, ggml prints every line of its log, for example the devices that it found.
+@_log_callback
 def _log_errors(level: int, text: bytes, _user: object) -> None:
     if level == LOG_ERROR:
         sys.stderr.write(text.decode(errors="replace"))
 
 
+@_log_callback  # `moegguf doctor` prints these errors
 def _keep_errors(level: int, text: bytes, _user: object) -> None:
     if level == LOG_ERROR:
         _problems.errors.append(text.decode(errors="replace").strip())
-
-
-_LOG_CALLBACK = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-# ggml's log callback from the end of load() until the bindings set theirs. It prints
-# errors only. Without a callback, ggml prints every line of its log, for example the
-# devices that it found.
-_LOG_ERRORS = _LOG_CALLBACK(_log_errors)
-_KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these errors
 
 
 @functools.cache
@@ -180,7 +179,8 @@ def load() -> c.CDLL:
     found = library.moegguf_abi_version()
     if found != abi.ABI_VERSION:
         raise LibraryError(
-            f"the native library has ABI {found}, but this package needs ABI {abi.ABI_VERSION}; build it again."
+            f"the native library has ABI {found}, but this package needs ABI {abi.ABI_VERSION}; install moegguf"
+            " again, or run `make` again in a checkout."
         )
     abi.declare(library, check)
     return library
@@ -211,7 +211,7 @@ def _load_backends(folder: Path) -> None:
     build's own backends runs on this machine.
     """
     base = _open(folder, "ggml-base")
-    base.ggml_log_set(_KEEP_ERRORS, None)
+    base.ggml_log_set(_keep_errors, None)
     ggml = _open(folder, "ggml")
     # A portable build; by default, ggml would also search the current folder.
     if any(folder.glob("libggml-cpu-*")):
@@ -224,7 +224,7 @@ def _load_backends(folder: Path) -> None:
             "",
         )
     _problems.refused.extend(plugins.load_plugins(ggml, plugins.read_pin(folder)))
-    base.ggml_log_set(_LOG_ERRORS, None)
+    base.ggml_log_set(_log_errors, None)
 
 
 def backend_problems() -> BackendProblems:
@@ -357,16 +357,13 @@ _ERRORS: dict[int, type[MoeggufError]] = {
     abi.IO: ExpertIOError,
     abi.CANCELLED: GenerationCancelled,
     abi.FORKED: ForkError,
-    abi.ROUTING: MoeggufError,
-    abi.SLOTS: MoeggufError,
-    abi.BROKEN: MoeggufError,
 }
 
 
 def error(status: int, message: str) -> MoeggufError:
     """Returns an exception with this message, of the type for a status of the C ABI.
 
-    For an unknown status, the type is MoeggufError.
+    For a status that is not in _ERRORS, such as abi.ROUTING, the type is MoeggufError.
     """
     return _ERRORS.get(status, MoeggufError)(message)
 

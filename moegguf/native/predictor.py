@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moegguf.errors import OptionError
 from moegguf.native import abi
-from moegguf.native.events import Float32s
+from moegguf.native.events import Float32s, Int32s
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
@@ -85,7 +85,7 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
     )  # fmt: skip
 
 
-def integers(*values: int) -> npt.NDArray[np.int32]:
+def integers(*values: int) -> Int32s:
     """Returns the values as an int32 array, the form in which native predictors read
     their sizes and options."""
     return np.array(values, np.int32)

@@ -24,7 +24,14 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import abi, library
-from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
+from moegguf.native.events import (
+    Announcement,
+    Bools,
+    Float32s,
+    Int32s,
+    Phase,
+    RoutingEvent,
+)
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
 from moegguf.native.slot_sizes import matrices_of
 from moegguf.quantities import Link
@@ -550,7 +557,7 @@ class Store:
         Prefetching is initially on."""
         self._library.moegguf_store_prefetch(self.handle, on)
 
-    def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
+    def forecast(self) -> tuple[Float32s, Bools]:
         """Returns the forecast of the store's predictor: (probabilities (n_layer,
         n_expert), known (n_layer,)).
 
@@ -659,7 +666,8 @@ class Store:
             self.listen()
             self._callback_error = None
             raise CallbackError(
-                f"a callback raised {type(error).__name__}: {error}; listening stopped."
+                f"a callback raised {type(error).__name__}: {error}; listening stopped, so correct the callback and"
+                " listen again."
             ) from error
 
     def cancel(self, on: bool = True) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -79,21 +80,12 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen = list[int]()
     n_chosen_tokens = 0
-    for index, sequences in enumerate(itertools.zip_longest(*_by_kind(trace))):
+    for index, sequences in enumerate(itertools.zip_longest(*trace.by_kind())):
         for sequence in filter(lambda s: s is not None, sequences):
             if index == 0 or n_chosen_tokens < n_tokens:
                 chosen.append(sequence)
                 n_chosen_tokens += decoded_tokens[sequence]
     return chosen
-
-
-def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests. Requests
-    without a label form a kind of their own."""
-    kinds: dict[str, list[int]] = {}
-    for sequence in trace.sequences():
-        kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
-    return list(kinds.values())
 
 
 @dataclass(frozen=True)
@@ -183,7 +175,7 @@ class TraceAnalysis:
 
     trace: Trace
     artifacts: Artifacts
-    known_predictors: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
+    known_predictors: ClassVar[tuple[str, ...]] = PREDICTORS
 
     @classmethod
     def open(
@@ -195,7 +187,8 @@ class TraceAnalysis:
         trace = read(path)
         if not trace.decode().n_pass:
             raise OptionError(
-                f"{path} has no answers, only prompts; record it again with --max-tokens above 0."
+                f"{path} must have answers, but has only prompts; record it with --max-tokens above 0, or import it"
+                " with fewer --prompt-tokens."
             )
         layout = read_layout(model) if model else None
         if layout is not None:
@@ -220,11 +213,11 @@ class TraceAnalysis:
         """Splits the requests into two halves. Each half contains half of the requests
         of each kind of text, give or take one. Raises OptionError if there is only one
         request."""
-        one_by_one = list(itertools.chain(*_by_kind(self.trace)))
+        one_by_one = list(itertools.chain(*self.trace.by_kind()))
         if len(one_by_one) < 2:
             raise OptionError(
-                "the policy is chosen on some requests and judged on others, but the trace has fewer than two; record"
-                " several."
+                "--save chooses a policy on some requests and judges it on others, so it needs at least two requests,"
+                f" but is given {len(one_by_one)}; raise --tokens, or record more requests."
             )
         first, second = (
             replace(self, trace=self.trace.select(sorted(one_by_one[start::2])))
@@ -321,7 +314,8 @@ class TraceAnalysis:
         predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(
-                f"{name!r} reads the inputs of the routers: record the trace with --inputs."
+                f"the predictor {name!r} needs the inputs of the routers, but the trace does not have them; record it"
+                " with `moegguf trace record --inputs`."
             )
         return predictor
 
@@ -449,7 +443,7 @@ class TraceAnalysis:
                 else vram
             )
             of_devices = {
-                str(d.name): d.n_slots / shape.n_expert / len(shape.layers)
+                str(d.name): d.n_slots / shape.n_expert / shape.n_moe_layer
                 for d in devices
             }
             several = {
@@ -564,11 +558,9 @@ class TraceAnalysis:
                     row.decode_hit_rate
                 )
         best: dict[str, tuple[str, dict[float, float]]] = {}
-        for (policy, predictor), at in rates.items():
-            if policy not in best or np.mean(list(at.values())) > np.mean(
-                list(best[policy][1].values())
-            ):
-                best[policy] = predictor, at
+        for policy in dict.fromkeys(policy for policy, _ in rates):
+            found = [(ahead, at) for (of, ahead), at in rates.items() if of == policy]
+            best[policy] = max(found, key=lambda one: fmean(one[1].values()))
         measured = Measured(
             self.artifacts.fingerprint,
             {policy: at for policy, (_, at) in best.items()},

@@ -15,15 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.errors import OptionError
-from moegguf.native.events import Phase
+from moegguf.native.events import Bools, Int64s, Phase
 from moegguf.trace.trace import Trace
 
 BELADY = "belady"  # name of the bound in tables of policies
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -64,19 +61,19 @@ class Lookups:
 
     # (n_lookups,) (index of the layer among the layers with experts) * n_expert +
     # expert.
-    keys: Ints
-    start: Ints  # (n_events + 1,)
+    keys: Int64s
+    start: Int64s  # (n_events + 1,)
     # (n_lookups,) index of the next event that looks up the same key; n_events if there
     # is none.
-    next_use: Ints
+    next_use: Int64s
     # (n_events,) True: the event belongs to a decode pass.
-    decode: npt.NDArray[np.bool_]
+    decode: Bools
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
         """Returns the events of a trace in the order of the live run: pass by pass, and
         layer by layer within a pass. Events without an expert are left out."""
-        n_row = len(trace.shape.layers)
+        n_row = trace.shape.n_moe_layer
         n_expert = trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
         ids = trace.expert_ids.astype(np.int64)
@@ -100,7 +97,7 @@ class Lookups:
             trace.pass_phase[used // n_row] == Phase.DECODE,
         )  # fmt: skip
 
-    def select(self, chosen: npt.NDArray[np.bool_]) -> Lookups:
+    def select(self, chosen: Bools) -> Lookups:
         """Returns the look-ups for which `chosen`, an array (n_lookups,), is True.
         Events without them are empty."""
         before = np.append(0, np.cumsum(chosen))
@@ -112,7 +109,7 @@ class Lookups:
         )
 
 
-def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
+def _next_use(keys: Int64s, events: Int64s, never: int) -> Int64s:
     order = np.argsort(keys, kind="stable")
     out = np.full(len(keys), never, np.int64)
     same = keys[order[1:]] == keys[order[:-1]]
@@ -141,7 +138,9 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     )
 
 
-def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
+def least_misses(
+    lookups: Lookups, n_slots: int, resident: Iterable[int] = ()
+) -> Int64s:
     """Returns the keys of the fewest experts that must be read, in the order in which
     they are read. No policy can read fewer experts, with or without bypass.
 
@@ -152,7 +151,7 @@ def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -
 
 
 def fewest_bytes(
-    lookups: Lookups, n_slots: int, resident: Ints, key_bytes: Ints
+    lookups: Lookups, n_slots: int, resident: Int64s, key_bytes: Int64s
 ) -> int:
     """Returns the number of bytes that every policy must read at least, with or without
     bypass. If all experts have the same size, some policy reads exactly this number.
@@ -178,7 +177,7 @@ def fewest_bytes(
 
 def _missed(
     lookups: Lookups, n_slots: int, resident: Iterable[int] = (), bypass: bool = False
-) -> npt.NDArray[np.bool_]:
+) -> Bools:
     """Returns an array (n_lookups,): True for each lookup that misses. Evicts the
     expert whose next use is farthest in the future. With `bypass`, that may be an
     expert of the current event."""

@@ -14,6 +14,7 @@ they read or write traces.
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -32,11 +33,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
+from safetensors import SafetensorError
 
 from moegguf.atomic_write import can_be_replaced
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
-from moegguf.native.events import Phase
+from moegguf.native.events import Bools, Phase
 from moegguf.trace.trace import MAX_TEXT, Trace, TraceHeader
 
 MAX_BLOCKS = 1 << 20
@@ -127,33 +129,6 @@ def _sizes(blocks: Iterable[Block]) -> tuple[int, int]:
     )
 
 
-def encode(
-    shape: MoeShape,
-    header: TraceHeader,
-    *,
-    weights: bool,
-    inputs: bool,
-    blocks: list[Block],
-) -> bytes:
-    """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject
-    it."""
-    n_pass, n_tokens = _sizes(blocks)
-    facts = {
-        "shape": asdict(shape),
-        **asdict(header),
-        "weights": weights,
-        "inputs": inputs,
-    }
-    data = json.dumps(
-        facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks}
-    )
-    return (
-        decode(data.encode(), "a trace file cannot hold this value, so correct it")
-        .model_dump_json()
-        .encode()
-    )
-
-
 def decode(data: bytes, step: str = "record the trace again") -> FileHeader:
     """Parses a header. Raises TraceError for the first field that is missing or breaks
     a rule. `step` ends the error's text."""
@@ -173,74 +148,52 @@ HEADER = "header.json"
 MAX_TRACE_BYTES = 16 << 30  # largest size of a whole trace in memory, in bytes
 _NPY_BYTES = 4096  # largest size of a member's npy header, in bytes
 _DEFLATE_LEVEL = 1  # other levels change the size of routing by less than a tenth
-# Exceptions that zipfile, numpy and json raise for invalid data
+# Exceptions that zipfile, numpy, json, safetensors and csv raise for invalid data
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
-    MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
+    MemoryError, RuntimeError, SyntaxError, TypeError, ValueError, SafetensorError, csv.Error,
 )  # fmt: skip
 
 
 def check(trace: Trace, step: str = "record it again") -> None:
     """Raises TraceError for the first rule that the values of a trace break. `step`
     ends the error's text. Types and shapes must already be right."""
+    for holds, name, rule in _rules(trace):
+        if not holds:
+            raise TraceError(f"{name} {rule}; this trace breaks the rule, so {step}.")
+
+
+def _rules(trace: Trace) -> Iterator[tuple[Any, str, str]]:
+    """Yields (True if the rule holds, name of an array, text of the rule). A later rule
+    can be computed only if the earlier rules hold."""
     starts = trace.pass_start
     tokens = trace.tokens
     ids = trace.expert_ids
     n_vocab = trace.shape.n_vocab or np.iinfo(np.int32).max
     n_expert = trace.shape.n_expert
-    chosen: npt.NDArray[np.bool_] = ids >= 0
+    chosen: Bools = ids >= 0
     used = np.asarray(chosen.any(axis=1, keepdims=True))
     uniform = (used[:, :, 1:] <= used[:, :, :-1]).all() and (
         chosen == (chosen[:, :, :1] & used)
     ).all()
-    rules: list[tuple[Any, str, str]] = [
-        ((np.diff(starts) > 0).all(), "pass_start", "must rise: each pass has a token"),
-        (
-            starts[0] == 0 and starts[-1] == trace.n_tokens,
-            "pass_start",
-            f"must go from 0 to {trace.n_tokens}",
-        ),
-        (
-            (trace.pass_phase <= max(Phase)).all(),
-            "pass_phase",
-            f"must be at most {max(Phase):d}",
-        ),
-        (
-            (trace.pass_first_token >= -1).all(),
-            "pass_first_token",
-            "must be at least -1",
-        ),
-        (
-            ((tokens >= -1) & (tokens < n_vocab)).all(),
-            "tokens",
-            f"must be from -1 to below {n_vocab}",
-        ),
-        (
-            ((ids >= -1) & (ids < n_expert)).all(),
-            "expert_ids",
-            f"must be from -1 to below {n_expert}",
-        ),
-        (
-            uniform,
-            "expert_ids",
-            "must hold the same number of experts for each token of a layer, followed by -1",
-        ),
-    ]
-    for holds, name, rule in rules:
-        _require(holds, name, rule, step)
-    _require(
-        (trace.phase_of <= max(Phase)).all(),
-        "token_phase",
-        f"must be at most {max(Phase):d}",
-        step,
+    yield (np.diff(starts) > 0).all(), "pass_start", "must rise: each pass has a token"
+    at_ends = starts[0] == 0 and starts[-1] == trace.n_tokens
+    yield at_ends, "pass_start", f"must go from 0 to {trace.n_tokens}"
+    of_phases = f"must be at most {max(Phase):d}"
+    yield (trace.pass_phase <= max(Phase)).all(), "pass_phase", of_phases
+    first = trace.pass_first_token
+    yield (first >= -1).all(), "pass_first_token", "must be at least -1"
+    known = (tokens >= -1) & (tokens < n_vocab)
+    yield known.all(), "tokens", f"must be from -1 to below {n_vocab}"
+    known = (ids >= -1) & (ids < n_expert)
+    yield known.all(), "expert_ids", f"must be from -1 to below {n_expert}"
+    of_layers = (
+        "must hold the same number of experts for each token of a layer, followed by -1"
     )
+    yield uniform, "expert_ids", of_layers
+    yield (trace.phase_of <= max(Phase)).all(), "token_phase", of_phases
     of_last_tokens = "must be those of a pass's last tokens if some are missing"
-    _require(_computes_last_tokens(trace), "expert_ids", of_last_tokens, step)
-
-
-def _require(holds: Any, name: str, rule: str, step: str) -> None:
-    if not holds:
-        raise TraceError(f"{name} {rule}; this trace breaks the rule, so {step}.")
+    yield _computes_last_tokens(trace), "expert_ids", of_last_tokens
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
@@ -262,18 +215,10 @@ def _computes_last_tokens(trace: Trace) -> bool:
 Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
 
-def _spec(
-    shape: MoeShape,
-    n_pass: int,
-    n_tokens: int,
-    *,
-    weights: bool,
-    inputs: bool,
-    batches: bool,
-) -> Spec:
-    """Returns the type and shape of each array for `n_pass` passes and `n_tokens`
-    tokens."""
-    chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
+def _spec(shape: MoeShape, block: Block, weights: bool) -> Spec:
+    """Returns the type and shape of each array of a block."""
+    n_pass, n_tokens, inputs, batches = block
+    chosen = (shape.n_moe_layer, n_tokens, shape.n_expert_used)
     spec: Spec = {
         "pass_sequence": (np.int32, (n_pass,)),
         "pass_phase": (np.uint8, (n_pass,)),
@@ -286,7 +231,7 @@ def _spec(
     if weights:
         spec["weights"] = (np.float16, chosen)
     if inputs:
-        spec["inputs"] = (np.float16, (len(shape.layers), n_tokens, shape.n_embd))
+        spec["inputs"] = (np.float16, (shape.n_moe_layer, n_tokens, shape.n_embd))
     if batches:
         spec |= {
             "token_sequence": (np.int32, (n_tokens,)),
@@ -318,13 +263,15 @@ class TraceWriter:
     """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
     If the recording is killed, PATH remains unchanged. Raises TraceError if a write
-    fails, if PATH is not a file that can be replaced, or if a block has wrong shapes.
+    fails, if PATH is not a file that can be replaced, if a header is invalid, or if a
+    block has wrong shapes. The constructor only checks the header that it gets.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         shape: MoeShape,
+        header: TraceHeader,
         *,
         weights: bool,
         inputs: bool,
@@ -335,6 +282,8 @@ class TraceWriter:
         self.weights = weights
         self.inputs = inputs
         self._blocks: list[Block] = []
+        # Raises TraceError for an invalid header now, not only in `close`.
+        self._encoded(header)
         if not can_be_replaced(self.path):
             raise TraceError(
                 f"a trace must be a file, but {str(self.path)!r} is not a regular file; give a file's path, not a"
@@ -348,23 +297,21 @@ class TraceWriter:
     def add(self, block: Trace) -> None:
         """Appends the passes of `block`. The block may lack inputs even if the writer
         accepts inputs. Raises TraceError."""
-        has_inputs = block.inputs is not None
-        batches = block.token_sequence is not None
-        spec = _spec(
-            self.shape,
+        added = Block(
             block.n_pass,
             block.n_tokens,
-            weights=self.weights,
-            inputs=has_inputs,
-            batches=batches,
+            inputs=int(block.inputs is not None),
+            batches=int(block.token_sequence is not None),
         )
-        if has_inputs and not self.inputs:
+        spec = _spec(self.shape, added, self.weights)
+        if added.inputs and not self.inputs:
             raise TraceError(
                 f"{self.path.name}: a block has inputs, but the writer accepts none; open the writer with inputs."
             )
         if len(self._blocks) == MAX_BLOCKS:
             raise TraceError(
-                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and already has them; begin another."
+                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and this one has them; record the other"
+                " requests into a second trace."
             )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)
@@ -388,23 +335,32 @@ class TraceWriter:
                     np.lib.format.write_array(
                         file, np.ascontiguousarray(array), allow_pickle=False
                     )
-        self._blocks.append(
-            Block(block.n_pass, block.n_tokens, int(has_inputs), int(batches))
-        )
+        self._blocks.append(added)
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
-        data = encode(
-            self.shape,
-            header,
-            weights=self.weights,
-            inputs=self.inputs,
-            blocks=self._blocks,
-        )
+        data = self._encoded(header)
         with self._writing():
             self._zip.writestr(HEADER, data)
             self._zip.close()
             os.replace(self.partial, self.path)
+
+    def _encoded(self, header: TraceHeader) -> bytes:
+        """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject
+        it."""
+        n_pass, n_tokens = _sizes(self._blocks)
+        facts = {
+            "shape": asdict(self.shape),
+            **asdict(header),
+            "weights": self.weights,
+            "inputs": self.inputs,
+            "n_pass": n_pass,
+            "n_tokens": n_tokens,
+            "blocks": self._blocks,
+        }
+        step = "a trace file cannot hold this value, so correct it"
+        checked = decode(json.dumps(facts).encode(), step)
+        return checked.model_dump_json().encode()
 
     def discard(self) -> None:
         """Removes the unfinished file. Does nothing after `close` has succeeded."""
@@ -419,7 +375,8 @@ class TraceWriter:
             yield
         except OSError as error:
             raise TraceError(
-                f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
+                f"{self.path}: the trace cannot be written ({error.strerror or error}); make room on the disk, or"
+                " choose another place."
             ) from error
 
 
@@ -429,6 +386,7 @@ def write(path: str | os.PathLike[str], trace: Trace) -> None:
     writer = TraceWriter(
         path,
         trace.shape,
+        trace.header,
         weights=trace.weights is not None,
         inputs=trace.inputs is not None,
     )
@@ -449,36 +407,40 @@ def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trac
     declares for it is compared with its implied size. Unknown members are ignored.
     """
     path = Path(path)
+    with (
+        reading(path, "the trace is damaged or incomplete", "record it again"),
+        zipfile.ZipFile(path) as archive,
+    ):
+        return _read(archive, max_bytes)
+
+
+@contextmanager
+def reading(path: Path, damage: str, step: str) -> Iterator[None]:
+    """Converts errors of reading a file, such as OSError and errors for invalid data,
+    into a TraceError with the file's name. `damage` and `step` are the fault and the
+    next step in the error for invalid data."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _read(archive, max_bytes)
+        yield
     except TraceError as error:
         raise TraceError(f"{path.name}: {error}") from error
     except OSError as error:
         raise TraceError(
-            f"{path}: the trace cannot be read ({error.strerror or error}); check the path."
+            f"{path}: the file cannot be read ({error.strerror or error}); check the path."
         ) from error
     except DAMAGE as error:
-        raise TraceError(
-            f"{path.name}: the trace is damaged or incomplete ({error}); record it again."
-        ) from error
+        raise TraceError(f"{path.name}: {damage} ({error}); {step}.") from error
 
 
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     header = _read_header(archive)
     moe = MoeShape(**header.shape.model_dump())
-    batches = any(block.batches for block in header.blocks)
-    spec = _spec(
-        moe,
-        header.n_pass,
-        header.n_tokens,
-        weights=header.weights,
-        inputs=header.inputs,
-        batches=batches,
-    )
+    batches = max((block.batches for block in header.blocks), default=0)
+    whole = Block(header.n_pass, header.n_tokens, header.inputs, batches)
+    spec = _spec(moe, whole, header.weights)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(
-            f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less."
+            f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record fewer tokens, or leave out"
+            " --inputs."
         )
     # np.zeros, because blocks may lack inputs. Pages of zeros that are never written
     # use no memory.
@@ -487,26 +449,14 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     }
     first_pass = first_token = 0
     for number, block in enumerate(header.blocks):
-        parts = _spec(
-            moe,
-            *block[:2],
-            weights=header.weights,
-            inputs=bool(block.inputs),
-            batches=bool(block.batches),
-        )
-        for name, (dtype, shape) in parts.items():
+        tokens = slice(first_token, first_token + block.n_tokens)
+        for name, (dtype, shape) in _spec(moe, block, header.weights).items():
             part = _load(archive, _member(name, number), np.dtype(dtype), shape)
-            _copy_block(
-                arrays[name],
-                name,
-                part,
-                first_pass,
-                slice(first_token, first_token + block.n_tokens),
-            )
+            _copy_block(arrays[name], name, part, first_pass, tokens)
         if batches and not block.batches:
             _fill_in(arrays, slice(first_pass, first_pass + block.n_pass))
-        first_pass = first_pass + block.n_pass
-        first_token = first_token + block.n_tokens
+        first_pass += block.n_pass
+        first_token += block.n_tokens
     trace = Trace(moe, header.about, **arrays)
     check(trace)
     return trace

@@ -167,9 +167,9 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
     """Raises TraceError if the number of layers or an expert id does not fit the model,
     or if a token has the same expert twice in a layer."""
     ids = routing.chosen
-    if ids.shape[1] != len(shape.layers):
+    if ids.shape[1] != shape.n_moe_layer:
         raise TraceError(
-            f"{name}: {IDS} has {ids.shape[1]} layers, but the model has experts in {len(shape.layers)};"
+            f"{name}: {IDS} has {ids.shape[1]} layers, but the model has experts in {shape.n_moe_layer};"
             " save the layers with experts, and name them with --layers."
         )
     if ids.min() < 0 or ids.max() >= shape.n_expert:

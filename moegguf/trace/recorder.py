@@ -21,7 +21,7 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Int32s, RoutingEvent
-from moegguf.trace.format import TraceWriter, encode
+from moegguf.trace.format import TraceWriter
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
@@ -79,7 +79,7 @@ class _Pass:
         events of all layers. Missing values are set to `empty`, which also determines
         the type of the array."""
         n_tokens = self.n_tokens
-        found = np.full((len(shape.layers), n_tokens, size), empty)
+        found = np.full((shape.n_moe_layer, n_tokens, size), empty)
         for row, event in self.layers:
             values = getattr(event, name)
             if values is None:
@@ -111,8 +111,6 @@ class Recorder:
         *,
         inputs: bool = False,
     ) -> None:
-        # Raises TraceError for an invalid header now, not only in close()
-        encode(shape, header, weights=True, inputs=inputs, blocks=[])
         self.shape = shape
         self.header = header
         self._labels = dict(header.labels)
@@ -124,7 +122,7 @@ class Recorder:
         self._pending_bytes = 0
         self._error: TraceError | None = None
         self._closed = False
-        self._writer = TraceWriter(path, shape, weights=True, inputs=inputs)
+        self._writer = TraceWriter(path, shape, header, weights=True, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
         """Keeps a copy of the announcement, which contains the tokens that are

@@ -21,19 +21,18 @@ import re
 import zipfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
 from safetensors.numpy import load as read_tensors
 
 from moegguf.errors import TraceError
+from moegguf.native.events import Int64s
 from moegguf.regular_file import open_regular
-from moegguf.trace.format import DAMAGE, HEADER, MAX_TRACE_BYTES
+from moegguf.trace.format import HEADER, MAX_TRACE_BYTES, reading
 
 IDS, LOGITS = "expert_ids", "router_logits"
 # Names of facts; each is a single number.
@@ -44,7 +43,7 @@ PHASES = ("prefill", "decode")
 # Numbers in a table, token ids and layer numbers must be smaller than this.
 _MOST = 1 << 31
 
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 Arrays = Mapping[str, npt.NDArray[Any]]
 Row = Mapping[str, Any]
 
@@ -78,36 +77,20 @@ class RoutingFile:
 def read_routing(path: Path) -> RoutingFile:
     """Reads a file in the format that its suffix indicates. Raises TraceError for a
     file that is missing, damaged, too large or in another format."""
-    read = _READERS.get(path.suffix.lower())
-    if read is None:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
         raise TraceError(
             f"{path.name}: routing is read from {', '.join(_READERS)}, but the name ends in"
             f" {path.suffix or 'no suffix'!r}; save it in one of these formats."
         )
-    with _naming(path):
+    with reading(path, "the file is damaged or in another format", "save it again"):
         if path.stat().st_size > MAX_TRACE_BYTES:
             raise TraceError(
-                f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; split it."
+                f"it has {path.stat().st_size} bytes, but at most {MAX_TRACE_BYTES} are read; divide its"
+                " tokens among several files."
             )
-        return read(path)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Converts read errors, such as OSError and errors for invalid data, into a
-    TraceError with the file's name."""
-    try:
-        yield
-    except TraceError as error:
-        raise TraceError(f"{path.name}: {error}") from error
-    except OSError as error:
-        raise TraceError(
-            f"{path}: the file cannot be read ({error.strerror or error}); check the path."
-        ) from error
-    except (*DAMAGE, SafetensorError, csv.Error) as error:
-        raise TraceError(
-            f"{path.name}: the file is damaged or in another format ({error}); save it again."
-        ) from error
+        collect, read = reader
+        return collect(read(path))
 
 
 def _npz_arrays(path: Path) -> Arrays:
@@ -142,10 +125,6 @@ def _npy_arrays(path: Path) -> Arrays:
 def _safetensors_arrays(path: Path) -> Arrays:
     with open_regular(path) as file:
         return read_tensors(file.read())
-
-
-def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path], RoutingFile]:
-    return lambda path: _checked(read(path))
 
 
 def _checked(arrays: Arrays) -> RoutingFile:
@@ -249,12 +228,6 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
             yield line, row
 
 
-def _of_table(
-    read: Callable[[Path], Iterator[tuple[int, Row]]],
-) -> Callable[[Path], RoutingFile]:
-    return lambda path: _collected(read(path))
-
-
 def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
     """Returns the requests in a table, in order of first appearance. Raises TraceError
     for the first rule that a row breaks."""
@@ -265,7 +238,7 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
     for line, row in rows:
         if missing := [name for name in _COLUMNS if row.get(name) in (None, "")]:
             raise TraceError(
-                f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}."
+                f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}; add what is missing."
             )
         if None in row:
             raise TraceError(
@@ -351,7 +324,7 @@ def _whole(value: Any, name: str, line: int) -> int:
         or int(text) >= _MOST
     ):
         raise TraceError(
-            f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}."
+            f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}; correct it."
         )
     return int(text)
 
@@ -362,15 +335,17 @@ def _phase(value: Any, line: int) -> int:
         return -1
     if value not in PHASES:
         raise TraceError(
-            f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}."
+            f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}; correct it."
         )
     return PHASES.index(value)
 
 
-_READERS: dict[str, Callable[[Path], RoutingFile]] = {
-    ".npz": _of_arrays(_npz_arrays),
-    ".npy": _of_arrays(_npy_arrays),
-    ".safetensors": _of_arrays(_safetensors_arrays),
-    ".csv": _of_table(_csv_rows),
-    ".jsonl": _of_table(_jsonl_rows),
+_READERS: dict[str, tuple[Callable[[Any], RoutingFile], Callable[[Path], Any]]] = {
+    ".npz": (_checked, _npz_arrays),
+    ".npy": (_checked, _npy_arrays),
+    ".safetensors": (_checked, _safetensors_arrays),
+    ".csv": (_collected, _csv_rows),
+    ".jsonl": (_collected, _jsonl_rows),
 }
+"""{suffix: (function that checks what the other function reads, function that reads a
+file)}."""

@@ -239,14 +239,14 @@ def slots_of(shape: MoeShape, share: float) -> int:
         raise OptionError(
             f"a share of the experts must be above 0 and at most 1 (100%), but is {share}."
         )
-    return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
+    return max(shape.n_expert_used, round(share * shape.n_moe_layer * shape.n_expert))
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
     """Returns the trace with long passes split, so that no routing event needs more
     than n_slots experts. n_slots must be at least n_expert_used. A store that cannot
     stream experts needs such a trace."""
-    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
+    return _cut(trace, _most_tokens(trace, n_slots, trace.shape.n_moe_layer, NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
@@ -359,9 +359,12 @@ class Simulation:
             self.trace.shape, self.policy, self.predictor, store, acting
         )
 
+    def _meter(self, store: Store) -> Meter:
+        return Meter(store, self.trace.shape.expert_bytes)
+
     def _replay(self, store: Store) -> SimResult:
         controller = self._controller(store)
-        meter = _Meter(store, self.trace.shape.expert_bytes)
+        meter = self._meter(store)
         if (
             controller is None
             and self.trace.token_sequence is None
@@ -379,7 +382,7 @@ class Simulation:
             )
         return self._result(meter)
 
-    def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
+    def _replay_passes(self, context: StoreContext, meter: Meter) -> None:
         """Replays the passes without announcements. Each pass's routing events are
         replayed in one call."""
         trace = self.trace
@@ -418,7 +421,7 @@ class Simulation:
         )
 
     def _replay_events(
-        self, store: Store, controller: Controller | None, meter: _Meter
+        self, store: Store, controller: Controller | None, meter: Meter
     ) -> None:
         pass_ = -1
         for event in self.trace.events():
@@ -443,10 +446,10 @@ class Simulation:
             if layer_ns := self._layer_ns(len(event.expert_ids)):
                 store.advance(layer_ns)
 
-    def _result(self, meter: _Meter) -> SimResult:
+    def _result(self, meter: Meter) -> SimResult:
         meter.end()
         decode = meter.decode
-        total = len(self.trace.shape.layers) * self.trace.shape.n_expert
+        total = self.trace.shape.n_moe_layer * self.trace.shape.n_expert
         counters = {
             name: n for name, n in meter.counters.items() if name not in REAL_TIME
         }
@@ -466,7 +469,7 @@ def announce_to(context: StoreContext, event: Announcement) -> None:
         context.announce(event.sequences, event.phases, event.tokens, event.outputs)
 
 
-class _Meter:
+class Meter:
     """Divides the store's counters by phase and request. Reads the counters only when
     the phase or the request changes.
 
@@ -477,7 +480,7 @@ class _Meter:
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
-        self._store = store
+        self.store = store
         self._expert_bytes = expert_bytes
         self._now: tuple[int, Phase] | None = None
         # _n_read: number of prompt tokens in decode passes.
@@ -501,9 +504,9 @@ class _Meter:
         """Attributes the counters' growth since the previous call to the current phase
         and request. Attributes nothing before the first pass."""
         before = self.counters
-        self.counters = self._store.counters()
+        self.counters = self.store.counters()
         earlier = self.tiers
-        self.tiers = _tier_spans(self._store)
+        self.tiers = _tier_spans(self.store)
         if self._now is None:
             return
         grown: dict[str, Any] = {

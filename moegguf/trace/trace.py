@@ -17,11 +17,28 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.native.events import Announcement, Int32s, Phase, RoutingEvent
+from moegguf.native.events import (
+    Announcement,
+    Bools,
+    Int32s,
+    Int64s,
+    Phase,
+    RoutingEvent,
+)
 
 MAX_TEXT = 4096  # maximum number of characters in a label, a name or a setting
 
 Setting = str | int | float
+
+TOKEN_AXES = {
+    "tokens": 0,
+    "token_sequence": 0,
+    "token_phase": 0,
+    "expert_ids": 1,
+    "weights": 1,
+    "inputs": 1,
+}
+"""{array of a `Trace` with an entry for each token: the axis of the tokens}."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +89,9 @@ class Trace:
     # (n_pass,) index of the pass's first token in its announcement; -1: not announced.
     pass_first_token: Int32s
     # (n_pass,) time of the pass's first routing event, in ns; 0 if imported.
-    pass_ns: npt.NDArray[np.int64]
+    pass_ns: Int64s
     # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]].
-    pass_start: npt.NDArray[np.int64]
+    pass_start: Int64s
     tokens: Int32s  # (n_tokens,) -1: unknown
     # (n_moe_layer, n_tokens, n_expert_used); -1: no expert.
     expert_ids: npt.NDArray[np.int16]
@@ -117,6 +134,15 @@ class Trace:
         of = self.pass_sequence if self.token_sequence is None else self.token_sequence
         return list(dict.fromkeys(of.tolist()))
 
+    def by_kind(self) -> list[list[int]]:
+        """Returns a list for each kind of text, with the numbers of its requests.
+        Requests without a label form a kind of their own."""
+        kinds: dict[str, list[int]] = {}
+        for sequence in self.sequences():
+            label = self.header.labels.get(sequence, "")
+            kinds.setdefault(label, []).append(sequence)
+        return list(kinds.values())
+
     def select(self, sequences: Iterable[int]) -> Trace:
         """Returns a trace with only the tokens of these requests."""
         wanted = set(sequences)
@@ -133,7 +159,7 @@ class Trace:
         are left out."""
         return self.keep(self.phase_of == Phase.DECODE)
 
-    def keep(self, wanted: npt.NDArray[np.bool_]) -> Trace:
+    def keep(self, wanted: Bools) -> Trace:
         """Returns a trace with only the tokens for which `wanted` (n_tokens,) is True.
         Passes without tokens are left out."""
         starts = np.concatenate([[0], np.cumsum(wanted)])[self.pass_start]
@@ -147,7 +173,7 @@ class Trace:
             tokens, starts[:-1][passes], passes, self.announced_at()[tokens]
         )
 
-    def announced_at(self) -> npt.NDArray[np.int64]:
+    def announced_at(self) -> Int64s:
         """Returns an array (n_tokens,): for each token, the index in the trace of the
         first token of its announcement. Tokens of a pass that was not announced have a
         negative number, which differs from pass to pass."""
@@ -160,11 +186,7 @@ class Trace:
         )
 
     def rearranged(
-        self,
-        tokens: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        passes: npt.NDArray[np.int64],
-        announcements: npt.NDArray[np.int64],
+        self, tokens: Int64s, starts: Int64s, passes: Int64s, announcements: Int64s
     ) -> Trace:
         """Returns a trace with the tokens at the indices `tokens`, in this order,
         divided into new passes. `starts` holds the index in `tokens` of the first token
@@ -192,7 +214,7 @@ class Trace:
             **self.of_tokens(tokens),
         )
 
-    def take(self, passes: npt.NDArray[np.int64]) -> Trace:
+    def take(self, passes: Int64s) -> Trace:
         """Returns a trace with only these passes, in this order."""
         lengths = np.diff(self.pass_start)[passes]
         starts = np.concatenate(
@@ -211,27 +233,14 @@ class Trace:
             **self.of_tokens(tokens),
         )
 
-    def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+    def of_tokens(self, tokens: Int64s) -> dict[str, Any]:
         """Returns {name: array} for the arrays of this trace with one entry per token.
         The arrays have only the entries at the indices `tokens`, in this order. Arrays
         that the trace lacks are None."""
-        rows = {
-            "tokens": self.tokens,
-            "token_sequence": self.token_sequence,
-            "token_phase": self.token_phase,
-        }
-        columns = {
-            "expert_ids": self.expert_ids,
-            "weights": self.weights,
-            "inputs": self.inputs,
-        }
-        found = {
-            name: None if array is None else array[tokens]
-            for name, array in rows.items()
-        }
-        return found | {
-            name: None if array is None else array[:, tokens]
-            for name, array in columns.items()
+        arrays = {name: getattr(self, name) for name in TOKEN_AXES}
+        return {
+            name: None if array is None else array.take(tokens, TOKEN_AXES[name])
+            for name, array in arrays.items()
         }
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
@@ -297,13 +306,13 @@ class Trace:
         """Returns the number of experts that a token uses, for each MoE layer; 0 for a
         layer without any."""
         if self.n_tokens == 0:
-            return [0] * len(self.shape.layers)
+            return [0] * self.shape.n_moe_layer
         return (self.expert_ids >= 0).any(axis=1).sum(axis=1).tolist()
 
     def computed(self) -> list[list[int]]:
         """Returns the number of tokens for which a layer was computed, as [pass][index
         of the MoE layer]."""
-        sums = np.zeros((len(self.shape.layers), self.n_tokens + 1), np.int64)
+        sums = np.zeros((self.shape.n_moe_layer, self.n_tokens + 1), np.int64)
         np.cumsum(self.expert_ids[:, :, 0] >= 0, axis=1, out=sums[:, 1:])
         return np.diff(sums[:, self.pass_start], axis=1).T.tolist()
 
@@ -357,7 +366,7 @@ class Trace:
         )
 
 
-def _ranks(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _ranks(groups: Int64s) -> Int64s:
     """Returns an array (n,): for each element, the number of earlier elements of its
     group."""
     order = np.argsort(groups, kind="stable")

@@ -12,7 +12,6 @@ or to one of several taught answers if the model cannot know more. Held-out ques
 use wordings that are not taught.
 """
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 
 from moegguf import Engine
 from moegguf.generate.engine import EngineAnswer
+from predictors.commands import new_parser
 from predictors.models.demo import questions, tools
 from predictors.models.demo.questions import ROOT
 from predictors.models.demo.tools import Tool
@@ -198,9 +198,7 @@ def scores(
 
 def main() -> None:
     """Parses the command line, sends the questions, and prints the counts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("-m", "--model", default="demo", help="a name or a file")
     parser.add_argument(
         "--times",

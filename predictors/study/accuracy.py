@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Bools, Int64s
 
 # Used instead of an expert id: no prediction was made; no prediction was due.
 NO_PREDICTION, NOT_DUE = -1, -2
@@ -30,8 +30,8 @@ NO_PREDICTION, NOT_DUE = -1, -2
 PADDING = 2
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
-Ids = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+Ids = Int64s
+Mask = Bools
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class LayerLru:
         self.n_kept = min(
             shape.n_expert, max(shape.n_expert_used, round(share * shape.n_expert))
         )
-        self._last: Ids = np.full((len(shape.layers), shape.n_expert), -1, np.int64)
+        self._last: Ids = np.full((shape.n_moe_layer, shape.n_expert), -1, np.int64)
         self._clock = 0
-        self.absent: Mask = np.ones((len(shape.layers), shape.n_expert), np.bool_)
+        self.absent: Mask = np.ones((shape.n_moe_layer, shape.n_expert), np.bool_)
 
     def use(self, row: int, ids: Ids) -> None:
         """Records that a layer used the experts `ids` (n,), in this order."""
@@ -119,7 +119,7 @@ class Tally:
         self.shape = shape
         self.distances = distances
         self.n_rank = min(shape.n_expert, 2 * shape.n_expert_used)
-        n_row = len(shape.layers)
+        n_row = shape.n_moe_layer
         self.tokens: Ids = np.zeros((len(distances), n_row, 4), np.int64)
         self.ranks: Ids = np.zeros(
             (len(distances), n_row, self.n_rank, N_KINDS), np.int64
@@ -127,7 +127,7 @@ class Tally:
         self._flat_ranks = self.ranks.reshape(-1)
         cells = np.arange(self._flat_ranks.size).reshape(self.ranks.shape)[:, :, :, 0]
         self._cells: Ids = np.ascontiguousarray(cells.transpose(1, 0, 2))
-        self._kind: npt.NDArray[np.int64] = np.zeros(shape.n_expert + PADDING, np.int64)
+        self._kind: Int64s = np.zeros(shape.n_expert + PADDING, np.int64)
         self._kind[NO_PREDICTION] = 1
         self._increments: dict[int, Ids] = {}
 
@@ -171,8 +171,8 @@ class Tally:
         The first layer is included only at distance 0, or if the model has no other MoE
         layer.
         """
-        first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
-        return self.figures(column, np.arange(first, len(self.shape.layers)))
+        first = 1 if self.distances[column] > 0 and self.shape.n_moe_layer > 1 else 0
+        return self.figures(column, np.arange(first, self.shape.n_moe_layer))
 
     def by_layer(self, column: int) -> dict[int, Figures]:
         """Returns {il: figures} at one distance. `column` is the position in

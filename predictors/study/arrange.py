@@ -8,20 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.learning.counts import multi_hot
-from moegguf.native.events import Phase
-from moegguf.trace.trace import Trace
+from moegguf.native.events import Bools, Int32s, Int64s, Phase
+from moegguf.trace.trace import TOKEN_AXES, Trace
 
-Indices = npt.NDArray[np.int64]
+Indices = Int64s
 
 
-def used_experts(
-    trace: Trace, tokens: Indices | npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def used_experts(trace: Trace, tokens: Indices | Bools) -> Bools:
     """Returns a mask of the experts that each of these tokens used: (n_tokens,
-    len(shape.layers), n_expert)."""
+    shape.n_moe_layer, n_expert)."""
     return multi_hot(
         trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert
     )
@@ -70,16 +67,13 @@ def joined(trace: Trace, before: Trace) -> Trace:
     labels = {
         first + sequence: label for sequence, label in before.header.labels.items()
     } | trace.header.labels
-    along_tokens = {"tokens": 0, "expert_ids": 1, "weights": 1, "inputs": 1}
-    along_passes = dict.fromkeys(
-        ("pass_sequence", "pass_phase", "pass_first_token", "pass_ns"), 0
-    )
-    columns = along_passes | along_tokens
-    both = {name: [getattr(part, name) for part in parts] for name in columns}
+    of_passes = ("pass_sequence", "pass_phase", "pass_first_token", "pass_ns")
+    axes = dict.fromkeys(of_passes, 0) | TOKEN_AXES
+    both = {name: [getattr(part, name) for part in parts] for name in axes}
     arrays: dict[str, Any] = {
         name: None
         if any(part is None for part in found)
-        else np.concatenate(found, axis=columns[name])
+        else np.concatenate(found, axis=axes[name])
         for name, found in both.items()
     }
     starts = np.concatenate([before.pass_start, before.n_tokens + trace.pass_start[1:]])
@@ -89,9 +83,7 @@ def joined(trace: Trace, before: Trace) -> Trace:
 
 
 def grouped(
-    trace: Trace,
-    passes: Sequence[Indices],
-    names: Sequence[npt.NDArray[np.int32]] | None = None,
+    trace: Trace, passes: Sequence[Indices], names: Sequence[Int32s] | None = None
 ) -> Trace:
     """Returns a trace whose passes consist of these tokens (indices into `trace`).
 
@@ -135,7 +127,7 @@ def shuffled(trace: Trace, seed: int) -> Trace:
     sequence = trace.sequence_of
     expert_ids = trace.expert_ids.copy()
     weights = None if trace.weights is None else trace.weights.copy()
-    for row in range(len(trace.shape.layers)):
+    for row in range(trace.shape.n_moe_layer):
         here = np.flatnonzero(decode & (trace.expert_ids[row, :, 0] >= 0))
         dealt = here[np.lexsort((rng.random(len(here)), sequence[here]))]
         here = here[np.argsort(sequence[here], kind="stable")]

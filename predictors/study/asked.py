@@ -29,7 +29,7 @@ class Asked(Predictor):
         # ClassVars of Predictor, which each object of this class copies from its inner
         # predictor
         self.name, self.needs_inputs = inner.name, inner.needs_inputs  # type: ignore[misc]
-        n_layer = len(self.shape.layers)
+        n_layer = self.shape.n_moe_layer
         options = StoreOptions(repack=False, simulate=True)
         self._store = Store(
             layout_of(self.shape), n_layer * self.shape.n_expert - 1, options

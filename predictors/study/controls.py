@@ -32,7 +32,7 @@ class Oracle(Predictor):
     name: ClassVar[str] = ORACLE
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__(trace.shape, reach=len(trace.shape.layers))
+        super().__init__(trace.shape, reach=trace.shape.n_moe_layer)
         self._expert_ids = trace.expert_ids
         # Index, in the trace, of the first token of the pass in progress.
         self._first = 0

@@ -169,7 +169,7 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
     are not counted.
     """
     rng = np.random.default_rng(0)
-    n_slots = len(shape.layers) * shape.n_expert // 4
+    n_slots = shape.n_moe_layer * shape.n_expert // 4
     options = StoreOptions(repack=False, simulate=True, link_bytes_per_s=2e10)
     before = []
     of_layer = []
@@ -196,7 +196,7 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
                     spent(partial(store.context.acquire, il, ids[il : il + 1], entered))
                 )
                 store.advance(500_000)
-    times = of_layer[N_WARM * len(shape.layers) :]
+    times = of_layer[N_WARM * shape.n_moe_layer :]
     median, slow = (float(np.percentile(times, p)) for p in (50, 99))
     return Cost(median, slow, float(np.median(before[N_WARM:])))
 

@@ -42,6 +42,7 @@ from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import Simulation
 from moegguf.trace.trace import Trace
+from predictors.commands import new_parser
 from predictors.study.arrange import grouped
 from predictors.study.figures import spread
 from predictors.study.sequence_groups import ExpertFlow
@@ -309,9 +310,7 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
         "batches", help="measure answers to the demo's questions, so many at once"

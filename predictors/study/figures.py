@@ -21,7 +21,6 @@ from predictors.study.intervals import (
     Estimate,
     Statistic,
     difference_of_means,
-    mean_of_median_ratios,
     median_ratio,
     paired_estimate,
     ratio_of_means,
@@ -296,7 +295,7 @@ def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
         _speeds(f"{name}:{setting}", keys).columns
         for setting in figures(name)["settings"]
     ]
-    return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
+    return Paired([column for pair in pairs for column in pair], median_ratio)
 
 
 def _tail(name: str, keys: Sequence[str]) -> float:

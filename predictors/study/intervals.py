@@ -59,13 +59,8 @@ def paired_estimate(
 
 def median_ratio(columns: Columns) -> Columns:
     """Returns the median over requests of the first column divided by the second
-    column."""
-    return np.asarray(np.median(columns[0] / columns[1], axis=-1))
-
-
-def mean_of_median_ratios(columns: Columns) -> Columns:
-    """Returns the mean of `median_ratio` over pairs of columns: the first two, the next
-    two, and so on."""
+    column. With more than two columns, returns the mean of these medians over the pairs
+    of columns: the first two, the next two, and so on."""
     return np.asarray(np.median(columns[0::2] / columns[1::2], axis=-1).mean(axis=0))
 
 

@@ -47,9 +47,9 @@ class Judge:
     """Measures one predictor at several distances. The object's size does not grow with
     the number of events.
 
-    control: the router itself as a predictor, at distance 0 for the event just
-    observed. If its accuracy is not 1, the events do not belong to the model. Without a
-    control, a predictor with a reach of 0 is its own control.
+    A predictor with a reach of 0, such as the router itself, is also measured at
+    distance 0, for the event just observed. If the router's accuracy is not 1, the
+    events do not belong to the model.
 
     lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of
     each layer's experts. link: the link for FETCHRATE; None: FETCHRATE is not computed.
@@ -60,17 +60,10 @@ class Judge:
         predictor: Predictor,
         distances: Sequence[int] = DISTANCES,
         *,
-        control: Predictor | None = None,
         lru_share: float = 0.25,
         link: SimOptions | None = None,
     ) -> None:
         self.predictor = predictor
-        self.control = (
-            predictor if control is None and predictor.reach == 0 else control
-        )
-        self._driven = [predictor]
-        if control is not None and control is not predictor:
-            self._driven.append(control)
         self.distances = tuple(
             sorted({int(distance) for distance in distances if distance > 0})
         )
@@ -84,7 +77,7 @@ class Judge:
         )
         self._plans = self._make_plans()
         self._pending: Ids = np.full(
-            (len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE
+            (shape.n_moe_layer, len(self.distances), self.tally.n_rank), NOT_DUE
         )
         most = max(len(plan.targets) for plan in self._plans.values())
         self._probabilities: Float32s = np.zeros((most, shape.n_expert), np.float32)
@@ -93,10 +86,9 @@ class Judge:
         self._announced = self._single = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Announces the next pass's tokens to the predictors. Predicts from them if the
+        """Announces the next pass's tokens to the predictor. Predicts from them if the
         pass decodes one token."""
-        for predictor in self._driven:
-            predictor.announce(announcement)
+        self.predictor.announce(announcement)
         self._pending.fill(NOT_DUE)
         for fetches in self._fetches:
             fetches.begin_pass()
@@ -105,7 +97,7 @@ class Judge:
             self._predict_from(BEFORE)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Sends the event to the predictors.
+        """Sends the event to the predictor.
 
         In a measured pass, compares the layer's routing with the predictions for it,
         and then predicts later layers.
@@ -126,10 +118,10 @@ class Judge:
             self.on_comparison(event, row, self._pending[row], used)
         if len(used):
             self._lru.use(row, used)
-        for predictor in self._driven:
-            predictor.observe(event)
+        self.predictor.observe(event)
         if measured:
-            self._measure_control(row, used)
+            if self.predictor.reach == 0:
+                self._measure_control(row, used)
             self._predict_from(row)
             for fetches in self._fetches:
                 fetches.compute()
@@ -168,7 +160,7 @@ class Judge:
 
         The key BEFORE stands for the predictions to make before the first layer.
         """
-        n_row = len(self.shape.layers)
+        n_row = self.shape.n_moe_layer
         targets: dict[int, dict[int, list[int]]] = {
             row: {} for row in range(BEFORE, n_row)
         }
@@ -204,10 +196,8 @@ class Judge:
         self._single = event.phase == Phase.DECODE and len(event.expert_ids) == 1
 
     def _measure_control(self, row: int, used: Ids) -> None:
-        if self.control is None:
-            return
         probabilities = self._probabilities[:1]
-        self._predict(self.control, self.shape.layers[row], 0, probabilities[0])
+        self._predict(self.shape.layers[row], 0, probabilities[0])
         ranks = self._ranked(probabilities)
         if ranks[0, 0] != NO_PREDICTION:
             self.fresh.add(row, ranks, used, self._lru.absent[row])
@@ -220,7 +210,7 @@ class Judge:
             return
         probabilities = self._probabilities[: len(plan.targets)]
         for line, (il, distance) in zip(probabilities, plan.targets, strict=True):
-            self._predict(self.predictor, il, distance, line)
+            self._predict(il, distance, line)
         self._pending[plan.rows, plan.columns] = self._ranked(probabilities)[plan.lines]
         for target, column in (
             zip(plan.rows.tolist(), plan.columns.tolist(), strict=True)
@@ -233,12 +223,10 @@ class Judge:
                 target, named[self._lru.absent[target, named]].tolist()
             )
 
-    def _predict(
-        self, predictor: Predictor, il: int, distance: int, line: Float32s
-    ) -> None:
+    def _predict(self, il: int, distance: int, line: Float32s) -> None:
         """Writes the predicted probabilities into `line` (n_expert,), or zeros if there
         is no valid prediction."""
-        found = predictor.predict(il, distance)
+        found = self.predictor.predict(il, distance)
         valid = (
             found is not None
             and found.shape == line.shape

@@ -38,6 +38,7 @@ from moegguf.bench.measure import load
 from moegguf.bench.series import Spec, Test
 from moegguf.engine.llama import Llama
 from moegguf.native.events import Phase
+from predictors.commands import new_parser
 from predictors.study.papers import BASES, LINKS, write_collections
 from predictors.study.regenerate import N_COUNTED, N_ENTRIES, write_result
 from predictors.study.subjects import LABORATORY, WORK, Bench
@@ -202,7 +203,7 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
         write_collections(
             _folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES
         )
-    layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
+    layer = layer_us(models[systems[0]], requests, n_ctx) / shape.n_moe_layer
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
     link = f"{shape.expert_bytes / expert_us:.3f}MB/s"
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
@@ -264,9 +265,7 @@ def _folder(model: str) -> Path:
 def main(given: Sequence[str] | None = None) -> int:
     """Measures strategies with the link and compute times of a paper, or runs as a
     worker. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--work", type=Path, default=WORK / LABORATORY, help="what `regenerate` made"
     )

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.bench.series import VARIANTS
 from moegguf.controller import weights
@@ -29,7 +28,7 @@ from moegguf.controller.predictors.networks import SKIP
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.strategies import EVERY_LAYER, STRATEGIES
-from moegguf.native.events import Phase
+from moegguf.native.events import Bools, Float32s, Int32s, Int64s, Phase
 from moegguf.native.store import StoreOptions
 from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
@@ -47,7 +46,6 @@ class Link:
     layer_us: float  # compute time of a layer in a pass, in microseconds
     # Number of experts of a layer that a token of the paper's model uses.
     n_expert_used: int
-    source: str
 
     def expert_us_of(self, shape: MoeShape) -> float:
         """Returns the transfer time of one expert of this shape, in microseconds.
@@ -72,23 +70,31 @@ NAMES = {
     "duoserve": "DuoServe-MoE",
 }
 LINKS = {
-    "moe-infinity": Link(
-        720, 4000, 6, "table 1: DeepSeek-V2-Lite, 6 experts a token, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute"
-        " over 26 layers"
+    "moe-infinity": Link(720, 4000, 6),
+    "promoe": Link(750, 1030, 6),
+    "expertflow": Link(790, 790, 1),
+    "duoserve": Link(3960, 1980, 2),
+}
+# Sources of the times in LINKS. The texts are not settings, so correcting a text does
+# not make recorded results outdated.
+SOURCES = {
+    "moe-infinity": (
+        "table 1: DeepSeek-V2-Lite, 6 experts a token, 24 GB/s; not in the paper: 17.3 MB an expert; 155 - 51 ms of"
+        " compute over 26 layers"
     ),
-    "promoe": Link(
-        750, 1030, 6, "5.3: DS-1 in fp16, 6 experts a token, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute,"
-        " over 26 layers"
+    "promoe": (
+        "2.2: DS-1 in fp16, 6 experts a token, 23 GB/s; not in the paper: 17.3 MB an expert; 39.6 % of 67.9 ms are"
+        " compute, over 26 layers"
     ),
-    "expertflow": Link(
-        790, 790, 1, "none in the paper: Switch-base's experts of 18.9 MB, one a token, over an A40's 24 GB/s, as much"
-        " compute a layer"
+    "expertflow": (
+        "none in the paper: Switch-base's experts of 18.9 MB, one a token, over an A40's 24 GB/s, as much compute a"
+        " layer"
     ),
-    "duoserve": Link(
-        3960, 1980, 2, "6.1: Mixtral-8x7B in 4 bits, 2 experts a token, 99 MB an expert at 25 GB/s; compute, not in the"
-        " paper: half of an expert's time"
+    "duoserve": (
+        "6.1: Mixtral-8x7B in 4 bits, 2 experts a token, PCIe 4.0; not in the paper: 99 MB an expert, 25 GB/s, and"
+        " compute of half of an expert's time"
     ),
-}  # fmt: skip
+}
 
 
 class System(NamedTuple):
@@ -269,8 +275,8 @@ class Workload:
         trace = study.trace
         random = np.random.default_rng(0)
         queue = list[int]()
-        passes = list[npt.NDArray[np.int64]]()
-        names = list[npt.NDArray[np.int32]]()
+        passes = list[Int64s]()
+        names = list[Int32s]()
         firsts = list[int]()
         order = np.array(trace.sequences())
         decoding = trace.phase_of == Phase.DECODE
@@ -368,11 +374,7 @@ class Workload:
             else None,
         }
 
-    def _shares(
-        self,
-        counted: Mapping[str, npt.NDArray[np.int64]],
-        passes: npt.NDArray[np.bool_],
-    ) -> dict[str, float]:
+    def _shares(self, counted: Mapping[str, Int64s], passes: Bools) -> dict[str, float]:
         """Returns figures of the passes for which `passes` is True.
 
         experts: the mean number of experts that are read or copied in a pass.
@@ -389,7 +391,7 @@ class Workload:
 
 
 BY_REQUEST = ("ready", "stall_ms", "experts")
-Eams = list[npt.NDArray[np.float32]]
+Eams = list[Float32s]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:

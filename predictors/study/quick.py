@@ -30,8 +30,9 @@ from moegguf.terminal.messages import print_message
 from moegguf.trace.analysis import Row, TraceAnalysis
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.simulate import SimOptions
+from predictors.commands import write_json
 from predictors.study.common import run
-from predictors.study.papers import LINKS, routing_digest
+from predictors.study.papers import LINKS, SOURCES, routing_digest
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
@@ -193,14 +194,12 @@ def quick(
         "trace": path.name,
         "routing_sha256": routing_digest(analysis.trace),
         "fingerprint": analysis.trace.header.fingerprint,
-        "times": f"{LINK}: {LINKS[LINK].source}",
+        "times": f"{LINK}: {SOURCES[LINK]}",
         "shares": SHARES,
         "machine": platform.machine(),
         "seconds": round(time.monotonic() - began),
     }
-    (out / "manifest.json").write_text(
-        json.dumps(manifest, indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(out / "manifest.json", manifest)
     print_message(
         f"wrote {out}: tables.md, {len(tables)} tables as CSV, their plots as PNG and SVG, manifest.json"
     )

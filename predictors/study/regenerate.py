@@ -15,7 +15,6 @@ different key as recorded by an earlier version.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import platform
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.trace.simulate import slots_of
+from predictors.commands import new_parser
 from predictors.study import reuse
 from predictors.study.arrange import arranged
 from predictors.study.cost import cost, costs
@@ -195,7 +195,7 @@ def learned(bench: Bench) -> dict[str, Any]:
     """Returns two figures about ProMoE's networks: the validation accuracy after each
     epoch, averaged over the networks, and the number of weights in one network's
     matrices."""
-    facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
+    facts = bench.mlp_facts
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
     return {
@@ -246,8 +246,7 @@ def _is_trained(bench: Bench, paper: str, window: int) -> bool:
     ProMoE's predictor needs networks that were trained for this distance."""
     if paper != "promoe":
         return True
-    facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
-    return window in facts["windows"]
+    return window in bench.mlp_facts["windows"]
 
 
 def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
@@ -281,10 +280,8 @@ def at_link(paper: str, share: float | None) -> Step:
         if share is None:
             systems = {name: systems[name] for name in ("on demand", "lru", paper)}
         found = bench.workload.systems(systems, n_slots, LINKS[paper])
-        source = LINKS[paper].source
         return {
             "share": share,
-            "source": source,
             "requests": len(bench.workload.counted),
             "systems": found,
         }
@@ -590,9 +587,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Creates the subject's model, recordings and predictors if they are missing, and
     computes the steps. Returns the exit status.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about"
     )

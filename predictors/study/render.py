@@ -9,7 +9,6 @@ every table with the results. The plots need matplotlib (the extra `lab`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from moegguf.controller.strategies import EVERY_LAYER
+from predictors.commands import new_parser
 from predictors.study import figures as recorded
 from predictors.study.claims import CLAIMS, OPEN, UNTESTED, Claim
 from predictors.study.figures import (
@@ -564,9 +564,7 @@ WHOLE: dict[str, Callable[[], str]] = {
 def main() -> int:
     """Writes the pages whose tables have changed, and draws the plots; returns the exit
     status."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    new_parser(__doc__).parse_args()
     for page in pages():
         text = page.read_text("utf-8")
         if (written := rendered(text)) != text:

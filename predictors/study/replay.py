@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.controller import Controller
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Bools, Int64s, Phase, RoutingEvent
 from moegguf.native.store import Store
-from moegguf.trace.simulate import Simulation
+from moegguf.trace.simulate import Meter, Simulation
 
 COUNTED = (
     "lookups", "hits_ready", "hits_late", "stall_ns", "bytes_missed", "bytes_prefetched", "prefetch_started",
@@ -48,24 +47,34 @@ class NextLayer(Controller):
         )
 
 
+class NotingMeter(Meter):
+    """A meter that also keeps the store's counters at the beginning of each pass."""
+
+    def __init__(self, store: Store, expert_bytes: int) -> None:
+        super().__init__(store, expert_bytes)
+        self.counters_before: list[dict[str, int]] = []
+
+    def begin(self, *of_pass: Any) -> None:
+        """Counts a pass before its first routing event."""
+        super().begin(*of_pass)
+        self.counters_before.append(self.store.counters())
+
+
 class Replay(Simulation):
     """A replay with counts for each pass. If `next_layer` is True, `NextLayer` replaces
     the controller and its predictor."""
 
     next_layer = False
 
-    def counted(self) -> dict[str, npt.NDArray[np.int64]]:
+    def counted(self) -> dict[str, Int64s]:
         """Runs the replay. Returns {name in COUNTED: (n_pass,)}: the growth of each
         counter in each pass. Raises the errors of `run`."""
-        self._noted: list[dict[str, int]] = []
         result = self.run()
-        noted = np.array(
-            [[of[name] for name in COUNTED] for of in (*self._noted, result.counters)],
-            np.int64,
-        )
+        counters = (*self._noting.counters_before, result.counters)
+        noted = np.array([[of[name] for name in COUNTED] for of in counters], np.int64)
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
-    def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
+    def passes(self, sequence: int, phase: Phase) -> Bools:
         """Returns a mask (n_pass,): True for each pass of this phase whose first
         request is `sequence`."""
         return np.asarray(
@@ -73,30 +82,12 @@ class Replay(Simulation):
         )
 
     def _controller(self, store: Store) -> Controller | None:
-        self._store = store
         return (
             NextLayer(self.trace.shape, store)
             if self.next_layer
             else super()._controller(store)
         )
 
-    def _replay_passes(self, context: Any, meter: Any) -> None:
-        self._note_passes(meter)
-        super()._replay_passes(context, meter)
-
-    def _replay_events(
-        self, store: Store, controller: Controller | None, meter: Any
-    ) -> None:
-        self._note_passes(meter)
-        super()._replay_events(store, controller, meter)
-
-    def _note_passes(self, meter: Any) -> None:
-        """Wraps `meter.begin`, so that the store's counters are recorded at the
-        beginning of each pass."""
-        begin = meter.begin
-
-        def noting(*of_pass: Any) -> None:
-            begin(*of_pass)
-            self._noted.append(self._store.counters())
-
-        meter.begin = noting
+    def _meter(self, store: Store) -> NotingMeter:
+        self._noting = NotingMeter(store, self.trace.shape.expert_bytes)
+        return self._noting

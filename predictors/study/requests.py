@@ -30,6 +30,7 @@ from moegguf.native import library
 from moegguf.trace.format import read, write
 from moegguf.trace.prompts import Prompt
 from predictors import texts
+from predictors.commands import new_parser, write_json
 from predictors.study.arrange import answered
 
 MANIFEST = Path(__file__).parents[1] / "results" / "requests.json"
@@ -93,7 +94,10 @@ def checked(folder: Path) -> list[Request]:
     own_requests: list[object] = manifest(requests)["requests"]  # type: ignore
     for number, (own, other) in enumerate(zip(own_requests, known, strict=True)):
         if own != other:
-            raise ValueError(f"request {number} is {own}, but the manifest has {other}")
+            raise ValueError(
+                f"request {number} is {own}, but the manifest has {other}; delete the fetched packages and try again,"
+                " or run `manifest` if the sources were changed"
+            )
     return requests
 
 
@@ -146,9 +150,7 @@ def record_role(
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
         "write", help="write them as prompts, and their text beside them"
@@ -170,9 +172,7 @@ def main(given: Sequence[str] | None = None) -> int:
     folder = texts.cache_folder()
     try:
         if args.command == "manifest":
-            MANIFEST.write_text(
-                json.dumps(manifest(load(folder)), indent=1) + "\n", encoding="utf-8"
-            )
+            write_json(MANIFEST, manifest(load(folder)))
             return 0
         by_role: Mapping[str, list[Request]] = {role: [] for role in ROLES}
         for request in checked(folder):

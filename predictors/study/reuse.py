@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.native.events import Bools, Int64s
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
 
@@ -24,8 +25,8 @@ DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)
 COVERED = 0.8  # share of a layer's uses that the set of `Skew.covering` must cover
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
-Used = npt.NDArray[np.bool_]
+Counts = Int64s
+Used = Bools
 
 
 @dataclass(frozen=True)
@@ -71,37 +72,25 @@ class Reuse:
 def reuse(trace: Trace, seed: int = 0) -> Reuse:
     """Returns the figures of a trace. A figure is nan if there are no uses to count.
     `seed` selects the random tokens and requests for comparison."""
-    paths = _paths(trace.decode())
+    decode = trace.decode()
+    sequences = decode.sequences()
+    paths = [used_experts(decode, decode.sequence_of == s) for s in sequences]
     rng = np.random.default_rng(seed)
-    counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(
-        -1, *_table(trace)
-    )
-    same, other = _windows(list(paths.values()), rng)
+    counts = np.array([path.sum(axis=0) for path in paths], np.int64)
+    counts = counts.reshape(-1, trace.shape.n_moe_layer, trace.shape.n_expert)
+    same, other = _windows(paths, rng)
     return Reuse(
         layers=trace.shape.layers,
-        sequences=tuple(paths),
+        sequences=tuple(sequences),
         counts=counts,
         within=_mean_skew(counts),
-        same_size=_mean_skew(_resampled(list(paths.values()), rng)),
+        same_size=_mean_skew(_resampled(paths, rng)),
         merged=_mean_skew(counts.sum(axis=0)[np.newaxis]),
         windows_same=same,
         windows_other=other,
-        reuse_distances=_reuse_distances(list(paths.values())),
-        next_token=_next_token(list(paths.values()), len(trace.shape.layers)),
+        reuse_distances=_reuse_distances(paths),
+        next_token=_next_token(paths, trace.shape.n_moe_layer),
     )
-
-
-def _table(trace: Trace) -> tuple[int, int]:
-    return len(trace.shape.layers), trace.shape.n_expert
-
-
-def _paths(decode: Trace) -> dict[int, Used]:
-    """Returns the experts that each token used: {sequence: (n_tokens, n_row,
-    n_expert)}."""
-    return {
-        sequence: used_experts(decode, decode.sequence_of == sequence)
-        for sequence in decode.sequences()
-    }
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:

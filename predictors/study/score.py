@@ -70,7 +70,7 @@ def score_named(
     distances = [
         distance
         for distance in DISTANCES
-        if distance < max(2, len(study.trace.shape.layers))
+        if distance < max(2, study.trace.shape.n_moe_layer)
     ]
     tables = []
     step = step_reporter(progress, "scores", len(names))

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.native.events import Announcement, RoutingEvent
+from moegguf.native.events import Announcement, Bools, RoutingEvent
 from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import PADDING, Ids, Mask, PredictorScore
@@ -20,9 +19,7 @@ from predictors.study.arrange import separated, shuffled
 from predictors.study.judge import DISTANCES, Judge
 
 
-def batch_accuracy(
-    true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]
-) -> float:
+def batch_accuracy(true: Bools, predicted: Bools) -> float:
     """Returns ExpertFlow's batch-level accuracy: the number of experts that were both
     used and predicted, divided by the number that were used or predicted.
 
@@ -195,7 +192,7 @@ class _BatchJudge(Judge):
         if row == 0 or event.sequence in self._closed:
             return
         number = self._step_of[event.sequence]
-        n_rows = len(self.shape.layers) - 1
+        n_rows = self.shape.n_moe_layer - 1
         step = self._steps.get(number)
         if step is None:
             step = self._steps[number] = _Step(
@@ -218,7 +215,7 @@ class _BatchJudge(Judge):
         """Ends the batch, and adds the accuracy of its complete steps to the sums. In a
         complete step, all requests of a full batch decoded and all layers except the
         first were predicted."""
-        complete = self._batch_sequences * (len(self.shape.layers) - 1)
+        complete = self._batch_sequences * (self.shape.n_moe_layer - 1)
         for step in self._steps.values():
             for column in (
                 np.flatnonzero(step.n_predicted == complete) if complete else ()

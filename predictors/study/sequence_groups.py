@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
@@ -18,7 +17,7 @@ from moegguf.engine.session import RoutingListener, Session
 from moegguf.errors import OptionError
 from moegguf.generate.kv_sequences import Schedule, Step
 from moegguf.generate.sequence import Sequence
-from moegguf.native.events import RoutingEvent
+from moegguf.native.events import Bools, RoutingEvent
 from moegguf.native.store import ListenOptions
 from predictors.study.token_scheduler import (
     RecentPaths,
@@ -71,7 +70,7 @@ class SequenceGroups(RoutingListener):
         self._prefetch = prefetch
         # (n_moe_layer, n_expert): experts that the following group will probably use;
         # None: nothing is prefetched
-        self._following: npt.NDArray[np.bool_] | None = None
+        self._following: Bools | None = None
         self._listening = False
 
     def next_group(self, sequences: Mapping[int, NextToken]) -> list[int]:
@@ -118,7 +117,7 @@ class SequenceGroups(RoutingListener):
                 self._positions[sequence] = position
                 self._paths.expect(sequence, np.array([token], np.int32))
 
-    def _predicted(self, group: list[int]) -> npt.NDArray[np.bool_] | None:
+    def _predicted(self, group: list[int]) -> Bools | None:
         """Returns (n_moe_layer, n_expert): True for the experts that a group will use
         with a probability of at least 0.5.
 

@@ -12,8 +12,6 @@ earlier version recorded.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +22,7 @@ import numpy as np
 from moegguf.controller.artifacts import Artifacts
 from moegguf.trace.format import read, write
 from moegguf.trace.simulate import slots_of
+from predictors.commands import new_parser, write_json
 from predictors.study.common import Study
 from predictors.study.figures import RESULTS
 from predictors.study.intervals import median_ratio, paired_estimate
@@ -82,9 +81,7 @@ def replayed() -> dict[str, float]:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Computes and writes the figures; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--from",
         dest="recording",
@@ -95,7 +92,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.recording:
         cut(args.recording)
-    FIGURES.write_text(json.dumps(replayed(), indent=1) + "\n", encoding="utf-8")
+    write_json(FIGURES, replayed())
     return 0
 
 

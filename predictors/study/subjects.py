@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from moegguf.models.catalog import find_model
 from moegguf.trace.format import read, write
+from predictors.commands import write_json
 from predictors.study.common import Study
 from predictors.study.figures import RESULTS, read_result
 from predictors.study.papers import Workload, routing_digest, write_collections
@@ -91,6 +93,12 @@ class Bench:
         """Returns the path of the recording with this name, such as "learning"."""
         return self.work / f"{role}.trace"
 
+    @property
+    def mlp_facts(self) -> dict[str, Any]:
+        """Facts about the training of ProMoE's networks."""
+        card = json.loads((self.predictors / "mlp.json").read_text("utf-8"))
+        return dict(card["training"])
+
     @cached_property
     def learning(self) -> Study:
         """The recorded requests from which predictors learn."""
@@ -109,14 +117,12 @@ class Bench:
     @cached_property
     def workload(self) -> Workload:
         """All test requests, after N_WARM requests that only warm the cache."""
-        return self._after_choosing(None)
+        return self.some(None)
 
-    def some(self, n_counted: int) -> Workload:
+    def some(self, n_counted: int | None) -> Workload:
         """Returns a workload with about `n_counted` counted requests, in equal numbers
-        for each kind of text."""
-        return self._after_choosing(n_counted)
-
-    def _after_choosing(self, n_counted: int | None) -> Workload:
+        for each kind of text, or with all requests for None. N_WARM requests before
+        them only warm the cache."""
         warm = self.choosing.trace
         return Workload.of(
             self.reporting, warm.select(warm.sequences()[-N_WARM:]), n_counted
@@ -198,8 +204,7 @@ def recordings() -> dict[str, str]:
 def note_recording(name: str, digest: str) -> None:
     """Writes the digest of the recording from which a subject's figures are now
     computed."""
-    text = json.dumps(recordings() | {name: digest}, indent=1)
-    (RESULTS / "recordings.json").write_text(text + "\n", encoding="utf-8")
+    write_json(RESULTS / "recordings.json", recordings() | {name: digest})
 
 
 def chosen_window(name: str, paper: str) -> int | None:

@@ -24,14 +24,21 @@ from functools import partial
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
+from moegguf.native.events import (
+    Announcement,
+    Bools,
+    Float32s,
+    Int32s,
+    Int64s,
+    Phase,
+    RoutingEvent,
+)
 from predictors.study.asked import asked
 
 RECENT_HALF_LIFE_TOKENS = 4.0
@@ -91,7 +98,7 @@ class RecentPaths(RoutingPaths):
             shares = self._paths.get(part.sequence)
             if shares is None:
                 shares = np.zeros(
-                    (len(self.shape.layers), self.shape.n_expert), np.float32
+                    (self.shape.n_moe_layer, self.shape.n_expert), np.float32
                 )
                 self._paths[part.sequence] = shares
             shares[row] *= self._kept
@@ -118,7 +125,7 @@ class PredictedPaths(RoutingPaths):
         )
         rows = [row for row in predicted if row is not None]
         self._paths[sequence] = (
-            np.stack(rows) if len(rows) == len(self.shape.layers) else None
+            np.stack(rows) if len(rows) == self.shape.n_moe_layer else None
         )
 
     def forget(self, sequence: int) -> None:
@@ -148,8 +155,8 @@ _ONES = np.unpackbits(
     np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1
 ).sum(axis=1, dtype=np.uint8)
 
-Paths = npt.NDArray[np.bool_]  # (n_tokens, n_moe_layer, n_expert)
-Indices = npt.NDArray[np.int64]
+Paths = Bools  # (n_tokens, n_moe_layer, n_expert)
+Indices = Int64s
 
 
 class TokenScheduler:
@@ -238,7 +245,7 @@ class TokenScheduler:
         return np.array(chosen, np.int64)
 
 
-def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
+def statuses(probabilities: Float32s, n_expert_used: int) -> Bools:
     """Returns True for active experts and False for idle experts, as ExpertFlow
     predicts them (section 3.1).
 

@@ -15,12 +15,13 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import Artifacts
@@ -33,6 +34,7 @@ from moegguf.learning.learn import TRAINERS
 from moegguf.learning.splitting import held_out
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
+from predictors.commands import new_parser
 from predictors.study.asked import asked
 from predictors.study.scoring import ScoreTable, score
 
@@ -40,20 +42,9 @@ DISTANCES = (1, 2, 4, 8)
 Figure = dict[str, dict[int, float | None]]
 
 
-class Trained(Artifacts):
-    """Artifacts read from a single folder."""
-
-    def folders(self) -> Iterator[Path]:
-        """Yields only the folder `folder`."""
-        assert self.folder is not None
-        yield self.folder
-
-
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "trace", type=Path, help="routing recorded with inputs (mlp) or without"
     )
@@ -169,7 +160,7 @@ def manifest(
         "options": options,
         "trained_on": data_of(args.trace, training),
         "scored_on": data_of(args.heldout_trace or args.trace, heldout),
-        "software": {name: _version(name) for name in ("numpy",)},
+        "software": {"numpy": np.__version__},
     }
 
 
@@ -187,13 +178,6 @@ def data_of(path: Path, part: Trace) -> dict[str, Any]:
             )
         ),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
@@ -240,7 +224,7 @@ def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
     training, heldout = split(args)
     layout = read_layout(args.model)
-    sources = Trained(layout, folder=args.out)
+    sources = Artifacts(layout, folder=args.out, only_folder=True)
     if {training.header.fingerprint, heldout.header.fingerprint} != {
         sources.fingerprint
     }:

@@ -174,7 +174,7 @@ def test_simulate_leaves_out_strategies_without_recorded_inputs(
     )
     assert done.returncode == 0
     assert re.search(
-        r"warning: left out: .*promoe.*: record the trace with --inputs\)",
+        r"warning: left out: .*promoe.*record it with `moegguf trace record --inputs`\)",
         " ".join(done.stderr.split()),
     )
     assert "promoe" not in done.stdout and "moe-infinity" in done.stdout

@@ -19,7 +19,7 @@ from running import (
 )
 from waiting import until
 
-from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
+from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.predictors.eamc import EamcPredictor
@@ -75,7 +75,7 @@ LEARNERS = [
 def test_a_stored_eamc_collection_grows_over_runs(
     path: Path, load: Load, expected: Logits, learner: dict[str, str]
 ) -> None:
-    kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
+    kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / "eamc.safetensors"
     for run in range(2):
         llm = load(path, **learner, **TIGHT)
         assert entries_of(llm).n_entries == 3 * run
@@ -95,7 +95,7 @@ def test_a_stored_eamc_collection_grows_over_runs(
 
 
 def test_an_eamc_collection_is_saved_during_a_run(path: Path, load: Load) -> None:
-    kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
+    kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / "eamc.safetensors"
     llm = load(path, predictor="eamc", **TIGHT)
     # A request ends when the next one begins.
     for request in range(CHECKPOINT_REQUESTS + 1):
@@ -294,15 +294,15 @@ def test_uses_are_not_saved_without_warm_start_or_by_resident_lockstep_or_unused
         logits_of(llm)
         llm.close()
     load(path, **WARM).close()
-    assert not list(path.parent.rglob(USES))
-    assert not user.exists() or not list(user.rglob(USES))
+    assert not list(path.parent.rglob("uses.safetensors"))
+    assert not user.exists() or not list(user.rglob("uses.safetensors"))
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
 def test_damaged_uses_warn_and_are_replaced(
     path: Path, beside: Path, load: Load, content: bytes
 ) -> None:
-    (beside / USES).write_bytes(content)
+    (beside / "uses.safetensors").write_bytes(content)
     with pytest.warns(UserWarning, match="continuing without it"):
         llm = load(path, **WARM)
     logits_of(llm)

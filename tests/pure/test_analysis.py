@@ -200,7 +200,9 @@ def test_halves_split_requests_without_overlap_and_with_equal_kinds(
         {analysis.trace.header.labels[sequence] for sequence in part} for part in parts
     ]
     assert kinds[0] == kinds[1]
-    with pytest.raises(OptionError, match="record several"):
+    with pytest.raises(
+        OptionError, match="needs at least two requests, but is given 1; raise --tokens"
+    ):
         replace(analysis, trace=analysis.trace.select([0])).halves()
 
 

@@ -14,7 +14,7 @@ import pytest
 import moegguf
 from moegguf.atomic_write import locked_temporary, remove_abandoned, write_atomically
 from moegguf.controller import weights
-from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
+from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.shape import MoeShape
@@ -196,13 +196,13 @@ def test_collection_skips_a_damaged_or_foreign_file_with_one_warning(
 ) -> None:
     artifacts.user_folder.mkdir(parents=True)
     weights.save(
-        artifacts.user_folder / COLLECTION,
+        artifacts.user_folder / "eamc.safetensors",
         "eamc",
         artifacts.fingerprint,
         SHAPE,
         collection(2).weights(),
     )
-    foreign = put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
+    foreign = put(artifacts.model_folder, "eamc.safetensors", b"\x80\x04N.")
     for why in ("is not used", "its fingerprint must be"):
         with pytest.warns(UserWarning, match=why) as caught:
             assert artifacts.collection(SHAPE).n_entries == 2

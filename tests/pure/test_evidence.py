@@ -22,6 +22,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.native.events import Phase
 from moegguf.trace.format import write
 from moegguf.trace.prompts import read_prompts
+from moegguf.trace.simulate import Meter
 from predictors import texts
 from predictors.models.demo import questions
 from predictors.study import evidence, figures, regenerate, render, requests, subjects
@@ -294,8 +295,8 @@ def test_workload_replays_all_requests_after_a_warm_up(tmp_path: Path) -> None:
 class EventByEvent(Replay):
     """A replay that handles all events separately, as replays with predictions do."""
 
-    def _replay_passes(self, context: object, meter: object) -> None:
-        self._replay_events(self._store, None, meter)
+    def _replay_passes(self, context: object, meter: Meter) -> None:
+        self._replay_events(meter.store, None, meter)
 
 
 def test_replay_of_whole_passes_counts_like_a_replay_of_single_events() -> None:
@@ -322,7 +323,7 @@ def test_joined_puts_the_warm_up_first_with_new_sequence_numbers() -> None:
 
 
 def test_link_scales_expert_time_to_the_load_of_the_paper() -> None:
-    link = Link(expert_us=3000, layer_us=1500, n_expert_used=2, source="")
+    link = Link(expert_us=3000, layer_us=1500, n_expert_used=2)
     shape = replace(SMALL, n_expert_used=8, expert_bytes=6000)
     assert (
         shape.n_expert_used * link.expert_us_of(shape) / link.layer_us

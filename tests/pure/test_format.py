@@ -25,7 +25,7 @@ from traces import SMALL, batched, random_trace, same
 from moegguf.errors import OptionError, TraceError
 from moegguf.trace.format import TraceWriter, read, write
 from moegguf.trace.prompts import Prompt, read_prompts
-from moegguf.trace.trace import Trace
+from moegguf.trace.trace import Trace, TraceHeader
 
 Members = dict[str, bytes]
 
@@ -100,7 +100,9 @@ def test_written_trace_is_read_back_unchanged(tmp_path: Path, trace: Trace) -> N
 def test_trace_blocks_without_inputs_are_read_as_zeros(tmp_path: Path) -> None:
     trace = small(with_inputs=True)
     without, with_ = replace(trace.select([0]), inputs=None), trace.select([1])
-    writer = TraceWriter(tmp_path / "t.npz", trace.shape, weights=True, inputs=True)
+    writer = TraceWriter(
+        tmp_path / "t.npz", trace.shape, trace.header, weights=True, inputs=True
+    )
     writer.add(without)
     writer.add(with_)
     writer.close(trace.header)
@@ -113,7 +115,7 @@ def test_trace_blocks_without_inputs_are_read_as_zeros(tmp_path: Path) -> None:
 
 def test_unfinished_recording_leaves_no_complete_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
-    writer = TraceWriter(path, SMALL, weights=True, inputs=False)
+    writer = TraceWriter(path, SMALL, TraceHeader(), weights=True, inputs=False)
     writer.add(small())
     assert not path.exists()
     with pytest.raises(TraceError, match="damaged or incomplete"):
@@ -144,7 +146,9 @@ def test_failed_write_raises_trace_error_and_leaves_no_file(tmp_path: Path) -> N
                 small(), header=replace(small().header, settings={"x": float("nan")})
             ),
         )
-    writer = TraceWriter(tmp_path / "u.npz", SMALL, weights=True, inputs=False)
+    writer = TraceWriter(
+        tmp_path / "u.npz", SMALL, TraceHeader(), weights=True, inputs=False
+    )
     with pytest.raises(TraceError, match="has inputs, but the writer accepts none"):
         writer.add(small(with_inputs=True))
     writer.discard()

@@ -3,6 +3,7 @@ with finite differences."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -22,12 +23,12 @@ def draw(*shape: int) -> Floats:
 
 
 OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
-    "add": (g.add, [draw(2, 3, 4), draw(2, 3, 4)]),
-    "add of fewer axes": (g.add, [draw(2, 3, 4), draw(3, 4)]),
-    "times": (g.times, [draw(3, 4), draw(3, 4)]),
-    "times of fewer axes": (g.times, [draw(2, 3, 4), draw(4)]),
+    "add": (operator.add, [draw(2, 3, 4), draw(2, 3, 4)]),
+    "add of fewer axes": (operator.add, [draw(2, 3, 4), draw(3, 4)]),
+    "times": (operator.mul, [draw(3, 4), draw(3, 4)]),
+    "times of fewer axes": (operator.mul, [draw(2, 3, 4), draw(4)]),
     "product": (g.product, [draw(2, 3, 4), draw(4, 5)]),
-    "matmul": (g.matmul, [draw(2, 3, 4, 5), draw(2, 3, 5, 2)]),
+    "matmul": (operator.matmul, [draw(2, 3, 4, 5), draw(2, 3, 5, 2)]),
     "relu": (g.relu, [draw(3, 4)]),
     "softmax": (g.softmax, [draw(2, 3, 4)]),
     "rms_norm": (lambda x: g.rms_norm(x, 1e-6), [draw(2, 3, 4)]),
@@ -38,10 +39,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
     ),
     "reshape": (lambda x: g.reshape(x, 4, -1), [draw(2, 3, 4)]),
     "transpose": (lambda x: g.transpose(x, 2, 0, 1), [draw(2, 3, 4)]),
-    "a node that is used twice": (
-        lambda x: g.times(g.relu(x), g.softmax(x)),
-        [draw(3, 4)],
-    ),
+    "a node that is used twice": (lambda x: g.relu(x) * g.softmax(x), [draw(3, 4)]),
 }
 
 

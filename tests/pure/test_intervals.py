@@ -8,7 +8,6 @@ from predictors.study.claims import FAILS, HOLDS, UNDECIDED, Claim, half
 from predictors.study.intervals import (
     Estimate,
     difference_of_means,
-    mean_of_median_ratios,
     median_ratio,
     paired_estimate,
     ratio_of_means,
@@ -20,7 +19,7 @@ def test_paired_estimate_of_a_constant_ratio_has_no_width() -> None:
     fast = [value / 2 for value in slow]
     assert paired_estimate([slow, fast], median_ratio) == Estimate(2, 2, 2)
     assert paired_estimate([slow, fast], ratio_of_means) == Estimate(2, 2, 2)
-    assert paired_estimate([slow, fast, fast, slow], mean_of_median_ratios) == Estimate(
+    assert paired_estimate([slow, fast, fast, slow], median_ratio) == Estimate(
         1.25, 1.25, 1.25
     )
 

@@ -43,7 +43,7 @@ from moegguf.learning.fitting import (
     n_right,
     rate_at,
 )
-from moegguf.learning.gradients import Floats, Node
+from moegguf.learning.gradients import Node
 from moegguf.learning.learn import (
     INPUT_BYTES,
     LEARNERS,
@@ -121,28 +121,25 @@ def test_training_with_equal_seeds_gives_equal_networks() -> None:
 
 
 class Scripted(Trainee):
-    """A trainee without parameters to fit. Its state is the epoch's number, and its
-    accuracies are scripted."""
+    """A trainee whose only parameter is the epoch's number, and whose accuracies are
+    scripted."""
 
     def __init__(self, *accuracies: float) -> None:
-        self.parameters = {}
-        self.epoch = 0
+        self.nodes = [Node(np.array(0.0))]
         self._accuracies = accuracies
+
+    @property
+    def epoch(self) -> int:
+        return int(self.nodes[0].value)
 
     n_batches = 1
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
-        self.epoch += 1
+        self.nodes[0].value = np.array(self.epoch + 1.0)
         yield Batch(Node(np.zeros(1, np.float32)), 1.0, np.zeros(1, np.float32))
 
     def validate(self) -> float:
         return self._accuracies[self.epoch - 1]
-
-    def state(self) -> dict[str, Floats]:
-        return {"epoch": np.array(self.epoch)}
-
-    def restore(self, state: dict[str, Floats]) -> None:
-        self.epoch = int(state["epoch"])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +326,9 @@ def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(
         OptionError, match="held out for the test have none; record longer answers"
     ):
         Learning(trace.keep(trace.phase_of == 0), artifacts)
-    with pytest.raises(OptionError, match="record it with inputs"):
+    with pytest.raises(
+        OptionError, match="record it with `moegguf trace record --inputs`"
+    ):
         Learning(replace(trace, inputs=None), artifacts, SMALL).learn("promoe")
 
 

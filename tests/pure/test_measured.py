@@ -170,7 +170,7 @@ def test_read_measured_rejects_files_that_are_not_measurements(
     for found in (path, tmp_path, tmp_path / "nothing"):
         with pytest.raises(
             OptionError,
-            match=f"{found.name} is not a measurement .* delete it or measure again",
+            match=f"{found.name} is not a measurement .* delete it, or measure again",
         ):
             read_measured(found)
 

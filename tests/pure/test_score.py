@@ -194,15 +194,15 @@ def test_judge_figures_equal_the_score_of_the_trace_and_include_a_control() -> N
     live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table()
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
-    # A predictor with reach > 0 is not its own control, so no control is measured here.
+    # A predictor with reach > 0 is not measured at distance 0.
     assert live.fresh is None
     trace = random_trace(with_inputs=True)
     control = FreshGate(
         trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, 0))
     )
-    table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
+    table = run(trace, Judge(control)).table()
     assert table.fresh is not None and table.fresh.accuracy == 1
-    assert table.means[1].accuracy == 0.5
+    assert run(trace, Judge(Oracle(trace, n_wrong=1))).table().means[1].accuracy == 0.5
 
 
 def test_judge_ignores_invalid_events_and_aborted_passes() -> None:

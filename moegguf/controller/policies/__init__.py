@@ -100,19 +100,15 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
     """Returns the policy that scores by the model's popularity file. Returns LRU, after
     a warning, if every such file is damaged or belongs to another model. Raises
     OptionError if there is no such file."""
-    size = len(shape.layers), shape.n_expert
-    try:
-        static = artifacts.load(
-            "popularity",
-            shape,
-            lambda saved: Static(shape, saved.array("popularity", *size)),
-        )
-    except FileNotFoundError as error:
-        raise OptionError(
-            "the policy 'static' needs the model's popularity.safetensors; `moegguf learn MODEL --strategy"
-            " duoserve` creates this file."
-        ) from error
-    return LRU if static is None else static
+    size = shape.n_moe_layer, shape.n_expert
+    static = artifacts.load(
+        "popularity",
+        shape,
+        lambda saved: Static(shape, saved.array("popularity", *size)),
+        "the policy 'static' needs the model's popularity.safetensors; `moegguf learn MODEL --strategy"
+        " duoserve` creates this file.",
+    )
+    return static or LRU
 
 
 OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {

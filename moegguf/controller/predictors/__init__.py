@@ -22,32 +22,24 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights, read_facts
 from moegguf.errors import OptionError
 
-Make = Callable[[MoeShape, Artifacts], Predictor]
+
+def _learned(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
+    """Creates the predictor from the first usable NAME.safetensors in search order. If
+    there are files, but none is usable, warns and returns NoPrediction. Raises
+    OptionError if there is no file."""
+    # The folder next to the model is not searched if the model is unknown.
+    then = "then name the model (--model), or the folder of its files (--predictors); "
+    found = artifacts.load(
+        name,
+        shape,
+        partial(LEARNED[name], shape),
+        f"the predictor {name!r} has to be trained for this model first: `moegguf learn MODEL --strategy"
+        f" {LEARNT_FOR[name]}`; {'' if artifacts.layout else then}these need no training: {', '.join(UNTRAINED)}.",
+    )
+    return found or NoPrediction(shape)
 
 
-def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """Returns a function that creates the predictor from the first usable
-    NAME.safetensors in search order. If there are files, but none is usable, the
-    function warns and returns NoPrediction. It raises OptionError if there is no
-    file."""
-
-    def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
-        try:
-            found = artifacts.load(name, shape, partial(build, shape))
-        except FileNotFoundError as error:
-            # the folder next to the model is not searched if the model is unknown
-            then = "then name the model (--model), or the folder of its files (--predictors); "
-            raise OptionError(
-                f"the predictor {name!r} has to be trained for this model first: `moegguf learn MODEL --strategy"
-                f" {LEARNT_FOR[name]}`; {'' if artifacts.layout else then}these need no training:"
-                f" {', '.join(UNTRAINED)}."
-            ) from error
-        return NoPrediction(shape) if found is None else found
-
-    return make
-
-
-UNTRAINED: dict[str, Make] = {
+UNTRAINED: dict[str, Callable[[MoeShape, Artifacts], Predictor]] = {
     "none": lambda shape, artifacts: NoPrediction(shape),
     "previous-token": lambda shape, artifacts: previous_token(shape),
     "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
@@ -71,10 +63,8 @@ LEARNT_FOR = {
     "eamc": "moe-infinity",
 }
 """{predictor: the strategy for which `moegguf learn` writes the predictor's file}."""
-PREDICTORS: dict[str, Make] = {
-    **UNTRAINED,
-    **{name: _learned(name, build) for name, build in LEARNED.items()},
-}
+PREDICTORS = (*UNTRAINED, *LEARNED)
+"""Names of all predictors."""
 
 
 def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
@@ -86,8 +76,10 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
     The predictor `skip` also raises the errors of `Artifacts.routers`.
     """
     check_predictor(name)
+    if make := UNTRAINED.get(name):
+        return make(shape, artifacts)
     if not names_file(name):
-        return PREDICTORS[name](shape, artifacts)
+        return _learned(name, shape, artifacts)
     own = make_own(name, "predictor", Predictor, shape)  # type: ignore[type-abstract]
     if not isinstance(getattr(own, "reach", None), int):
         raise OptionError(

@@ -17,7 +17,7 @@ def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
     """Creates DuoServe-MoE's popularity predictor (section 4.1): for each layer, how
     often an average token uses each expert. The store computes it as a `token-id` table
     without entries, in which every token id gets the average."""
-    found = weights.array("popularity", len(shape.layers), shape.n_expert)
+    found = weights.array("popularity", shape.n_moe_layer, shape.n_expert)
     made = _table(
         shape,
         np.zeros(0, np.int32),
@@ -33,7 +33,7 @@ def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
     token in the pass, it predicts the next layer from the mean of the affinity matrix's
     rows for the experts just chosen."""
     found = weights.array(
-        "affinity", len(shape.layers) - 1, shape.n_expert, shape.n_expert
+        "affinity", shape.n_moe_layer - 1, shape.n_expert, shape.n_expert
     )
     return StorePredictor("affinity", shape, 1, {"affinity": found})
 
@@ -45,7 +45,7 @@ def previous_token(shape: MoeShape) -> StorePredictor:
     It can predict every layer that it has observed at least once. If one request runs
     at a time, layers that were observed in an earlier request count, too.
     """
-    return StorePredictor("previous-token", shape, len(shape.layers))
+    return StorePredictor("previous-token", shape, shape.n_moe_layer)
 
 
 def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
@@ -70,7 +70,7 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
         raise ValueError(
             "'tokens' must be different token ids of the model; make the file again"
         )
-    counts = weights.array("counts", len(tokens), len(shape.layers), shape.n_expert)
+    counts = weights.array("counts", len(tokens), shape.n_moe_layer, shape.n_expert)
     if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
         raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}; make the file again")
     counts = counts.astype(np.uint16)
@@ -92,4 +92,4 @@ def _table(
         "counts": counts,
         "average": np.asarray(average, np.float32),
     }
-    return StorePredictor("token-id", shape, len(shape.layers), arrays)
+    return StorePredictor("token-id", shape, shape.n_moe_layer, arrays)

@@ -33,7 +33,7 @@ class EamcPredictor(StorePredictor):
     def __init__(
         self, shape: MoeShape, eamc: Eamc | None = None, n_matches: int = N_MATCHES
     ) -> None:
-        super().__init__("eamc", shape, len(shape.layers))
+        super().__init__("eamc", shape, shape.n_moe_layer)
         self.eamc = eamc or Eamc(*shape.table)
         self.n_matches = min(n_matches, MOST_MATCHES)
 

@@ -38,14 +38,14 @@ def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
         arrays |= {
             f"{il}.{name}": bias for name, bias in biases.items() if bias is not None
         }
-    return StorePredictor(SKIP, shape, len(shape.layers) - 1, arrays, needs_inputs=True)
+    return StorePredictor(SKIP, shape, shape.n_moe_layer - 1, arrays, needs_inputs=True)
 
 
 def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
     """Returns the pairs (source layer, target layer) for predictions at these distances
     (`windows`), sorted. If a target has fewer layers with experts before it than the
     distance, its source is the first of them. That first layer is never a target."""
-    rows = range(1, len(shape.layers))
+    rows = range(1, shape.n_moe_layer)
     return sorted(
         {
             (shape.layers[max(row - k, 0)], shape.layers[row])
@@ -101,7 +101,7 @@ def state_size(shape: MoeShape) -> int:
     """Returns the length of ExpertMLP's input: experts chosen so far (h), popularity
     (p) and affinity (a)."""
     k = shape.n_expert_used
-    return (len(shape.layers) - 1) * k + shape.n_expert + k * shape.n_expert
+    return (shape.n_moe_layer - 1) * k + shape.n_expert + k * shape.n_expert
 
 
 def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
@@ -130,7 +130,7 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
             " make it again with `moegguf learn`"
         )
     n_layer, n_expert, sizes = (
-        len(shape.layers),
+        shape.n_moe_layer,
         shape.n_expert,
         [state_size(shape), *hidden, shape.n_expert],
     )

@@ -50,7 +50,7 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     n_embd = _length(weights, "embedding", 1)
     n_window, n_chunk = _length(weights, "window", 0), _length(weights, "chunk", 0)
     embedding = QuantizedMatrix(weights.array("embedding", shape.n_vocab + 1, n_embd))
-    size = len(shape.layers), shape.n_expert
+    size = shape.n_moe_layer, shape.n_expert
     heads = _gain(weights, "output_norm", n_embd) * weights.array(
         "heads.weight", n_embd, *size
     ).reshape(n_embd, -1)
@@ -80,7 +80,7 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
                     n_embd,
                     _gain(weights, "memory_norm", n_embd),
                 )
-    return StorePredictor("routing-path", shape, len(shape.layers), arrays)
+    return StorePredictor("routing-path", shape, shape.n_moe_layer, arrays)
 
 
 def _attention(
