@@ -76,19 +76,12 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
     """Returns `paths`, sorted, without the files of models that lack a shard or have
     more than MAX_SHARDS shards."""
     known = sorted(paths)
-    present: dict[tuple[str, int], set[int]] = {}
-    for shard in map(_shard, known):
-        present.setdefault((shard.prefix, shard.n_shards), set()).add(shard.number)
-    complete = {
-        key
-        for key, numbers in present.items()
-        if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}
-    }
-    return [
-        path
-        for path in known
-        if ((shard := _shard(path)).prefix, shard.n_shards) in complete
-    ]
+    complete = set[str]()
+    for path in known:
+        if _shard(path).number == 1:
+            with suppress(ModelNotFoundError):
+                complete.update(_all_shards(path, known, ""))
+    return sorted(complete)
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
