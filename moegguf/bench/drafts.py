@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moegguf.bench.turns import Row, take_turns
 from moegguf.engine.stats import Stats
@@ -96,21 +95,26 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 
 def speedup(
-    model: str, *, texts: str, prompts: int, rounds: int, **loading: Any
+    model: str,
+    *,
+    texts: str = "",
+    draft: str = "ngram",
+    expert_cache: str = "50%",
+    prompts: int = 40,
+    rounds: int = 3,
 ) -> Iterator[Row]:
     """Yields a row for each kind of text, with ratios of the time without drafts to the
     time with drafts. A row contains the median ratio, the ratio of the total times, and
     draft counters.
 
     The answer texts come from the file `texts`, so they do not depend on the model. The
-    model still evaluates every token, as for an answer of its own. `loading`: keywords
-    of `Engine`.
+    model still evaluates every token, as for an answer of its own.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}
     counted: dict[str, Stats] = {}
-    with Engine(model, 1, n_ctx=2048, **loading) as engine:
+    with Engine(model, 1, n_ctx=2048, draft=draft, expert_cache=expert_cache) as engine:
         for _, prompt, text in chosen[:2]:
             answer(engine, prompt, text, with_drafts=True)
         for kind, prompt, text in chosen:

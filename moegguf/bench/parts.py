@@ -96,7 +96,13 @@ class Evictions:
 
 
 def evictions(
-    _: str, *, slots: int, layers: int, experts: int, used: int, events: int
+    _: str,
+    *,
+    slots: int = 10_000,
+    layers: int = 64,
+    experts: int = 256,
+    used: int = 8,
+    events: int = 4000,
 ) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
@@ -196,7 +202,9 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
     return time.perf_counter() - start_s
 
 
-def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
+def link_times(
+    _: str, *, link: str = "2GB/s,35us", repetitions: int = 100
+) -> Iterator[Row]:
     """Measures copies over a simulated link. Yields a row for one copy of each size,
     then for two copies at the same time. A row also contains the time predicted by the
     formula latency + bytes of all copies / bandwidth, and the GB/s at which one thread

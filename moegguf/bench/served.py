@@ -165,7 +165,7 @@ def over_http(server: Server) -> Iterator[str]:
         yield json.loads(line)["message"]["content"]
 
 
-def overhead(model: str, *, rounds: int) -> Iterator[Row]:
+def overhead(model: str, *, rounds: int = 30) -> Iterator[Row]:
     """Yields a row for each of three ways to get an answer: from an Engine, from
     `create_chat_completion`, and over HTTP.
 
@@ -256,7 +256,7 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
     return figures, [list(pair) for pair in logprobs]
 
 
-def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
+def resume(model: str, *, tokens: int = 16_000, folder: str = "") -> Iterator[Row]:
     """Yields a row about the first token of an answer in each of five cases.
 
     In the first case the whole prompt is evaluated. In the next three its context is

@@ -178,7 +178,13 @@ def take_turns(
 
 
 def against_stock(
-    model: str, *, prompt: int, tokens: int, depth: int, rounds: int, kernels: str
+    model: str,
+    *,
+    prompt: int = 0,
+    tokens: int = 24,
+    depth: int = 0,
+    rounds: int = 24,
+    kernels: str = "",
 ) -> Iterator[Row]:
     """Yields a row for each system: its tokens per second, and its speed relative to
     stock in neighbouring turns (median and quartiles).
@@ -249,13 +255,18 @@ def busy_processes(load_name: str) -> Iterator[None]:
 
 
 def beside_load(
-    model: str, *, seconds: float, rounds: int, loads: str, systems: str, **loading: str
+    model: str,
+    *,
+    expert_cache: str = "100%",
+    seconds: float = 2.0,
+    rounds: int = 3,
+    loads: str = "quiet,busy,pinned",
+    systems: str = "2,auto,1,llama.cpp",
 ) -> Iterator[Row]:
     """Yields a row for each system under each load, with median speeds. "share" is the
     decoding speed divided by the decoding speed in the first row. `systems` is a
     comma-separated list: thread counts for moegguf, "auto" (the count follows the load)
-    and "llama.cpp" (one thread for each processor). `loading`: other keywords of
-    `Llama`."""
+    and "llama.cpp" (one thread for each processor)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():
@@ -278,7 +289,7 @@ def beside_load(
                 model,
                 (Test(PROMPT_TOKENS, CONTEXT_TOKENS - PROMPT_TOKENS),),
                 system="mmap" if system == "llama.cpp" else "moegguf",
-                loading=loading,
+                loading={BUDGETS["RAM"]: expert_cache},
                 n_threads=int(system) if system.isdigit() else 0,
             )
             for copy in range(2 if "pair" in names else 1):
