@@ -261,18 +261,12 @@ def _read(
     env = os.environ if environ is None else environ
     found = dict[str, Any]()
     for option in (OPTIONS[name] for name in names):
-        texts = (
-            (prefix + option.variable, env.get(prefix + option.variable, ""))
-            for prefix in prefixes
-        )
-        texts_set = (
-            (name, stripped)
-            for name, text in texts
-            if (stripped := text.strip().strip("\"'"))
-        )
-        name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))
-        if text and not (option.zero_is_default and text.strip("0") == ""):
-            found[option.name] = parse_option(option.name, text, name)
+        for prefix in prefixes:
+            variable = prefix + option.variable
+            if text := env.get(variable, "").strip().strip("\"'"):
+                if not option.zero_is_default or text.strip("0"):
+                    found[option.name] = parse_option(option.name, text, variable)
+                break
     return found
 
 
