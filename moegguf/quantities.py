@@ -73,15 +73,11 @@ def parse_size(value: str | int) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        number = match.group(1)
-        unit = match.group(2).lower()
-        if unit in _UNITS and not ("." in number and _UNITS[unit] == 1):
-            whole, _, part = number.partition(".")
-            n_bytes = (
-                (int(whole) * 10 ** len(part) + int(part or 0))
-                * _UNITS[unit]
-                // 10 ** len(part)
-            )
+        from decimal import Decimal  # loads slowly, and most commands parse no size
+
+        unit = _UNITS.get(match[2].lower(), 0)
+        if not ("." in match[1] and unit == 1):
+            n_bytes = int(Decimal(match[1]) * unit)
     if not 0 < n_bytes <= MAX_BYTES:
         raise ValueError(f"{_SIZE_RULE}, but is {shown(value)}")
     return n_bytes
@@ -175,7 +171,7 @@ def parse_expert_cache(
                 return ExpertCache("fraction", fraction=fraction, tier=tier)
         if _UP_TO_100.fullmatch(text):
             hint = f'did you mean "{text}%"? '
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, float) and not hint:
         try:
