@@ -47,7 +47,7 @@ def record(
     prompts: Sequence[Prompt],
     out: str | os.PathLike[str],
     options: RecordOptions,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, share: None,
     **llama: Any,
 ) -> Stats:
     """Writes the trace `out`. Returns the counters of the run. If the recording is
@@ -60,7 +60,6 @@ def record(
     the same errors as `Llama`, and OptionError if the model has no experts.
     """
     llama = {"flash_attn": None} | llama
-    progress = progress or (lambda what, share: None)
     loading = partial(progress, "loading the model")
     n_cut = 0
     try:
