@@ -322,15 +322,14 @@ def _texts(row: Row) -> list[str]:
         f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "")
         for name, found in row["against"].items()
     )
-    values = [row.get(name, "") for name in _NAMES[:-1]]
-    values = [int(value) if isinstance(value, bool) else value for value in values]
-    return [
-        *(
-            f"{value:.6f}" if isinstance(value, float) else str(value)
-            for value in values
-        ),
-        ";".join(ratios),
-    ]
+    return [*(_text(row.get(name, ""), 6) for name in _NAMES[:-1]), ";".join(ratios)]
+
+
+def _text(value: object, digits: int = 3) -> str:
+    """Returns a value as text: a float with `digits` decimal places, and True as 1."""
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _as_csv(rows: Sequence[Row]) -> str:
@@ -365,8 +364,8 @@ def _as_sql(rows: Sequence[Row]) -> str:
 
 
 def _object(row: Row) -> Row:
-    named = {name: row.get(name) for name in (*FIELDS, *OWN_FIELDS)}
-    return named | {name: row[name] for name in ("samples_ns", "samples_ts", "against")}
+    names = (*FIELDS, *OWN_FIELDS, "samples_ns", "samples_ts", "against")
+    return {name: row.get(name) for name in names}
 
 
 Column = tuple[str, int, Callable[[Row], str]]
@@ -382,11 +381,7 @@ _UNUSUAL = {
 
 
 def _plain(name: str, width: int, title: str) -> Column:
-    return (
-        title,
-        width,
-        lambda row: str(int(row[name]) if isinstance(row[name], bool) else row[name]),
-    )
+    return title, width, lambda row: _text(row[name])
 
 
 def _figure(
@@ -417,17 +412,9 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 def as_table(rows: Sequence[Row]) -> str:
     """Returns a text table with a column for each key. There must be at least one row,
     and all rows must have the same keys."""
-
-    def text(value: object) -> str:
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
-
     columns = [
-        (
-            name,
-            -1 if isinstance(rows[0][name], str) else 1,
-            lambda row, name=name: text(row[name]),
-        )
-        for name in rows[0]
+        _plain(name, -1 if isinstance(value, str) else 1, name)
+        for name, value in rows[0].items()
     ]
     return "\n".join(_table(columns, rows)) + "\n"
 
