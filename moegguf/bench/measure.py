@@ -459,8 +459,8 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result.
-    Stdout then goes to stderr, so that library output does not mix with the result. On
-    Linux, the kernel also kills this process when its parent exits."""
+    Stdout then goes to stderr, so that library output does not mix with the result. The
+    kernel also kills this process when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
