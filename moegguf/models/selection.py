@@ -63,13 +63,17 @@ def select_files(
             raise ModelNotFoundError(
                 f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
             )
-        some = ", ".join(names[:MAX_LISTED]) + (
-            ", ..." if len(names) > MAX_LISTED else ""
-        )
+        some = first_of(names, MAX_LISTED)
         raise ModelNotFoundError(
             f"{repo} has no file for {tag!r}. Available GGUF files: {some}."
         )
     return FileSelection(_all_shards(first, models, repo), _projector(first, known))
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Returns the first `most` names, separated by commas. If there are more names, an
+    ellipsis follows."""
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
 
 
 def without_incomplete(paths: Iterable[str]) -> list[str]:
@@ -189,12 +193,10 @@ def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]
         )
     missing = [number for number in range(1, count + 1) if number not in shards]
     if missing:
-        names = ", ".join(
-            shard_path(_base(prefix), number, count) for number in missing[:3]
-        )
+        names = [shard_path(_base(prefix), number, count) for number in missing]
         raise ModelNotFoundError(
             f"{repo}: {len(missing)} of the {count} shards of {_base(prefix)!r} are missing"
-            f" ({names}{', ...' if len(missing) > 3 else ''}); choose another quantisation."
+            f" ({first_of(names, 3)}); choose another quantisation."
         )
     return tuple(shards[number] for number in range(1, count + 1))
 

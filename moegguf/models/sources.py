@@ -50,6 +50,7 @@ from moegguf.models.names import (
 from moegguf.models.recipe import check_overrides, is_go_template
 from moegguf.models.selection import (
     FileSelection,
+    first_of,
     is_model,
     models_in,
     projector_beside,
@@ -155,9 +156,7 @@ def only_model(folder: Path) -> Path:
         raise ModelNotFoundError(
             f"the folder {str(folder)!r} has no GGUF file; give the path of one."
         )
-    some = ", ".join(repr(file.name) for file in files[:3]) + (
-        ", ..." if len(files) > 3 else ""
-    )
+    some = first_of([repr(file.name) for file in files], 3)
     raise ModelNotFoundError(
         f"the folder {str(folder)!r} has {len(files)} models; give the path of one: {some}."
     )
@@ -371,20 +370,12 @@ def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
     if text is not None:
         if (name := name_or_none(text)) is None:
             return
-        names = [
-            replace(
-                name,
-                host=name.host or OLLAMA_HOST,
-                namespace=name.namespace or "library",
-            )
-        ]
-        keys = {
-            each.key
-            for each in (
-                *names,
-                *([replace(name, host=OLLAMA_HOST)] if name.is_hub else []),
-            )
-        }
+        full = replace(
+            name, host=name.host or OLLAMA_HOST, namespace=name.namespace or "library"
+        )
+        keys = {full.key}
+        if name.is_hub:
+            keys.add(replace(name, host=OLLAMA_HOST).key)
     for folder in ollama_folders():
         for manifest in sorted(folder.glob("manifests/*/*/*/*")):
             name = Name(*manifest.parts[-4:])
@@ -432,9 +423,7 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
             parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
     (model,) = files["model"]
     mmproj = next(iter(files["projector"]), None)
-    adapter = files["adapter"][0] if files["adapter"] else None
-    if len(files["adapter"]) > 1:
-        raise ValueError("adapters")
+    (adapter,) = files["adapter"] or (None,)
     texts = {kind: "\n".join(each) for kind, each in parts.items()}
     template = texts.get("template", "")
     overrides = {
