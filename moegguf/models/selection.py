@@ -51,7 +51,7 @@ def select_files(
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
-    firsts = [path for path in models if _shard(path).number == 1]
+    firsts = [path for path in models if shard_of(path).number == 1]
     if tag.lower() == DEFAULT_TAG:
         found = (_by_quant(firsts, quant) for quant in DEFAULT_QUANTS)
         first = next(filter(None, found), firsts[0] if firsts else None)
@@ -82,7 +82,7 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
     known = sorted(paths)
     complete = set[str]()
     for path in known:
-        if _shard(path).number == 1:
+        if shard_of(path).number == 1:
             with suppress(ModelNotFoundError):
                 complete.update(_all_shards(path, known, ""))
     return sorted(complete)
@@ -93,7 +93,7 @@ def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
     tag selects. Given one of these tags and the files of the complete models,
     `select_files` selects the same files."""
     known = without_incomplete(paths)
-    firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
+    firsts = (path for path in known if is_model(path) and shard_of(path).number == 1)
     selections = (
         FileSelection(_all_shards(path, known, ""), _projector(path, known))
         for path in firsts
@@ -116,7 +116,7 @@ def projector_beside(model: str, names: Sequence[str]) -> str | None:
     others = [
         name
         for name in names
-        if is_model(name) and _shard(name).prefix != _shard(model).prefix
+        if is_model(name) and shard_of(name).prefix != shard_of(model).prefix
     ]
     return _projector(
         model,
@@ -132,7 +132,7 @@ def _plain_name(path: str) -> str:
     """Returns a file's name in lower case, without ".gguf", shard numbers,
     quantisation, "mmproj", and separators at the ends."""
     return (
-        _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
+        _QUANT.sub("", shard_of(path).prefix).lower().replace("mmproj", "").strip("-_.")
     )
 
 
@@ -151,7 +151,8 @@ def _stem(path: str) -> str:
     return path[:-5] if path.lower().endswith(".gguf") else path
 
 
-def _shard(path: str) -> ShardName:
+def shard_of(path: str) -> ShardName:
+    """Returns the parts of the path or name of a shard, which may end with ".gguf"."""
     return parse_shard_name(_stem(path))
 
 
@@ -160,7 +161,7 @@ def _by_file_name(models: Sequence[str], tag: str) -> str | None:
     ".gguf" and shard numbers, and its case does not matter."""
     wanted = tag.lower().removesuffix(".gguf")
     names = (
-        (path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower())
+        (path, _base(_stem(path)).lower(), _base(shard_of(path).prefix).lower())
         for path in models
     )
     return next((path for path, *known in names if wanted in known), None)
@@ -178,13 +179,13 @@ def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
 
 
 def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]:
-    prefix, _, count = _shard(first)
+    prefix, _, count = shard_of(first)
     if count <= 1:
         return (first,)
     shards = {
         shard.number: path
         for path in models
-        if (shard := _shard(path))[::2] == (prefix, count)
+        if (shard := shard_of(path))[::2] == (prefix, count)
     }
     if count > MAX_SHARDS:
         raise ModelNotFoundError(
@@ -202,7 +203,7 @@ def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]
 
 
 def _bits(path: str) -> int:
-    quant = _LAST_WORD.search(_shard(path).prefix)
+    quant = _LAST_WORD.search(shard_of(path).prefix)
     digits = re.search(r"\d+", quant[1]) if quant else None
     return int(digits[0][:4]) if digits else 0
 
@@ -226,7 +227,7 @@ def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
     the quantisation, the name without shard numbers and ".gguf", the whole name,
     `latest`. Returns None if no tag does."""
     first = selection.files[0]
-    name = _base(_shard(first).prefix)
+    name = _base(shard_of(first).prefix)
     quants = [
         match[1].upper()
         for match in _QUANT.finditer(_base(name))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
-from moegguf.gguf.shards import parse_shard_name, shards_of
+from moegguf.gguf.shards import shards_of
 from moegguf.models.entry import (
     ModelEntry,
     Source,
@@ -55,6 +55,7 @@ from moegguf.models.selection import (
     models_in,
     projector_beside,
     select_files,
+    shard_of,
 )
 from moegguf.package import package_folders
 from moegguf.regular_file import open_regular
@@ -141,8 +142,7 @@ def file_name(path: Path) -> str:
 def _plain_name(file: str) -> str:
     """Returns `file` without ".gguf" and shard numbers. A dash replaces each character
     that names may not contain."""
-    stem = file[:-5] if file.lower().endswith(".gguf") else file
-    return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
+    return re.sub(r"[^A-Za-z0-9._-]", "-", shard_of(file).prefix)
 
 
 def only_model(folder: Path) -> Path:
@@ -192,7 +192,7 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
     for file in sorted(
         file for file in files if is_model(file.name) and os.path.isfile(file)
     ):
-        if parse_shard_name(file.stem).number == 1:
+        if shard_of(file.name).number == 1:
             models.setdefault(_plain_name(file.name).lower(), file)
     return list(models.values())
 
