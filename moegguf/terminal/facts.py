@@ -412,14 +412,8 @@ def library_facts(prefix: str = "") -> list[Facts]:
         with suppress(ModelNotFoundError):
             here = bool(Catalog().find(model.hub_name))
         if free_bytes >= least_bytes:
-            share = min(
-                1.0,
-                max(
-                    0.0,
-                    (free_bytes - RESERVE_BYTES - model.dense_bytes)
-                    / model.expert_bytes,
-                ),
-            )
+            for_experts = free_bytes - RESERVE_BYTES - model.dense_bytes
+            share = min(1.0, for_experts / model.expert_bytes)
             hit_rate = (
                 1.0
                 if share == 1
