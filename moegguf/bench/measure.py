@@ -78,14 +78,14 @@ def describe_build(
     }
 
 
-def _simulation() -> ModuleType:
+def simulated_links() -> ModuleType:
     """Returns the module moegguf.testing.link_device. Raises LibraryError if the module
     is missing, as in an installed wheel."""
     try:
         from moegguf.testing import link_device
     except ImportError as error:
         raise LibraryError(
-            "--simulate-link needs moegguf's test equipment, which an installed wheel does not include; clone moegguf's"
+            "a simulated link needs moegguf's test equipment, which an installed wheel does not include; clone its"
             " repository, run `make` in it, and use its .venv/bin/moegguf."
         ) from error
     return link_device
@@ -105,7 +105,9 @@ def load(spec: Spec) -> Llama:
     )
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
-    device = _simulation().link_device(link, spec.simulate_threads) if link else None
+    device = (
+        simulated_links().link_device(link, spec.simulate_threads) if link else None
+    )
     n_ctx = pad_context(max(test.n_tokens for test in spec.tests))
     return Llama(
         spec.model,
@@ -426,7 +428,7 @@ def run(spec: Spec) -> dict[str, Any]:
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
         if spec.simulate_link:
-            copied = _simulation().memory_copy_bytes_per_s()
+            copied = simulated_links().memory_copy_bytes_per_s()
             if parse_link(spec.simulate_link).bytes_per_s > copied:
                 warned.append(
                     f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s"

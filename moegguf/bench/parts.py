@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from moegguf.bench.measure import simulated_links
 from moegguf.bench.turns import Row
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions, native_policies
 from moegguf.quantities import parse_link
-from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
@@ -210,8 +210,9 @@ def link_times(
     formula latency + bytes of all copies / bandwidth, and the GB/s at which one thread
     copies within this machine's memory."""
     described = parse_link(link)
-    device = link_device(described)
-    memory = memory_copy_bytes_per_s() / 1e9
+    simulated = simulated_links()
+    device = simulated.link_device(described)
+    memory = simulated.memory_copy_bytes_per_s() / 1e9
     for n_at_once in (1, 2):
         for n_bytes in COPY_BYTES:
             copies = device_copies(device, n_bytes, n_at_once)

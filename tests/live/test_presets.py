@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,15 @@ def test_link_measures_times_of_at_least_the_simulated_link() -> None:
     rows = in_own_process(rows_of, "link", "repetitions=5")
     assert {row["at once"] for row in rows} == {1, 2}
     assert all(row["ratio"] > 0.99 for row in rows)
+
+
+def test_presets_load_without_the_test_equipment_that_a_wheel_lacks() -> None:
+    code = (
+        "import sys; sys.modules['moegguf.testing'] = None;"
+        " from moegguf.bench.parts import link_times; next(link_times(''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LibraryError: a simulated link needs" in done.stderr
 
 
 @pytest.mark.parametrize(
