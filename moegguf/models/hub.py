@@ -282,9 +282,7 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     what = f"{repo}/{path}" if path else repo
     page = f"{_shown_endpoint()}/{repo}"
     token = (
-        "the token in HF_TOKEN"
-        if get_token()
-        else "no token is set: put one into HF_TOKEN"
+        "a token is set, but does not allow this" if get_token() else "no token is set"
     )
     status = error.response.status_code if isinstance(error, hf.HfHubHTTPError) else 0
     if isinstance(error, hf.RemoteEntryNotFoundError):

@@ -449,5 +449,5 @@ def disk_errors(failed: str) -> Iterator[None]:
             raise
         raise PullError(
             f"{failed} ({error.strerror}); make room on the disk, or make the folder writable, or check the disk, and"
-            " try again. The received part of a download is kept, unless the file is larger than 50 GB."
+            " try again."
         ) from error

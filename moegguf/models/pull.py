@@ -85,8 +85,8 @@ def pull(
         report(PullStatus("success"))
     else:
         raise PullError(
-            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE to"
-            " fetch the model."
+            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set;"
+            " unset this variable to fetch the model."
         )
     catalog.unhide(entry.name)
     return entry
@@ -164,7 +164,8 @@ def fetch(
     try:
         if hub_offline():
             raise PullError(
-                f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE to fetch the model."
+                f"{repo_id} is not in the cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset this variable"
+                " to fetch the model."
             )
         there = read_repository(repo_id, cache)
     except PullError:
