@@ -8,7 +8,8 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 
 from moegguf.bench.turns import Row, take_turns
@@ -111,9 +112,8 @@ def speedup(
     model still evaluates every token, as for an answer of its own.
     """
     chosen = read_texts(texts, prompts)
-    ratios: dict[str, list[float]] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {}
-    counted: dict[str, Stats] = {}
+    # {kind of text: seconds without drafts, seconds and counters with drafts}.
+    results: dict[str, list[tuple[float, float, Stats]]] = {}
     with Engine(model, 1, n_ctx=2048, draft=draft, expert_cache=expert_cache) as engine:
         for _, prompt, text in chosen[:2]:
             answer(engine, prompt, text, with_drafts=True)
@@ -125,20 +125,19 @@ def speedup(
                 },
                 rounds,
             )
-            for (without_s, _), (with_s, stats) in zip(
-                turns[False], turns[True], strict=True
-            ):
-                ratios.setdefault(kind, []).append(without_s / with_s)
-                seconds.setdefault(kind, []).append((without_s, with_s))
-                counted[kind] = counted[kind] + stats if kind in counted else stats
-    for kind, found in ratios.items():
-        without_s, with_s = (sum(each) for each in zip(*seconds[kind], strict=True))
+            for (without_s, _), drafted in zip(turns[False], turns[True], strict=True):
+                results.setdefault(kind, []).append((without_s, *drafted))
+    for kind, found in results.items():
+        without, drafting, counted = zip(*found, strict=True)
+        stats = reduce(add, counted)
         yield {
             "text": kind,
-            "median ratio": statistics.median(found),
-            "ratio of all the time": without_s / with_s,
+            "median ratio": statistics.median(
+                without_s / with_s for without_s, with_s, _ in found
+            ),
+            "ratio of all the time": sum(without) / sum(drafting),
             "turns": len(found),
-            "drafted tokens": counted[kind].drafted_tokens,
-            "accepted tokens": counted[kind].accepted_tokens,
-            "passes with drafts": counted[kind].draft_passes,
+            "drafted tokens": stats.drafted_tokens,
+            "accepted tokens": stats.accepted_tokens,
+            "passes with drafts": stats.draft_passes,
         }

@@ -237,9 +237,7 @@ def _error(outcomes: Sequence[Outcome]) -> str:
 
 def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
     """Returns a system's speed and store figures in one test, over all rounds."""
-    tests = [
-        outcome.result["tests"][index] for outcome in outcomes if not outcome.error
-    ]
+    tests = list(_tests(outcomes, index).values())
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
     row: Row = {"samples_ns": ns, "samples_ts": ts}
@@ -385,7 +383,7 @@ def _plain(name: str, width: int, title: str) -> Column:
 
 
 def _figure(
-    title: str, name: str, factor: float, digits: int, width: int = 8
+    title: str, name: str, width: int = 8, factor: float = 1, digits: int = 2
 ) -> Column:
     return (
         title,
@@ -454,11 +452,11 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
         _plain("expert_cache", 6, "cache"),
         _plain("test", 15, "test"),
     ]
-    columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
+    columns += [("t/s", 20, speed), _figure("median", "median_ts")]
     left_out = () if any(row.get("draft") for row in rows) else OF_DRAFTS
     for name, figure in FIGURES.items():
         if figure.title and name not in left_out and any(name in row for row in rows):
-            columns.append(_figure(figure.title, name, figure.factor, figure.digits))
+            columns.append(_figure(figure.title, name, 8, figure.factor, figure.digits))
     return _table(columns, rows)
 
 
@@ -480,9 +478,9 @@ def _process_table(rows: Sequence[Row]) -> list[str]:
     columns: list[Column] = [
         _plain("system", -7, "system"),
         _plain("expert_cache", 6, "cache"),
-        _figure("load s", "load_s", 1, 2),
-        _figure("peak MiB", "peak_rss_bytes", mib, 0),
-        _figure("cgroup peak", "cgroup_peak_bytes", mib, 0, 11),
+        _figure("load s", "load_s"),
+        _figure("peak MiB", "peak_rss_bytes", 8, mib, 0),
+        _figure("cgroup peak", "cgroup_peak_bytes", 11, mib, 0),
         (
             "experts MiB",
             11,
@@ -559,11 +557,11 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
     columns: list[Column] = [
         _plain("test", 1, "test"),
         ("system" if named else "cache", 1, system),
-        _figure("t/s", "median_ts", 1, 2, 1),
-        _figure("bound", "bound_ts", 1, 2, 1),
+        _figure("t/s", "median_ts", 1),
+        _figure("bound", "bound_ts", 1),
         ("reached", 1, lambda row: f"{row['bound_reached_pct']:.0f} %"),
-        _figure("read", "bound_read_ms_per_token", 1, 3, 1),
-        _figure("compute", "bound_compute_ms_per_token", 1, 3, 1),
+        _figure("read", "bound_read_ms_per_token", 1, digits=3),
+        _figure("compute", "bound_compute_ms_per_token", 1, digits=3),
     ]
     lines = [
         "bound: the most tokens/s that this file, budget and link allow",
@@ -571,10 +569,10 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
         "compute: ms a token without waiting for experts",
     ]
     if any(row["bound_copy_ms_per_token"] for row in bounded):
-        columns.append(_figure("copy", "bound_copy_ms_per_token", 1, 3, 1))
+        columns.append(_figure("copy", "bound_copy_ms_per_token", 1, digits=3))
         lines.append("copy: ms a token for the fewest bytes that the device lacks")
     if any(row["bound_weights_ms_per_token"] for row in bounded):
-        columns.append(_figure("weights", "bound_weights_ms_per_token", 1, 3, 1))
+        columns.append(_figure("weights", "bound_weights_ms_per_token", 1, digits=3))
         lines.append(
             f"weights: ms a token for reading them from memory, at {_gb_per_s(bounded, 'bound_memory')}"
         )

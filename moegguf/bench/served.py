@@ -102,10 +102,8 @@ class Server:
         """Kills the server and its child processes, unless the server has exited."""
         if self._process.poll() is not None:
             return
-        processes = [
-            psutil.Process(self._process.pid),
-            *psutil.Process(self._process.pid).children(recursive=True),
-        ]
+        server = psutil.Process(self._process.pid)
+        processes = [server, *server.children(recursive=True)]
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)

@@ -105,7 +105,7 @@ class Side:
         figures: dict[str, Any] = (
             json.loads(line)
             if line
-            else {"error": "a process with a loaded model has ended."}
+            else {"error": "a measuring process exited; see its messages, and retry."}
         )
         if "error" in figures:
             raise MoeggufError(figures["error"])
@@ -200,17 +200,18 @@ def against_stock(
     stock = Spec(model, (test,), system="stock", n_threads=os.cpu_count() or 1)
     library = stock_library(lambda text: print(text, file=sys.stderr))
     turn = Turn(depth, prompt, 0 if prompt else tokens)
+    sides = {
+        f"moegguf, {name}": (own, environment_of(own) | {"MOEGGUF_KERNELS": name})
+        for name in kernels.split(",")
+        if name
+    }
+    sides["moegguf"] = own, environment_of(own)
+    sides["stock"] = stock, environment_of(stock, library)
     with ExitStack() as stack:
-        opened = {}
-        for name in (*filter(None, kernels.split(",")), ""):
-            label = f"moegguf, {name}" if name else "moegguf"
-            chosen = {"MOEGGUF_KERNELS": name} if name else {}
-            opened[label] = stack.enter_context(
-                closing(Side(own, environment_of(own) | chosen))
-            )
-        opened["stock"] = stack.enter_context(
-            closing(Side(stock, environment_of(stock, library)))
-        )
+        opened = {
+            name: stack.enter_context(closing(Side(*side)))
+            for name, side in sides.items()
+        }
 
         def seconds_of(side: Side) -> float:
             side.start(turn)
