@@ -166,7 +166,7 @@ def parse_expert_cache(
         if text.lower() == "auto":
             return ExpertCache("auto", tier=tier)
         if match := _PERCENT.fullmatch(text):
-            fraction = float(match.group(1)) / 100
+            fraction = float(match[1]) / 100
             if 0 < fraction <= 1:
                 return ExpertCache("fraction", fraction=fraction, tier=tier)
         if _UP_TO_100.fullmatch(text):
@@ -204,14 +204,11 @@ def parse_link(text: str) -> Link:
     """Parses a link: a bandwidth and, after a comma, an optional latency, as in
     "24GB/s,35us" or "12.5 GB/s". Raises OptionError for anything else."""
     bandwidth, _, latency = text.partition(",")
-    size, slash, unit = bandwidth.strip().rpartition("/")
+    size, _, unit = bandwidth.strip().rpartition("/")
     try:
-        if not slash or unit.strip().lower() != "s":
+        if unit.strip().lower() != "s":
             raise ValueError
-        link = Link(
-            float(parse_size(size)),
-            parse_duration(latency.strip()) if latency.strip() else 0.0,
-        )
+        link = Link(float(parse_size(size)), parse_duration(latency.strip() or 0))
         if not math.isfinite(link.latency_s):
             raise ValueError
     except (ValueError, OptionError):
