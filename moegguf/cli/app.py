@@ -7,7 +7,6 @@ so that `--help` is fast.
 from __future__ import annotations
 
 import functools
-import sys
 from contextlib import suppress
 from typing import Annotated
 
@@ -32,7 +31,6 @@ VERSION_TIMEOUT_S = 2.0
 
 app = typer.Typer(
     name="moegguf",
-    help="Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory.",
     rich_markup_mode=None,  # --help takes a third less time without rich
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -127,7 +125,3 @@ def main(arguments: list[str] | None = None) -> int:
     return run_with_exit_code(
         lambda: app(arguments, prog_name="moegguf", standalone_mode=False)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

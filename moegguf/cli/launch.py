@@ -109,14 +109,14 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
     """Returns the server, the model and the key for a program. With `to_print`, a
     placeholder replaces the API key. Otherwise, if the server is on this machine and
     lacks `model`, fetches the model."""
-    if to_print:
-        key = KEY_PLACEHOLDER if client.api_key else NO_KEY
-        return Target(client.host.url, model or _default_model(client), key)
+    key = client.api_key or NO_KEY
+    if to_print and client.api_key:
+        key = KEY_PLACEHOLDER
     if model is None:
         model = _default_model(client)
-    elif client.host.is_loopback:
+    elif not to_print and client.host.is_loopback:
         model = _name_on_server(client, model)
-    return Target(client.host.url, model, client.api_key or NO_KEY)
+    return Target(client.host.url, model, key)
 
 
 def _name_on_server(client: Client, model: str) -> str:
@@ -220,7 +220,7 @@ def _started(client: Client) -> Iterator[None]:
     )
     with log.open("wb") as file:
         server = subprocess.Popen(
-            [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
+            [*child_command("moegguf"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     # SIGTERM also stops the server.
