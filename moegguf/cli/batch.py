@@ -80,9 +80,9 @@ FLAGS = (
     Flag("parallel", "--parallel", "N", OFTEN,
          "Requests to answer at once.  [default: MOEGGUF_BATCH_PARALLEL, or 16; for models loaded here, at"
          " least 32]",
-         None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
+         None, int, {"min": 1, "max": MAX_BATCH_PARALLEL}),
     Flag("local", "--local", None, MODEL,
-         "Load models here even if a server is running. Options of loading imply --local.", False, bool),
+         "Load models here even if a server is running. Options of loading imply --local.", False),
 )  # fmt: skip
 
 
@@ -156,7 +156,8 @@ def _output_path(requests: str, output: str | None) -> Path | None:
     path = Path(output).expanduser() if output else source.with_suffix(ANSWERS_SUFFIX)
     if path.is_dir() or not path.parent.is_dir():
         raise typer.BadParameter(
-            f"{path} is not a file in an existing folder; create the folder, or name another file",
+            f"{path} cannot hold the answers, because it is a folder or its folder is missing; name another"
+            " file, or create its folder",
             param_hint="--output",
         )
     if (

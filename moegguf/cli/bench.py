@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Flag, Given, flags, hub_name
+from moegguf.cli.options import EXISTING_FILE, OFTEN, Flag, Given, flags, hub_name
 from moegguf.errors import OptionError
 from moegguf.options import MEMORY, MODEL, OPTIONS, OUTPUT, RESEARCH, SAMPLING
 from moegguf.quantities import parse_size
@@ -36,11 +36,11 @@ FLAGS = (
          {"min": 1}),
     Flag("text", "--text", "FILE", SAMPLING,
          "Use the tokens of this file. The default is random tokens, whose hit rates are unrealistic.",
-         None, Path | None, {"exists": True, "dir_okay": False}),
+         None, Path, EXISTING_FILE),
     Flag("greedy", "--greedy", None, SAMPLING,
-         "Generate the likeliest token instead of random tokens. Set the prompt's length with -d.", False, bool),
+         "Generate the likeliest token instead of random tokens. Set the prompt's length with -d.", False),
     Flag("seed", "--seed", "N", SAMPLING, "Seed for the random tokens.", 0, int, {"min": 0}),
-    Flag("no_warmup", "--no-warmup", None, SAMPLING, "Do not run each test once without timing it first.", False, bool),
+    Flag("no_warmup", "--no-warmup", None, SAMPLING, "Do not run each test once without timing it first.", False),
     Flag("delay_s", "--delay", "SECONDS", SAMPLING, "Pause before each test.", 0, float, {"min": 0}),
     Flag("n_batch", "-b --batch-size", "N,...", MODEL, "Number of tokens per call.", ["2048"]),
     Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Number of tokens per pass.", ["512"]),
@@ -53,21 +53,20 @@ FLAGS = (
     Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
          'Memory for experts: "auto", "4GiB", "50%".', ["auto"]),
     Flag("readers", "--readers", "N", RESEARCH, "Number of threads that read experts.", 4, int, {"min": 1}),
-    Flag("no_repack", "--no-repack", None, RESEARCH, "Do not repack experts for faster kernels.", False, bool),
+    Flag("no_repack", "--no-repack", None, RESEARCH, "Do not repack experts for faster kernels.", False),
     Flag("no_overlap", "--no-overlap", None, RESEARCH,
-         "Compute with an expert only after all of it has been read.", False, bool),
+         "Compute with an expert only after all of it has been read.", False),
     Flag("no_sweep", "--no-sweep", None, RESEARCH,
-         "Do not fetch the next layer ahead during prompts.", False, bool),
-    Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False, bool),
+         "Do not fetch the next layer ahead during prompts.", False),
+    Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False),
     Flag("placement", "--placement", "WHERE,...", MEMORY,
          "Contents of the GPU memory, as in `run`. Several placements alternate, as with --against.",
-         "", str),
+         ""),
     Flag("draft", "--draft", "HOW,...", SAMPLING,
          "Measure greedy answers with drafts: auto, ngram, mtp or off. Several values alternate, as with --against."
-         " Needs --greedy, and a prompt of -d tokens.", "", str),
+         " Needs --greedy, and a prompt of -d tokens.", ""),
     Flag("simulate_link", "--simulate-link", "BANDWIDTH[,LATENCY]", RESEARCH,
-         'Put layers and slots on a simulated device behind a link of this speed, in real time: "24GB/s,35us".',
-         None, str | None),
+         'Put layers and slots on a simulated device behind a link of this speed, in real time: "24GB/s,35us".'),
     Flag("simulate_threads", "--simulate-threads", "N", RESEARCH,
          "Number of threads of the simulated device. With a smaller -t, the device is faster than the CPU. 0: as"
          " many as the CPU has.",
@@ -75,32 +74,31 @@ FLAGS = (
     Flag("strategy", "--strategy", "NAME,...", RESEARCH,
          "What decides which experts are kept and fetched, as in `moegguf run`. Several strategies alternate, as"
          " with --against.",
-         "moegguf", str),
+         "moegguf"),
     Flag("warm_start", "--warm-start/--no-warm-start", None, MEMORY,
          "Begin with the experts that earlier runs used most, and remember the experts that this run uses, even for"
          " random tokens.",
-         False, bool),
+         False),
     Flag("against", "--against", "SYSTEMS", OFTEN,
          "Systems to alternate with: llama.cpp (stock: without patches; mmap, resident: this build without the"
          " cache; suffixes -plain and -repacked set the layout of weights), another strategy, or the first system"
          " without one feature. An unknown name lists all of them.", []),
     Flag("rounds", "--rounds", "N", RESEARCH, "Number of rounds. 3 by default with --against, otherwise 1.",
-         None, int | None, {"min": 1}),
-    Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
-         None, str | None),
-    Flag("require_limit", "--require-limit", None, MEMORY, "Fail if no such cgroup can be created.", False, bool),
+         None, int, {"min": 1}),
+    Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size."),
+    Flag("require_limit", "--require-limit", None, MEMORY, "Fail if no such cgroup can be created.", False),
     Flag("keep_page_cache", "--keep-page-cache", None, MEMORY,
-         "Do not drop the file from the page cache before each run.", False, bool),
-    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: md, json, jsonl, csv or sql.", "md", str),
+         "Do not drop the file from the page cache before each run.", False),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: md, json, jsonl, csv or sql.", "md"),
     Flag("report", "--report", None, OFTEN,
          "Print one block to paste into a report: machine, drive, model, and speeds and memory with and without"
          " moegguf (needs -o md).",
-         False, bool),
+         False),
     Flag("bound", "--bound", None, OFTEN,
          "Also print the highest speed that file, budget and link allow, and the share of it that was reached. Takes"
          " twice as long.",
-         False, bool),
-    Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
+         False),
+    Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False),
     Flag("preset", "--preset", "NAME", RESEARCH,
          "Run another measurement: turns (short turns with llama.cpp), busy (beside busy processes), drafts, server"
          " (its overhead), resume (first tokens of known prompts), eviction or link (these parts alone)."),

@@ -11,14 +11,22 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.bench import split
-from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
+from moegguf.cli.options import (
+    EXISTING_FILE,
+    OFTEN,
+    AsJson,
+    Flag,
+    Given,
+    flags,
+    model_argument,
+)
 from moegguf.cli.trace import LOADING, showing_progress
 from moegguf.errors import BusyError, OptionError
+from moegguf.quantities import percent
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -43,18 +51,18 @@ LEARN_FLAGS = (
          " them]", []),
     Flag("prompts", "--prompts", "FILE", OFTEN,
          "Your own texts: a .jsonl file with one prompt per line, or a text file with one text per paragraph."
-         "  [default: texts that moegguf includes]", None, Path | None, {"exists": True, "dir_okay": False}),
+         "  [default: texts that moegguf includes]", None, Path, EXISTING_FILE),
     Flag("from_server", "--from-server", None, OFTEN,
          "Learn from the responses of /v1/responses that your server stored on this machine without an API key.",
-         False, bool),
+         False),
     Flag("trace", "--trace", "FILE", OFTEN, "Learn from a recorded trace (`moegguf trace record --inputs`).",
-         None, Path | None, {"exists": True, "dir_okay": False}),
+         None, Path, EXISTING_FILE),
     Flag("tokens", "--tokens", "N", OFTEN, "Start no further text after N tokens.", 8192, int, {"min": 1}),
     Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
          "Maximum length of an answer in tokens, unless the text sets one.", 64, int, {"min": 1}),
     Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens, enough for the longest text and its answer.",
          1024, int, {"min": 1}),
-    Flag("seed", "--seed", "N", OFTEN, "Random seed for answers and training.", 0, int),
+    Flag("seed", "--seed", "N", OFTEN, "Random seed for answers and training.", 0),
 )  # fmt: skip
 
 
@@ -92,12 +100,7 @@ def learn(
             learning.learn(name, _reporting(progress, name)) for name in strategies
         ]
     if as_json:
-        print_json(
-            [
-                asdict(one) | {"files": [str(file) for file in one.files]}
-                for one in learnt
-            ]
-        )
+        print_json(learnt)
         return
     _print_learnt(model, learning, learnt)
 
@@ -231,8 +234,9 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
         "LRU",
     )
     lines = [
-        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}", _percent(one.validation),
-         *map(_percent, (one.right, one.popularity, one.hits, one.lru))]
+        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}",
+         *(percent(share, "")
+           for share in (one.validation, one.right, one.popularity, one.hits, one.lru))]
         for one in learnt
     ]  # fmt: skip
     print_table("Learned, and tried on texts that were held out", names, lines)
@@ -250,7 +254,3 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
         f"next: moegguf run {model} --strategy {learnt[0].strategy}",
         f"      moegguf bench -m {model} --strategy moegguf,lru,{tried}",
     )
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"

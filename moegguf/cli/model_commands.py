@@ -91,7 +91,7 @@ SHOWN = {
 }  # fmt: skip
 SHOW_FLAGS = (
     *(
-        Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool)
+        Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False)
         for name, what in SHOWN.items()
     ),
     Flag(
@@ -101,7 +101,6 @@ SHOW_FLAGS = (
         OFTEN,
         "Also print all metadata and tensors.",
         False,
-        bool,
     ),
 )
 
@@ -154,9 +153,7 @@ def remove(
 
 
 def copy(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A name from `moegguf list`.")
-    ],
+    source: Annotated[str, model_argument("A name from `moegguf list`.", "SOURCE")],
     destination: Annotated[
         str, typer.Argument(metavar="DESTINATION", help="The new name.")
     ],
@@ -253,9 +250,7 @@ def estimate(
         print_message(warning)
 
 
-Measured = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Measure the disk of this model.")
-]
+Measured = Annotated[str | None, model_argument("Measure the disk of this model.")]
 
 
 Checked = Annotated[
@@ -437,7 +432,9 @@ def stop(model: Loaded) -> None:
         loaded["name"].lower() == name.lower()
         for loaded in client.get("/api/ps")["models"]
     ):
-        raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
+        raise ModelNotFoundError(
+            f"couldn't find model {model!r} to stop; `moegguf ps` lists the loaded models."
+        )
     client.post("/api/generate", {"model": name, "keep_alive": 0})
 
 

@@ -19,11 +19,17 @@ OFTEN = "Options"
 """Title of the help panel for the most used flags, and for flags that have no other
 panel."""
 
+EXISTING_FILE = {"exists": True, "dir_okay": False}
+"""Settings of a flag whose value is the path of an existing file."""
+
 Given = dict[str, Any]
 """{name of an option: its value}, for the options on the command line."""
 
 OF_THE_MODEL = ("mmproj", "lora_path")
 """Load options whose values are files that belong to one model."""
+
+OF_THINKING = ("reasoning_budget_tokens", "reasoning_budget_message")
+"""Request options that the environment can also set."""
 
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
 _TYPES: dict[str, Any] = {
@@ -54,17 +60,12 @@ class Command(TyperCommand):
         }
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
-                is_argument = param.param_type_name == "argument"
-                panel = (
-                    "Arguments"
-                    if is_argument
-                    else getattr(param, "rich_help_panel", None) or OFTEN
-                )
-                panels[panel].append(
-                    (_TYPE_OF_PYTHON.sub("", record[0]), record[1])
-                    if is_argument
-                    else record
-                )
+                if param.param_type_name == "argument":
+                    panel = "Arguments"
+                else:
+                    panel = getattr(param, "rich_help_panel", None) or OFTEN
+                name, text = record
+                panels[panel].append((_TYPE_OF_PYTHON.sub("", name), text))
         for title, records in panels.items():
             if records:
                 with formatter.section(title):
@@ -75,8 +76,9 @@ class Flag(NamedTuple):
     """A flag of one command. If the value is a list, the flag can be given several
     times. Some commands also split each value at commas.
 
-    kind: type of the value. If `kind` is None, the value is a list of strings if the
-    default is a list, and otherwise a string or None.
+    kind: type of the value. If `kind` is None, the value has the type of the default,
+    or is a string if the default is None, or a list of strings if the default is a
+    list. A value whose default is None may be None.
 
     settings: further keyword arguments of `typer.Option`.
     """
@@ -90,26 +92,27 @@ class Flag(NamedTuple):
     kind: Any = None
     settings: Mapping[str, Any] = {}
 
-    def option(self) -> Any:
-        """Returns typer's object for the flag."""
-        return typer.Option(
+    def parameter(self) -> inspect.Parameter:
+        """Returns the parameter that the flag has in the command's signature."""
+        if isinstance(self.default, list):
+            inferred: Any = list[str]
+        else:
+            inferred = str if self.default is None else type(self.default)
+        kind = self.kind or inferred
+        if self.default is None:
+            kind = kind | None
+        option = typer.Option(
             *self.flags.split(),
             metavar=self.metavar,
             help=self.help,
             rich_help_panel=self.group,
             **self.settings,
         )
-
-    def parameter(self) -> inspect.Parameter:
-        """Returns the parameter that the flag has in the command's signature."""
-        kind = self.kind or (
-            list[str] if isinstance(self.default, list) else str | None
-        )
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=self.default,
-            annotation=Annotated[kind, self.option()],
+            annotation=Annotated[kind, option],
         )
 
 
@@ -121,16 +124,14 @@ def _flag_of(option: Option) -> Flag:
         "max": option.most if option.scope == "server" or option.most == 1 else None,
         "parser": parse_threads if option.kind == "threads" else None,
     }
-    kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
-    metavar = option.metavar or None
     return Flag(
         option.name,
         " ".join(option.flags),
-        metavar,
-        group,
+        option.metavar or None,
+        OFTEN if option.often else option.group,
         option.full_help,
         None,
-        kind | None,
+        _TYPES.get(option.kind, str),
         settings,
     )
 

@@ -16,6 +16,7 @@ import typer
 
 from moegguf.cli.options import (
     OF_THE_MODEL,
+    OF_THINKING,
     OFTEN,
     Command,
     Flag,
@@ -108,24 +109,21 @@ FLAGS = (
     Flag("system", "--system --system-prompt -sys", "TEXT", OFTEN, "The system message."),
     Flag("format", "--format", "json|SCHEMA", OUTPUT, "Answer in JSON, or in JSON that follows a schema."),
     Flag("think", THINK, "[=LEVEL]", OUTPUT, "Thinking: true (same as no LEVEL), false, low, medium, high or max."),
-    Flag("hide_thinking", "--hidethinking", None, OUTPUT, "Do not show the thinking.", False, bool),
-    Flag("no_word_wrap", "--nowordwrap", None, OUTPUT, "Do not wrap long lines between words.", False, bool),
+    Flag("hide_thinking", "--hidethinking", None, OUTPUT, "Do not show the thinking.", False),
+    Flag("no_word_wrap", "--nowordwrap", None, OUTPUT, "Do not wrap long lines between words.", False),
     Flag("context_shift", "--context-shift/--no-context-shift", None, OUTPUT,
-         "When the context is full, drop its older half and continue, or end the answer.", True, bool),
+         "When the context is full, drop its older half and continue, or end the answer.", True),
     Flag("keep_alive", "--keepalive", "TIME", MODEL, "Time for which a server keeps the model loaded afterwards."),
     Flag("insecure", "--insecure", None, OUTPUT, "Accepted, as Ollama has it; no effect.", False, bool,
          {"hidden": True}),
     Flag("local", "--local", None, MODEL,
          "Load the model in this process even if a server is running. Options of loading imply --local, except for"
          " --ctx.",
-         False, bool),
+         False),
     Flag("verbose", "--verbose -v", None, OFTEN, "Print statistics. Twice: llama.cpp's log.", 0,
          int, {"count": True, "show_default": False}),
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
-OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
-"""Names of settings that apply to a model that this command loads, unless the model's
-entry or a flag sets them."""
 
 
 class RunCommand(Command):
@@ -285,10 +283,7 @@ def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
     """Returns the request parameters that the environment sets and the model's entry
     does not set. The caller applies these parameters to a model that this command
     loads."""
-    found = {
-        PARAMETERS.get(name, name): getattr(environment, name)
-        for name in OF_THE_ENVIRONMENT
-    }
+    found = {name: getattr(environment, name) for name in OF_THINKING}
     return {
         name: value
         for name, value in found.items()

@@ -21,7 +21,16 @@ import typer
 
 from moegguf.atomic_write import can_be_replaced
 from moegguf.cli.bench import parse_ints, split
-from moegguf.cli.options import OFTEN, AsJson, Command, Flag, Given, flags
+from moegguf.cli.options import (
+    EXISTING_FILE,
+    OFTEN,
+    AsJson,
+    Command,
+    Flag,
+    Given,
+    flags,
+    model_argument,
+)
 from moegguf.controller.own_classes import names_file
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
@@ -42,10 +51,7 @@ def root(context: typer.Context) -> None:
 
 
 Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS."
-    ),
+    str, model_argument("A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")
 ]
 Files = Annotated[
     list[Path],
@@ -67,31 +73,31 @@ RECORD_FLAGS = (
     Flag("prompts", "--prompts", "FILE", OFTEN,
          "A .jsonl file with one prompt per line (prompt, label, n_predict, completion), or a text file with one"
          " prompt per paragraph.",
-         ..., Path, {"exists": True, "dir_okay": False}),
+         ..., Path, EXISTING_FILE),
     Flag("out", "--out -o", "FILE", OFTEN, "The file to write.", ..., Path, {"dir_okay": False}),
     Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
          "Maximum length of an answer in tokens, unless the prompt sets one. 0: prompts only.", 128, int, {"min": 0}),
     Flag("inputs", "--inputs", None, OFTEN,
-         "Also record the routers' input vectors, which training and the predictor skip need.", False, bool),
+         "Also record the routers' input vectors, which training and the predictor skip need.", False),
     Flag("policy", "--policy", "NAME", OFTEN,
          "Policies, separated by commas, or all: names, FILE.py:CLASS, or with --vram-cache also vram=NAME,ram=NAME."
-         " [default: all]", "lru", str),
+         " [default: all]", "lru"),
     Flag("predictor", "--predictor", "NAME", OFTEN,
          "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]"),
     Flag("lockstep", "--lockstep", None, OFTEN,
-         "Apply decisions at fixed points, so that a replay can repeat them. Slow.", False, bool),
+         "Apply decisions at fixed points, so that a replay can repeat them. Slow.", False),
     Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens.  [default: the model's, up to 4096]", None,
-         int | None, {"min": 1}),
+         int, {"min": 1}),
     Flag("temperature", "--temperature", "T", OFTEN, "Randomness of the answers. 0: always the likeliest token.", 0.8,
          float, {"min": 0.0}),
-    Flag("seed", "--seed", "N", OFTEN, "Random seed.", 0, int),
+    Flag("seed", "--seed", "N", OFTEN, "Random seed.", 0),
 )  # fmt: skip
 IMPORT_FLAGS = (
     Flag("out", "--out -o", "FILE", OFTEN, "The trace to write.", ..., Path, {"dir_okay": False}),
     Flag("model", "--model", "MODEL", OFTEN,
          "The recorded model as GGUF, whose shape the trace gets in place of the following."),
-    Flag("experts", "--experts", "N", OFTEN, "Number of experts per layer.", None, int | None, {"min": 1}),
-    Flag("used", "--used", "N", OFTEN, "Number of experts that a token uses in a layer.", None, int | None, {"min": 1}),
+    Flag("experts", "--experts", "N", OFTEN, "Number of experts per layer.", None, int, {"min": 1}),
+    Flag("used", "--used", "N", OFTEN, "Number of experts that a token uses in a layer.", None, int, {"min": 1}),
     Flag("layers", "--layers", "N,...", OFTEN,
          "Indices of the layers with experts, such as 1-26.  [default: from 0 on]"),
     Flag("expert_size", "--expert-size", "SIZE", OFTEN, "Size of one expert, such as 9MiB."),
@@ -111,7 +117,7 @@ SIMULATE_FLAGS = (
     Flag("predictor", "--predictor", "NAMES", OFTEN,
          "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]", []),
     Flag("expert_cache", "--expert-cache", "SHARES", OFTEN,
-         "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%", str),
+         "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%"),
     Flag("vram_cache", "--vram-cache", "SHARES", OFTEN,
          "GPU memory for experts, as shares of all experts, separated by commas. --expert-cache is then the RAM"
          " below it. A part of this memory stages prompts. With --tensor-split: the share of all GPUs, or one share"
@@ -120,9 +126,9 @@ SIMULATE_FLAGS = (
          "Replay whole requests with about N decoded tokens in total. 0: all requests.", 0, int, {"min": 0}),
     Flag("model", "--model", "MODEL", OFTEN, "The recorded model, for predictors that use its routers."),
     Flag("predictors", "--predictors", "FOLDER", OFTEN, "Folder with trained predictors.",
-         None, Path | None, {"file_okay": False, "exists": True}),
+         None, Path, {"file_okay": False, "exists": True}),
     Flag("link", "--link", "GB/S", OFTEN, "Speed of a simulated link to the experts.",
-         None, float | None, {"min": 1e-6}),
+         None, float, {"min": 1e-6}),
     Flag("latency", "--latency", "US", OFTEN, "Latency of one transfer on that link.", 0.0, float, {"min": 0}),
     Flag("device_link", "--device-link", "LINK", OFTEN,
          "A simulated link from RAM to the GPU, such as 24GB/s,35us. May be repeated, once per GPU.", []),
@@ -132,12 +138,11 @@ SIMULATE_FLAGS = (
          "Compute time per layer and token with a simulated link.", 0.0, float, {"min": 0}),
     Flag("prefetch", "--prefetch/--no-prefetch", None, OFTEN,
          "Fetch the predicted experts. Without --link, every expert that is fetched ahead arrives in time.", None,
-         bool | None),
-    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: table, csv (with all counters) or json.", "table",
-         str),
+         bool),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: table, csv (with all counters) or json.", "table"),
     Flag("save", "--save", None, OFTEN,
          "Use half of the requests to choose what `auto` uses, and save the choice beside the model. Report the"
-         " other half, in sequence and, for `estimate`, each request also from an empty cache.", False, bool),
+         " other half, in sequence and, for `estimate`, each request also from an empty cache.", False),
 )  # fmt: skip
 
 
