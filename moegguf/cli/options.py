@@ -76,9 +76,9 @@ class Flag(NamedTuple):
     """A flag of one command. If the value is a list, the flag can be given several
     times. Some commands also split each value at commas.
 
-    kind: type of the value. If `kind` is None, the value has the type of the default,
-    or is a string if the default is None, or a list of strings if the default is a
-    list. A value whose default is None may be None.
+    kind: type of the value. If `kind` is None, the value has the type of the default: a
+    list of strings for a list, and a string for None. A value whose default is None may
+    be None.
 
     settings: further keyword arguments of `typer.Option`.
     """
