@@ -7,7 +7,6 @@ Results go to stdout, progress to stderr. This module has only the flags and the
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -145,11 +144,7 @@ def _recorded(
             f"training has memory for the router inputs of {most:,} tokens; recording stops there"
         )
     from moegguf.bench.record import RecordOptions, record
-    from moegguf.settings import read_load_keywords
 
-    # Hides llama.cpp's log, because the bindings print only what this logger's level
-    # allows.
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     cache_folder().mkdir(parents=True, exist_ok=True)
     options = RecordOptions(
         chosen["max_tokens"],
@@ -166,8 +161,6 @@ def _recorded(
             options,
             _reporting(progress, "recording"),
             n_ctx=chosen["ctx"],
-            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
-            verbose=False,
             strategy="lru",
             **given,
         )

@@ -8,7 +8,6 @@ tables.
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -232,7 +231,6 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
     from moegguf.quantities import format_bytes
-    from moegguf.settings import read_load_keywords
     from moegguf.terminal.loading import warn_of_long_context
     from moegguf.trace.prompts import read_prompts
 
@@ -241,8 +239,6 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     check_writable(out, prompts)
     path = find_model(model)
     prompt_list = read_prompts(prompts)
-    # Hides llama.cpp's log.
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     layout = read_layout(path)
     warn_of_long_context(layout, chosen["ctx"])
     with showing_progress() as progress:
@@ -258,8 +254,6 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
             ),
             progress=progress,
             n_ctx=chosen["ctx"] or None,
-            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
-            verbose=False,
             **{name: chosen[name] for name in ("policy", "predictor", "lockstep")},
             **given,
         )
