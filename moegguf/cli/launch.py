@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegguf.cli.launch_clients import CLIENTS, NO_KEY, LaunchClient, Target
-from moegguf.cli.options import complete_model
+from moegguf.cli.options import argument, complete_model
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.terminal.messages import print_message
 
@@ -32,14 +32,10 @@ LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
 Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME", help="The program. Without NAME, the programs are listed."
-    ),
+    str | None, argument("NAME", "The program. Without NAME, the programs are listed.")
 ]
 Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="WORDS", help="The program's own arguments, after `--`."),
+    list[str] | None, argument("WORDS", "The program's own arguments, after `--`.")
 ]
 ModelName = Annotated[
     str | None,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from moegguf.cli.bench import split
 from moegguf.cli.options import (
     EXISTING_FILE,
-    OFTEN,
     AsJson,
     Flag,
     Given,
@@ -45,23 +44,23 @@ Model = Annotated[
 FEW_TOKENS = 1000  # below this number of recorded tokens, a warning is printed
 
 LEARN_FLAGS = (
-    Flag("strategy", "--strategy", "NAMES", OFTEN,
-         "Strategies to train, separated by commas: promoe, expertflow, duoserve, moe-infinity.  [default: all of"
-         " them]", []),
-    Flag("prompts", "--prompts", "FILE", OFTEN,
-         "Your own texts: a .jsonl file with one prompt per line, or a text file with one text per paragraph."
-         "  [default: texts that moegguf includes]", None, Path, EXISTING_FILE),
-    Flag("from_server", "--from-server", None, OFTEN,
-         "Learn from the responses of /v1/responses that your server stored on this machine without an API key.",
-         False),
-    Flag("trace", "--trace", "FILE", OFTEN, "Learn from a recorded trace (`moegguf trace record --inputs`).",
-         None, Path, EXISTING_FILE),
-    Flag("tokens", "--tokens", "N", OFTEN, "Start no further text after N tokens.", 8192, int, {"min": 1}),
-    Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
-         "Maximum length of an answer in tokens, unless the text sets one.", 64, int, {"min": 1}),
-    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens, enough for the longest text and its answer.",
-         1024, int, {"min": 1}),
-    Flag("seed", "--seed", "N", OFTEN, "Random seed for answers and training.", 0),
+    Flag("--strategy", "NAMES",
+        "Strategies to train, separated by commas: promoe, expertflow, duoserve, moe-infinity.  [default: all of"
+        " them]", []),
+    Flag("--prompts", "FILE",
+        "Your own texts: a .jsonl file with one prompt per line, or a text file with one text per paragraph."
+        "  [default: texts that moegguf includes]", None, Path, EXISTING_FILE),
+    Flag("--from-server", None,
+        "Learn from the responses of /v1/responses that your server stored on this machine without an API key.",
+        False),
+    Flag("--trace", "FILE", "Learn from a recorded trace (`moegguf trace record --inputs`).",
+        None, Path, EXISTING_FILE),
+    Flag("--tokens", "N", "Start no further text after N tokens.", 8192, int, {"min": 1}),
+    Flag("--max-tokens -n", "N",
+        "Maximum length of an answer in tokens, unless the text sets one.", 64, int, {"min": 1}),
+    Flag("--ctx -c", "TOKENS", "Context length in tokens, enough for the longest text and its answer.",
+        1024, int, {"min": 1}),
+    Flag("--seed", "N", "Random seed for answers and training.", 0),
 )  # fmt: skip
 
 

@@ -4,16 +4,26 @@ arguments that several commands use. Imports only modules that load fast, becaus
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option
+from moegguf.options import (
+    GROUPS,
+    MAX_THREADS,
+    MEMORY,
+    MODEL,
+    OPTIONS,
+    OUTPUT,
+    RESEARCH,
+    SAMPLING,
+    Option,
+)
 
 OFTEN = "Options"
 """Title of the help panel for the most used flags, and for flags that have no other
@@ -76,21 +86,33 @@ class Flag(NamedTuple):
     """A flag of one command. If the value is a list, the flag can be given several
     times. Some commands also split each value at commas.
 
+    flags: the names of the flag. The value's name is the first of them.
+
     kind: type of the value. If `kind` is None, the value has the type of the default: a
     list of strings for a list, and a string for None. A value whose default is None may
     be None.
 
     settings: further keyword arguments of `typer.Option`.
+
+    group: title of the help panel.
+
+    own_name: name of the value, if it differs from the flag's.
     """
 
-    name: str
     flags: str
     metavar: str | None
-    group: str
     help: str
     default: Any = None
     kind: Any = None
     settings: Mapping[str, Any] = {}
+    group: str = OFTEN
+    own_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the value."""
+        first = self.flags.split()[0].partition("/")[0]
+        return self.own_name or first.strip("-").replace("-", "_")
 
     def parameter(self) -> inspect.Parameter:
         """Returns the parameter that the flag has in the command's signature."""
@@ -116,6 +138,13 @@ class Flag(NamedTuple):
         )
 
 
+model_flag = partial(Flag, group=MODEL)
+memory_flag = partial(Flag, group=MEMORY)
+sampling_flag = partial(Flag, group=SAMPLING)
+output_flag = partial(Flag, group=OUTPUT)
+research_flag = partial(Flag, group=RESEARCH)
+
+
 def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
@@ -125,14 +154,14 @@ def _flag_of(option: Option) -> Flag:
         "parser": parse_threads if option.kind == "threads" else None,
     }
     return Flag(
-        option.name,
         " ".join(option.flags),
         option.metavar or None,
-        OFTEN if option.often else option.group,
         option.full_help,
         None,
         _TYPES.get(option.kind, str),
         settings,
+        OFTEN if option.often else option.group,
+        option.name,
     )
 
 
@@ -149,7 +178,7 @@ def flags(
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
+        @wraps(command)
         def call(**values: Any) -> Any:
             from moegguf.settings import parse_option
 
@@ -225,19 +254,21 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 
+def argument(metavar: str, help: str, **settings: Any) -> Any:
+    """Returns typer's object for an argument."""
+    return typer.Argument(metavar=metavar, help=help, **settings)
+
+
 def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
     """Returns typer's object for an argument that shells complete with model names."""
-    return typer.Argument(
-        autocompletion=complete_model, metavar=metavar, help=help, **settings
-    )
+    return argument(metavar, help, autocompletion=complete_model, **settings)
 
 
 Model = Annotated[str, model_argument(
     "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file (of a split model,"
     " the first file), or `demo`.")]  # fmt: skip
 Prefix = Annotated[
-    str,
-    typer.Argument(metavar="PREFIX", help="Only models whose names begin with PREFIX."),
+    str, argument("PREFIX", "Only models whose names begin with PREFIX.")
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON on stdout, for scripts.")

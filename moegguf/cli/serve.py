@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from moegguf.cli.options import (
     OF_THE_MODEL,
     OF_THINKING,
-    OFTEN,
     Command,
     Flag,
     Given,
@@ -42,10 +41,8 @@ Models = Annotated[
     ),
 ]
 PORT = Flag(
-    "port",
     "--port",
     "N",
-    OFTEN,
     "Port to listen on. 0: any free port.",
     None,
     int,
