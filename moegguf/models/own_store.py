@@ -216,16 +216,17 @@ def _entry(values: dict[str, Any]) -> ModelEntry:
 
 def _to_json(contents: Contents) -> bytes:
     models = [
-        entry.overrides
-        | {
+        {
+            **entry.overrides,
             "name": entry.name,
             "files": list(map(_location_of, entry.files)),
             "weights": entry.weights,
-        }
-        | {"modified": entry.modified.isoformat(), "parent": entry.parent}
-        | {
-            name: _location_of(path) if (path := getattr(entry, name)) else None
-            for name in _BESIDE
+            "modified": entry.modified.isoformat(),
+            "parent": entry.parent,
+            **{
+                name: _location_of(path) if (path := getattr(entry, name)) else None
+                for name in _BESIDE
+            },
         }
         for entry in contents.entries.values()
     ]

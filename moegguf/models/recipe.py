@@ -341,7 +341,7 @@ def parse(text: str) -> Recipe:
         raise OptionError(
             "a Modelfile needs a line `FROM name`, or FROM and the path of a GGUF file."
         )
-    return Recipe(**{**found, "messages": tuple(found["messages"])})
+    return Recipe(**found | {"messages": tuple(found["messages"])})
 
 
 def render(entry: ModelEntry, base: str) -> str:

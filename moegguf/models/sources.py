@@ -284,22 +284,18 @@ def cached_models(
             for tag, selection in models_in(snapshot.paths())
             if snapshot.key(tag) not in seen
         }
+        wanted: tuple[str, ...] = ()
         if name:
-            wanted: tuple[str, ...] = ()
             with suppress(ModelNotFoundError):
                 wanted = select_files(
                     {path for each in models.values() for path in each.files}, name.tag
                 ).files
-            models = {
-                tag: selection
-                for tag, selection in models.items()
-                if selection.files == wanted
-            }
         for tag, selection in models.items():
-            with suppress(ModelNameError, OSError):
-                entry = snapshot.entry(tag, selection)
-                seen.add(parse_name(entry.name).key)
-                yield entry
+            if not name or selection.files == wanted:
+                with suppress(ModelNameError, OSError):
+                    entry = snapshot.entry(tag, selection)
+                    seen.add(parse_name(entry.name).key)
+                    yield entry
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
