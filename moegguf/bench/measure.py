@@ -26,9 +26,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from moegguf.bench.bound import Bounds, Held
+from moegguf.bench.bound import Bounds, Held, bound_figures
 from moegguf.bench.memory_limit import die_with_parent
-from moegguf.bench.rows import FIGURES, imitated_routing
+from moegguf.bench.rows import imitated_routing, store_figures
 from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
@@ -53,12 +53,10 @@ from moegguf.quantities import human_number, parse_link
 from moegguf.text import decode_text
 
 
-def describe_build(
-    bindings: ModuleType, patched: str = f"moegguf-{__version__}+"
-) -> dict[str, Any]:
+def describe_build(patched: str) -> dict[str, Any]:
     """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and
     backends. build_commit is `patched` followed by "llama-cpp-python-" and the version
-    of `bindings`. `patched` is "" for a library without patches."""
+    of the bindings. `patched` is "" for a library without patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
@@ -67,10 +65,11 @@ def describe_build(
             device.description for device in devices if device.kind in kinds
         )
 
+    version = library.llama_cpp().__version__
     return {
         # ggml_commit() is not used: it names the commit of the git repository around
         # the build folder, which may be unrelated to llama.cpp.
-        "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
+        "build_commit": f"{patched}llama-cpp-python-{version}",
         "build_number": 0,
         "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
         "gpu_info": by_kind("GPU", "integrated GPU"),
@@ -368,21 +367,20 @@ def run_test(
             speed, before = probe(), speed
             link = (before + speed) / 2
             links.append(link)
-            figures.append(
-                {
-                    name: figure.of(sample.stats, link)
-                    for name, figure in FIGURES.items()
-                }
-            )
+            figures.append(store_figures(sample.stats, link))
     if bounds is not None:
         for repetition, sample in enumerate(samples):
             tokens = tokens_of(test, repetition)
             sequences = begin(llama, test, tokens)
             routing = bounds.record(partial(measure, sequences, test, tokens, greedy))
             least = bounds.least_bytes(routing, held[repetition])
-            taken_s = sample.total_ns / 1e9
-            figures[repetition] |= bounds.figures(
-                least, links[repetition], test.n_measured, taken_s, sample.stats
+            stats = sample.stats
+            figures[repetition] |= bound_figures(
+                least,
+                bounds.speeds(links[repetition]),
+                test.n_measured,
+                sample.total_ns / 1e9,
+                stats.stall_s + stats.hook_s,
             )
     return {
         **asdict(test),
@@ -437,7 +435,7 @@ def run(spec: Spec) -> dict[str, Any]:
         placed = plan.placement and plan.placement.chosen
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
-            **describe_build(library.llama_cpp(), patched),
+            **describe_build(patched),
             # llama.cpp's description contains "?B" if llama.cpp does not know the
             # model's size
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
