@@ -42,7 +42,7 @@ Row = dict[str, Any]
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
-SPIN = "while True: pass"
+SPIN = [sys.executable, "-c", "while True: pass"]
 BURSTS = """
 import time
 while True:
@@ -53,11 +53,11 @@ while True:
 """
 LOADS: dict[str, list[list[str]]] = {
     "quiet": [],
-    "busy": [[sys.executable, "-c", SPIN]],
-    "pinned": [["taskset", "-c", "LAST", sys.executable, "-c", SPIN]],
-    "two": [[sys.executable, "-c", SPIN], [sys.executable, "-c", SPIN]],
+    "busy": [SPIN],
+    "pinned": [["taskset", "-c", "LAST", *SPIN]],
+    "two": [SPIN, SPIN],
     "bursts": [[sys.executable, "-c", BURSTS]],
-    "niced": [["nice", "-n", "19", sys.executable, "-c", SPIN]],
+    "niced": [["nice", "-n", "19", *SPIN]],
     # No extra process; two processes of the same system decode at the same time.
     "pair": [],
 }
