@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,20 +171,16 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
-def parse_tests(
-    n_prompt: Sequence[str],
-    n_gen: Sequence[str],
-    pairs: Sequence[str],
-    n_depth: Sequence[str],
-) -> list[tuple[int, int, int]]:
-    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the prompts
+def parse_tests(chosen: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Returns (n_prompt, n_gen, n_depth) of each chosen test. As in llama-bench, the prompts
     of each depth come first, then its generations, then its pairs. Tests with neither
     prompt tokens nor generated tokens are left out."""
-    shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
-    shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
-    shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
+    shapes = [(n, 0) for n in parse_ints(chosen["n_prompt"], "-p") if n]
+    shapes += [(0, n) for n in parse_ints(chosen["n_gen"], "-n") if n]
+    shapes += [pair for pair in parse_pairs(chosen["pg"]) if any(pair)]
     return [
-        (p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)
+        (p, n, d)
+        for d, (p, n) in itertools.product(parse_ints(chosen["n_depth"], "-d"), shapes)
     ]
 
 
@@ -328,9 +324,7 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
         print_message(warning)
     # Checks both names before anything runs.
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))
-    tests = parse_tests(
-        chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"]
-    )
+    tests = parse_tests(chosen)
     as_given = (
         "repetitions", "strategy", "draft", "simulate_link", "simulate_threads", "seed", "bound", "verbose",
     )  # fmt: skip
