@@ -171,16 +171,17 @@ def lookup_shares(stats: Stats) -> str:
     ram = stats.below or TierStats("RAM")
     cpu = stats.on_cpu or TierStats("CPU")
     n_late = stats.hits_late + ram.hits_late
-    n_disk = stats.misses - ram.hits
-    n_ram = ram.hits_ready + cpu.hits_ready if stats.in_vram else stats.hits_ready
-    shares = [("vram", stats.hits_ready - cpu.hits_ready)] if stats.in_vram else []
-    shares += (
-        [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
-    )
-    shares += [("in flight", n_late)] if n_late else []
-    return " ".join(
-        f"{where} {n / stats.lookups:.1%}" for where, n in [*shares, ("disk", n_disk)]
-    )
+    counts = dict[str, int]()
+    if stats.in_vram:
+        counts["vram"] = stats.hits_ready - cpu.hits_ready
+        if stats.below or stats.on_cpu:
+            counts["ram"] = ram.hits_ready + cpu.hits_ready
+    else:
+        counts["ram"] = stats.hits_ready
+    if n_late:
+        counts["in flight"] = n_late
+    counts["disk"] = stats.misses - ram.hits
+    return " ".join(f"{where} {n / stats.lookups:.1%}" for where, n in counts.items())
 
 
 def total_lines(stats: Stats) -> list[str]:
