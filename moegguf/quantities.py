@@ -86,10 +86,11 @@ def parse_size(value: str | int) -> int:
 def parse_store_size(value: str | int) -> int | None:
     """Returns 0 for 0 or "0", None for "auto", and otherwise the number of bytes from
     `parse_size`. Raises ValueError for anything that `parse_size` rejects."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
+    text = str(value).strip().lower()
+    if text == "auto":
         return None
     try:
-        return 0 if str(value).strip() == "0" else parse_size(value)
+        return 0 if text == "0" else parse_size(value)
     except ValueError:
         raise ValueError(
             f'{_SIZE_RULE}, or "auto" or 0, but is {shown(value)}'

@@ -89,14 +89,14 @@ def read_load_keywords(
 def logs_decisions() -> bool:
     """Returns True if MOEGGUF_LOG is "debug". Does not read other variables. Raises
     OptionError for an unknown value."""
-    return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
+    return _read(["log"], ("MOEGGUF_",)).get("log") == "debug"
 
 
 def shows_tracebacks() -> bool:
     """Returns True if MOEGGUF_DEBUG is on or has an invalid value. Does not read other
     variables."""
     try:
-        return bool(_read(["debug"], ("MOEGGUF_",), None).get("debug"))
+        return bool(_read(["debug"], ("MOEGGUF_",)).get("debug"))
     except OptionError:
         return True
 
@@ -253,7 +253,9 @@ def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
 
 
 def _read(
-    names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None
+    names: Iterable[str],
+    prefixes: Sequence[str],
+    environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns {option: value} for the variables that are set. Empty variables are
     treated as unset, and so is 0 for an option with `zero_is_default`. Quotes around a

@@ -162,8 +162,8 @@ class Feed:
         wrapping around at its end, or random tokens if there is no text. If the model
         adds a BOS token, this token replaces the first one."""
         if self._text:
-            start = repetition * n % len(self._text)
-            tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
+            start = repetition * n
+            tokens = np.take(self._text, range(start, start + n), mode="wrap").tolist()
         else:
             tokens = (
                 np.random.default_rng([self._seed, n, repetition])

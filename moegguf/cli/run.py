@@ -95,8 +95,13 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> i
 
 THINK = "--think"
 
-NAMES = "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`."
-ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
+ModelName = Annotated[
+    str | None,
+    model_argument(
+        "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`.",
+        show_default=False,
+    ),
+]
 Prompt = Annotated[
     list[str] | None,
     argument(
