@@ -37,7 +37,7 @@ def is_logged() -> bool:
 def log_decision(event: str, **fields: object) -> None:
     """Logs a decision if the log is on. The values of `fields` must be valid in
     JSON."""
-    if log.isEnabledFor(logging.DEBUG):
+    if is_logged():
         text = " ".join(f"{name}={value}" for name, value in fields.items())
         log.debug("%s %s", event, text, extra={"decision": {"event": event, **fields}})
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 MODEL, MEMORY, SAMPLING, OUTPUT, RESEARCH = (
@@ -69,12 +70,12 @@ Kind = Literal[
 class Option:
     """One option of the table."""
 
-    # Usually a keyword of `Llama`, a parameter of a request, or a field of `Settings`
-    # or `Environment`.
-    name: str
     # The option applies to a load, to a request, or to the server.
     scope: Literal["load", "request", "server"]
     group: str
+    # Usually a keyword of `Llama`, a parameter of a request, or a field of `Settings`
+    # or `Environment`.
+    name: str
     help: str
     flags: tuple[str, ...] = ()  # names of the flag; empty: the option has no flag
     metavar: str = ""
@@ -101,240 +102,249 @@ class Option:
         return self.help + (f"  [default: {default}]" if default else "")
 
 
+_model = partial(Option, "load", MODEL)
+_memory = partial(Option, "load", MEMORY)
+_research = partial(Option, "load", RESEARCH)
+# Options of sampling: numbers, and whole numbers.
+_number = partial(Option, "request", SAMPLING, kind="number")
+_whole = partial(Option, "request", SAMPLING, kind="whole")
+_server = partial(Option, "server", SERVER)
+_output = partial(Option, "server", OUTPUT)
+
 _TABLE = (
-    Option("n_ctx", "load", MODEL, "Context length in tokens. 0: the model's own.",
-           ("--ctx", "-c", "--ctx-size"), "TOKENS", "CONTEXT_LENGTH", "whole",
-           "as memory allows", least=0, most=MAX_CONTEXT_TOKENS, zero_is_default=True,
-           often=True),
-    Option("n_threads", "load", MODEL, 'Number of CPU threads. "auto" uses the CPUs that other processes leave free.',
-           ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS),
-    Option("n_gpu_layers", "load", MODEL,
-           "Number of layers that a GPU computes (-1: all layers). With -1, the CPU may still compute the experts of"
-           " some layers (see placement).",
-           ("--n-gpu-layers", "-ngl", "--gpu-layers"), "N", kind="whole", least=-1, most=1 << 24),
-    Option("n_batch", "load", MODEL,
-           "Maximum number of tokens in a pass. The default depends on the free memory and the speed of the drive.",
-           kind="whole", default="512 to 4096", least=1, most=1 << 14),
-    Option("draft", "load", MODEL,
-           "How moegguf guesses the next tokens, which it verifies in one pass. ngram guesses the tokens that followed"
-           " the same tokens earlier in the text. mtp also guesses with the model's prediction heads. auto guesses"
-           " with what the file contains, but only if guesses cannot change an answer. off guesses nothing. FILE"
-           " guesses with a smaller model of the same vocabulary (in a Modelfile: DRAFT; a request cannot name a"
-           " model).", ("--draft",), "HOW|FILE", "DRAFT",
-           default="auto"),
-    Option("mmproj", "load", MODEL, "The model's projector file for images.", ("--mmproj",), "FILE",
-           default="the projector next to the model"),
-    Option("lora_path", "load", MODEL, "File with a LoRA adapter in GGUF for the model. In a Modelfile, use ADAPTER.",
-           ("--lora",), "FILE", default="the adapter with which the model was created"),
-    Option("lora_scale", "load", MODEL, "Factor by which the LoRA adapter's weights are multiplied.", ("--lora-scale",),
-           "X", kind="number", default="1", least=-1000, most=1000),
-    Option("flash_attention", "load", MODEL,
-           "Compute attention with fused kernels (flash attention), which round differently from other kernels.",
-           variable="FLASH_ATTENTION", kind="switch", default="on, if all devices support it"),
-    Option("expert_cache", "load", MEMORY, 'Memory for experts: "4GiB", "50%" or "auto".', ("--expert-cache",),
-           "BUDGET", "EXPERT_CACHE", "budget", "auto", often=True),
-    Option("vram_cache", "load", MEMORY,
-           "VRAM for experts, in the same forms as --expert-cache, which then sets the RAM for experts. With several"
-           " GPUs, set the total, or one value per GPU, separated by commas. moegguf may use a part of this VRAM to"
-           " stage prompts (see `moegguf estimate`).",
-           ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto"),
-    Option("placement", "load", MEMORY,
-           "Parts of the model that are in VRAM. layers: the experts of as many layers as fit, and all other"
-           " weights; the CPU computes the other experts. slots: slots for experts, and all other weights; the GPU"
-           " computes all layers, unless --n-gpu-layers leaves some to the CPU. slots-mapped (experimental): like"
-           " slots,"
-           " but the GPU reads missing experts directly from RAM, which no GPU backend supports yet. cpu: nothing."
-           " auto: the fastest of layers, slots and cpu according to measured speeds; with several GPUs, or if"
-           " --n-gpu-layers leaves some layers to the CPU, slots.",
-           ("--placement",), "WHERE", "PLACEMENT", "choice", "auto", PLACEMENTS),
-    Option("warm_start", "load", MEMORY,
-           "When a model is loaded, read the experts that earlier runs with this option used most. Record which"
-           " experts this run uses.", ("--warm-start/--no-warm-start",), "", "WARM_START", "switch", "off"),
-    Option("context_store", "load", MEMORY,
-           'Disk space for computed contexts: a size ("8GiB"), "auto" (a tenth of the disk space that is free'
-           " or used for contexts, at most 16 GiB), or 0 to store no contexts. A prompt that begins with at least 64"
-           " tokens of an earlier prompt reuses the stored context, even after the model was unloaded.",
-           ("--context-store",), "SIZE", "CONTEXT_STORE", "store size", "auto"),
-    Option("mirror", "load", MEMORY,
-           "A copy of the model's file on another drive, or a folder with copies that have the original file names."
-           " moegguf reads experts from all copies at once. For a split model, name the first file of the copy. The"
-           " option can be repeated.", ("--mirror",), "PATH", kind="paths", default="none"),
-    Option("type_k", "load", MEMORY, "Data type of the K cache, such as q8_0.", ("--cache-type-k", "-ctk"), "TYPE",
-           kind="choice", default="f16", choices=KV_CACHE_TYPES),
-    Option("type_v", "load", MEMORY, "Data type of the V cache, such as q8_0.", ("--cache-type-v", "-ctv"), "TYPE",
-           kind="choice", default="f16", choices=KV_CACHE_TYPES),
-    Option("kv_cache_type", "load", MEMORY, f"Data type of the K and V caches: {', '.join(KV_CACHE_TYPES)}.",
-           variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES),
-    Option("num_predict", "request", SAMPLING,
-           "Maximum tokens. -1: a full context.",
-           ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-2, most=MAX_ANSWER_TOKENS, often=True),
-    Option("temperature", "request", SAMPLING, "Randomness. 0 selects the likeliest token.",
-           ("--temperature", "--temp"), "T", kind="number", default="the model's, or 0.8", least=0, most=1000,
-           often=True),
-    Option("top_k", "request", SAMPLING, "Sample only from the N likeliest tokens. 0 means all tokens.", ("--top-k",),
-           "N", kind="whole", default="the model's, or 40", least=-1, most=(1 << 31) - 1),
-    Option("top_p", "request", SAMPLING, "Sample only from the likeliest tokens whose probabilities add up to P.",
-           ("--top-p",), "P", kind="number", default="the model's, or 0.9", least=0, most=1),
-    Option("min_p", "request", SAMPLING,
-           "Sample only from tokens with at least P times the probability of the likeliest token.", ("--min-p",), "P",
-           kind="number", default="the model's, or 0", least=0, most=1),
-    Option("repeat_penalty", "request", SAMPLING, "Penalty on tokens that occurred recently. 1 means no penalty.",
-           ("--repeat-penalty",), "R", kind="number", default="the model's, or 1", least=0.001, most=1000),
-    Option("presence_penalty", "request", SAMPLING,
-           "Amount by which the logit of every token that occurred recently is lowered.",
-           kind="number", default="0", least=-100, most=100),
-    Option("frequency_penalty", "request", SAMPLING,
-           "Amount by which a token's logit is lowered for each recent occurrence of the token.",
-           kind="number", default="0", least=-100, most=100),
-    Option("repeat_last_n", "request", SAMPLING,
-           "Number of recent tokens that the penalties consider. -1 means the whole context.", kind="whole",
-           default="64", least=-1, most=MAX_ANSWER_TOKENS),
-    Option("typical_p", "request", SAMPLING,
-           "Sample only from tokens that are about as likely as expected (locally typical sampling). 1 means all"
-           " tokens.", kind="number", default="1", least=0, most=1),
-    Option("top_n_sigma", "request", SAMPLING,
-           "Sample only from tokens whose logits are within N standard deviations of the highest logit. 0 or"
-           " a negative number means all tokens.", kind="number",
-           default="-1", least=-1, most=1000),
-    Option("xtc_probability", "request", SAMPLING,
-           "Probability that XTC removes the tokens that reach xtc_threshold, except the least likely of these tokens.",
-           kind="number", default="0", least=0, most=1),
-    Option("xtc_threshold", "request", SAMPLING,
-           "Minimum probability of the tokens that XTC may remove. Above 0.5, XTC removes no token.", kind="number",
-           default="0.1", least=0, most=1),
-    Option("dry_multiplier", "request", SAMPLING,
-           "Strength of the DRY penalty on tokens that would continue a repetition. 0 means no penalty.", kind="number",
-           default="0", least=0, most=1000),
-    Option("dry_base", "request", SAMPLING,
-           "Base of the exponential growth of the DRY penalty with the length of a repetition.",
-           kind="number", default="1.75", least=1, most=1000),
-    Option("dry_allowed_length", "request", SAMPLING,
-           "Length of the longest repetition without a DRY penalty, in tokens.", kind="whole", default="2", least=0,
-           most=MAX_ANSWER_TOKENS),
-    Option("dry_penalty_last_n", "request", SAMPLING,
-           "Number of recent tokens that DRY searches for repetitions. -1 means the whole context.", kind="whole",
-           default="-1", least=-1, most=MAX_ANSWER_TOKENS),
-    Option("mirostat", "request", SAMPLING,
-           "Version of Mirostat (1 or 2), which replaces top_k, top_p and the other filters at temperatures above 0. 0"
-           " turns Mirostat off.",
-           kind="whole", default="0", least=0, most=2),
-    Option("mirostat_tau", "request", SAMPLING, "Target entropy of Mirostat.", kind="number", default="5", least=0,
-           most=1000),
-    Option("mirostat_eta", "request", SAMPLING, "Learning rate of Mirostat.", kind="number", default="0.1", least=0,
-           most=1),
-    Option("num_keep", "request", SAMPLING,
-           "Number of tokens at the start of the context that moegguf keeps when it shifts a full context. -1 means the"
-           " whole prompt.", kind="whole",
-           default="4", least=-1, most=MAX_ANSWER_TOKENS),
-    Option("reasoning_budget_tokens", "request", SAMPLING,
-           "Maximum number of tokens of thinking. At the limit, moegguf ends the thinking, and the model answers. 0"
-           " means no thinking, and -1 means no limit. `serve` applies this limit to requests that do not set a limit.",
-           ("--reasoning-budget",), "N", "THINK_BUDGET", "whole", "-1", least=-1, most=MAX_ANSWER_TOKENS),
-    Option("reasoning_budget_message", "request", SAMPLING,
-           "Text that moegguf inserts before the end of the thinking if the limit ends the thinking.",
-           ("--reasoning-budget-message",),
-           "TEXT", "THINK_BUDGET_MESSAGE", default="none"),
-    Option("seed", "request", SAMPLING, "Seed for sampling random tokens.", ("--seed", "-s"), "N", kind="whole",
-           default="random"),
-    Option("strategy", "load", RESEARCH,
-           "Strategy that decides which experts stay in memory and which experts are prefetched: moegguf (the best"
-           " policy in measurements of the model), none, lru, or the strategy of a paper (moe-infinity, promoe,"
-           " expertflow or duoserve).",
-           ("--strategy",), "NAME", "STRATEGY",
-           default="moegguf"),
-    Option("policy", "load", RESEARCH,
-           "Policy that decides which experts are evicted: auto (the strategy's policy), a name, vram=NAME,ram=NAME,"
-           " or FILE.py:CLASS for a class that you wrote.",
-           ("--policy",), "NAME", "POLICY", default="auto"),
-    Option("predictor", "load", RESEARCH,
-           "Predictor of experts: a name such as skip or eamc, or FILE.py:CLASS for a class that you wrote.",
-           ("--predictor",), "NAME", default="the strategy's"),
-    Option("prefetch", "load", RESEARCH,
-           "Read predicted experts before they are used. Except with the strategies of papers, moegguf does this only"
-           " as long as it saves time.",
-           ("--prefetch/--no-prefetch",), kind="switch", default="the strategy's"),
-    Option("log", "load", OUTPUT, "debug prints the reasons for moegguf's decisions on stderr (see decisions.md).",
-           variable="LOG", kind="choice", default="off", choices=("off", "debug")),
-    Option("hooks", "load", RESEARCH, "0 runs llama.cpp without the expert store.", variable="HOOKS", kind="switch",
-           default="1"),
-    Option("kernels", "load", RESEARCH,
-           "Kernels for matrix products and attention on the CPU, for comparisons: avx512, avx2 or upstream"
-           " (llama.cpp's kernels).",
-           variable="KERNELS", kind="choice", default="the fastest that the processor supports", choices=KERNELS),
-    Option("host", "server", SERVER, "Address of the server.",
-           ("--host",), "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True),
-    Option("api_keys", "server", SERVER,
-           "Key that clients must send, or several keys, separated by commas. Each key has its own contexts, files and"
-           " batches. An address other than loopback needs a key or a trusted network. The variable hides keys from the"
-           " process list.",
-           ("--api-key",), "KEY", "API_KEY", "list", often=True),
-    Option("share_contexts", "server", SERVER,
-           "Reuse contexts that were computed for other API keys. The time to the first token then reveals that a"
-           " context was reused.", ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off"),
-    Option("trusted", "server", SERVER,
-           'Networks whose clients need no key, such as "192.168.1.0/24", separated by commas. Requests through a'
-           " proxy still need a key. All clients in these networks can use, add and remove models.",
-           ("--trust-network",), "NETWORKS", "TRUST_NETWORK", "networks"),
-    Option("origins", "server", SERVER, "Web origins that may use the server, in addition to origins on this machine.",
-           variable="ORIGINS", kind="list"),
-    Option("memory_bytes", "server", MEMORY, "RAM for all loaded models together.", ("--memory",), "SIZE", "MEMORY",
-           "size", "the free memory", often=True),
-    Option("n_parallel", "server", MODEL, "Maximum number of requests that a model answers at once.",
-           ("--parallel",), "N", "NUM_PARALLEL", "whole", "1", least=0, most=MAX_PARALLEL,
-           zero_is_default=True, often=True),
-    Option("kv_tokens", "server", MEMORY,
-           "Total context length in tokens of all requests that a model answers at once, at least one full context. If"
-           " the total is used up, the newest request waits.", ("--kv-tokens",), "N", "KV_TOKENS", "whole",
-           "a full context per request, or less if experts need the memory", least=0, most=MAX_KV_TOKENS,
-           zero_is_default=True),
-    Option("keep_alive_s", "server", SERVER,
-           "Time for which an idle model stays loaded, unless another model needs its memory. A negative time means"
-           " forever. Models that the command line of `serve` names stay loaded.",
-           variable="KEEP_ALIVE", kind="duration", default="5m"),
-    Option("max_models", "server", SERVER, "Maximum number of models that are loaded at once.",
-           variable="MAX_LOADED_MODELS", kind="whole", default="as many as fit", least=0, most=1024,
-           zero_is_default=True),
-    Option("max_queue", "server", SERVER,
-           "Maximum number of waiting requests. If the queue is full, a new request replaces the newest request of the"
-           " client with the most requests, unless the client of the new request would then have as many requests.",
-           ("--max-queue",), "N", "MAX_QUEUE", "whole", "512", least=0, most=1_000_000),
-    Option("load_timeout_s", "server", SERVER,
-           "Time without progress after which loading a model fails. 0 means no limit.",
-           variable="LOAD_TIMEOUT", kind="timeout", default="5m"),
-    Option("batch_parallel", "server", SERVER, "Maximum number of requests of a batch that are processed at once.",
-           variable="BATCH_PARALLEL", kind="whole", default="16", least=1, most=MAX_BATCH_PARALLEL),
-    Option("batch_window_s", "server", SERVER,
-           "Time after which an unfinished batch expires. A negative time means never.",
-           variable="BATCH_WINDOW", kind="duration", default="24h"),
-    Option("responses_age_s", "server", SERVER,
-           "Time for which the server stores responses of /v1/responses for `previous_response_id`. 0 means that no"
-           " responses are stored. A negative time means forever.",
-           variable="RESPONSES_AGE", kind="duration", default="24h"),
-    Option("upload_bytes", "server", SERVER, "Maximum size of an uploaded file.", variable="UPLOAD_LIMIT", kind="size",
-           default="200MiB"),
-    Option("storage_bytes", "server", SERVER,
-           "Maximum total size of uploaded files and of the answers of unfinished batches, and, separately, of the"
-           " contexts that /slots saves.", variable="STORAGE_LIMIT", kind="size", default="10GiB"),
-    Option("debug", "server", OUTPUT, "1 has the effect of --log-level debug, and prints tracebacks.", variable="DEBUG",
-           kind="level", default="0"),
-    Option("log_level", "server", OUTPUT,
-           "Amount of logging on stderr. info prints a line for each request, and debug also prints llama.cpp's log.",
-           ("--log-level",), "LEVEL", "LOG_LEVEL", "choice", "info", LOG_LEVELS),
-    Option("log_format", "server", OUTPUT, "Format of the log: text, or json with one object per line.",
-           ("--log-format",), "FORMAT", "LOG_FORMAT", "choice", "text", ("text", "json")),
-    Option("history", "server", OUTPUT, "1 turns off the history of input lines in a chat.", variable="NOHISTORY",
-           kind="off switch", default="0"),
-    Option("editor", "server", OUTPUT, "Editor that Ctrl-G opens in a chat.", variable="EDITOR",
-           default="the value of VISUAL or EDITOR"),
-    Option("models", "load", MODEL, "Folder of GGUF files that can be used by name.", variable="MODELS", kind="path",
-           default="`models` in MOEGGUF_HOME"),
-    Option("home", "load", MODEL, "Folder for model names, chat history, uploaded files, and data about models.",
-           variable="HOME", kind="path", default="the user's data folder"),
-    Option("library", "load", MODEL, "Folder with the native library.", variable="LIBRARY", kind="path",
-           default="the installed library"),
-    Option("trial_load", "load", MODEL,
-           "Test a new model file in a separate process before it is loaded. 0 turns the test off, and `again` repeats"
-           " it at every load.", variable="TRIAL_LOAD", kind="trial", default="1"),
+    _model("n_ctx", "Context length in tokens. 0: the model's own.",
+        ("--ctx", "-c", "--ctx-size"), "TOKENS", "CONTEXT_LENGTH", "whole",
+        "as memory allows", least=0, most=MAX_CONTEXT_TOKENS, zero_is_default=True,
+        often=True),
+    _model("n_threads", 'Number of CPU threads. "auto" uses the CPUs that other processes leave free.',
+        ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS),
+    _model("n_gpu_layers",
+        "Number of layers that a GPU computes (-1: all layers). With -1, the CPU may still compute the experts of"
+        " some layers (see placement).",
+        ("--n-gpu-layers", "-ngl", "--gpu-layers"), "N", kind="whole", least=-1, most=1 << 24),
+    _model("n_batch",
+        "Maximum number of tokens in a pass. The default depends on the free memory and the speed of the drive.",
+        kind="whole", default="512 to 4096", least=1, most=1 << 14),
+    _model("draft",
+        "How moegguf guesses the next tokens, which it verifies in one pass. ngram guesses the tokens that followed"
+        " the same tokens earlier in the text. mtp also guesses with the model's prediction heads. auto guesses"
+        " with what the file contains, but only if guesses cannot change an answer. off guesses nothing. FILE"
+        " guesses with a smaller model of the same vocabulary (in a Modelfile: DRAFT; a request cannot name a"
+        " model).", ("--draft",), "HOW|FILE", "DRAFT",
+        default="auto"),
+    _model("mmproj", "The model's projector file for images.", ("--mmproj",), "FILE",
+        default="the projector next to the model"),
+    _model("lora_path", "File with a LoRA adapter in GGUF for the model. In a Modelfile, use ADAPTER.",
+        ("--lora",), "FILE", default="the adapter with which the model was created"),
+    _model("lora_scale", "Factor by which the LoRA adapter's weights are multiplied.", ("--lora-scale",),
+        "X", kind="number", default="1", least=-1000, most=1000),
+    _model("flash_attention",
+        "Compute attention with fused kernels (flash attention), which round differently from other kernels.",
+        variable="FLASH_ATTENTION", kind="switch", default="on, if all devices support it"),
+    _memory("expert_cache", 'Memory for experts: "4GiB", "50%" or "auto".', ("--expert-cache",),
+        "BUDGET", "EXPERT_CACHE", "budget", "auto", often=True),
+    _memory("vram_cache",
+        "VRAM for experts, in the same forms as --expert-cache, which then sets the RAM for experts. With several"
+        " GPUs, set the total, or one value per GPU, separated by commas. moegguf may use a part of this VRAM to"
+        " stage prompts (see `moegguf estimate`).",
+        ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto"),
+    _memory("placement",
+        "Parts of the model that are in VRAM. layers: the experts of as many layers as fit, and all other"
+        " weights; the CPU computes the other experts. slots: slots for experts, and all other weights; the GPU"
+        " computes all layers, unless --n-gpu-layers leaves some to the CPU. slots-mapped (experimental): like"
+        " slots,"
+        " but the GPU reads missing experts directly from RAM, which no GPU backend supports yet. cpu: nothing."
+        " auto: the fastest of layers, slots and cpu according to measured speeds; with several GPUs, or if"
+        " --n-gpu-layers leaves some layers to the CPU, slots.",
+        ("--placement",), "WHERE", "PLACEMENT", "choice", "auto", PLACEMENTS),
+    _memory("warm_start",
+        "When a model is loaded, read the experts that earlier runs with this option used most. Record which"
+        " experts this run uses.", ("--warm-start/--no-warm-start",), "", "WARM_START", "switch", "off"),
+    _memory("context_store",
+        'Disk space for computed contexts: a size ("8GiB"), "auto" (a tenth of the disk space that is free'
+        " or used for contexts, at most 16 GiB), or 0 to store no contexts. A prompt that begins with at least 64"
+        " tokens of an earlier prompt reuses the stored context, even after the model was unloaded.",
+        ("--context-store",), "SIZE", "CONTEXT_STORE", "store size", "auto"),
+    _memory("mirror",
+        "A copy of the model's file on another drive, or a folder with copies that have the original file names."
+        " moegguf reads experts from all copies at once. For a split model, name the first file of the copy. The"
+        " option can be repeated.", ("--mirror",), "PATH", kind="paths", default="none"),
+    _memory("type_k", "Data type of the K cache, such as q8_0.", ("--cache-type-k", "-ctk"), "TYPE",
+        kind="choice", default="f16", choices=KV_CACHE_TYPES),
+    _memory("type_v", "Data type of the V cache, such as q8_0.", ("--cache-type-v", "-ctv"), "TYPE",
+        kind="choice", default="f16", choices=KV_CACHE_TYPES),
+    _memory("kv_cache_type", f"Data type of the K and V caches: {', '.join(KV_CACHE_TYPES)}.",
+        variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES),
+    _whole("num_predict",
+        "Maximum tokens. -1: a full context.",
+        ("--max-tokens", "-n", "--n-predict"), "N", least=-2, most=MAX_ANSWER_TOKENS, often=True),
+    _number("temperature", "Randomness. 0 selects the likeliest token.",
+        ("--temperature", "--temp"), "T", default="the model's, or 0.8", least=0, most=1000,
+        often=True),
+    _whole("top_k", "Sample only from the N likeliest tokens. 0 means all tokens.", ("--top-k",),
+        "N", default="the model's, or 40", least=-1, most=(1 << 31) - 1),
+    _number("top_p", "Sample only from the likeliest tokens whose probabilities add up to P.",
+        ("--top-p",), "P", default="the model's, or 0.9", least=0, most=1),
+    _number("min_p",
+        "Sample only from tokens with at least P times the probability of the likeliest token.", ("--min-p",), "P",
+        default="the model's, or 0", least=0, most=1),
+    _number("repeat_penalty", "Penalty on tokens that occurred recently. 1 means no penalty.",
+        ("--repeat-penalty",), "R", default="the model's, or 1", least=0.001, most=1000),
+    _number("presence_penalty",
+        "Amount by which the logit of every token that occurred recently is lowered.",
+        default="0", least=-100, most=100),
+    _number("frequency_penalty",
+        "Amount by which a token's logit is lowered for each recent occurrence of the token.",
+        default="0", least=-100, most=100),
+    _whole("repeat_last_n",
+        "Number of recent tokens that the penalties consider. -1 means the whole context.",
+        default="64", least=-1, most=MAX_ANSWER_TOKENS),
+    _number("typical_p",
+        "Sample only from tokens that are about as likely as expected (locally typical sampling). 1 means all"
+        " tokens.", default="1", least=0, most=1),
+    _number("top_n_sigma",
+        "Sample only from tokens whose logits are within N standard deviations of the highest logit. 0 or"
+        " a negative number means all tokens.",
+        default="-1", least=-1, most=1000),
+    _number("xtc_probability",
+        "Probability that XTC removes the tokens that reach xtc_threshold, except the least likely of these tokens.",
+        default="0", least=0, most=1),
+    _number("xtc_threshold",
+        "Minimum probability of the tokens that XTC may remove. Above 0.5, XTC removes no token.",
+        default="0.1", least=0, most=1),
+    _number("dry_multiplier",
+        "Strength of the DRY penalty on tokens that would continue a repetition. 0 means no penalty.",
+        default="0", least=0, most=1000),
+    _number("dry_base",
+        "Base of the exponential growth of the DRY penalty with the length of a repetition.",
+        default="1.75", least=1, most=1000),
+    _whole("dry_allowed_length",
+        "Length of the longest repetition without a DRY penalty, in tokens.", default="2", least=0,
+        most=MAX_ANSWER_TOKENS),
+    _whole("dry_penalty_last_n",
+        "Number of recent tokens that DRY searches for repetitions. -1 means the whole context.",
+        default="-1", least=-1, most=MAX_ANSWER_TOKENS),
+    _whole("mirostat",
+        "Version of Mirostat (1 or 2), which replaces top_k, top_p and the other filters at temperatures above 0. 0"
+        " turns Mirostat off.",
+        default="0", least=0, most=2),
+    _number("mirostat_tau", "Target entropy of Mirostat.", default="5", least=0,
+        most=1000),
+    _number("mirostat_eta", "Learning rate of Mirostat.", default="0.1", least=0,
+        most=1),
+    _whole("num_keep",
+        "Number of tokens at the start of the context that moegguf keeps when it shifts a full context. -1 means the"
+        " whole prompt.",
+        default="4", least=-1, most=MAX_ANSWER_TOKENS),
+    _whole("reasoning_budget_tokens",
+        "Maximum number of tokens of thinking. At the limit, moegguf ends the thinking, and the model answers. 0"
+        " means no thinking, and -1 means no limit. `serve` applies this limit to requests that do not set a limit.",
+        ("--reasoning-budget",), "N", "THINK_BUDGET", default="-1", least=-1, most=MAX_ANSWER_TOKENS),
+    Option("request", SAMPLING, "reasoning_budget_message",
+        "Text that moegguf inserts before the end of the thinking if the limit ends the thinking.",
+        ("--reasoning-budget-message",),
+        "TEXT", "THINK_BUDGET_MESSAGE", default="none"),
+    _whole("seed", "Seed for sampling random tokens.", ("--seed", "-s"), "N",
+        default="random"),
+    _research("strategy",
+        "Strategy that decides which experts stay in memory and which experts are prefetched: moegguf (the best"
+        " policy in measurements of the model), none, lru, or the strategy of a paper (moe-infinity, promoe,"
+        " expertflow or duoserve).",
+        ("--strategy",), "NAME", "STRATEGY",
+        default="moegguf"),
+    _research("policy",
+        "Policy that decides which experts are evicted: auto (the strategy's policy), a name, vram=NAME,ram=NAME,"
+        " or FILE.py:CLASS for a class that you wrote.",
+        ("--policy",), "NAME", "POLICY", default="auto"),
+    _research("predictor",
+        "Predictor of experts: a name such as skip or eamc, or FILE.py:CLASS for a class that you wrote.",
+        ("--predictor",), "NAME", default="the strategy's"),
+    _research("prefetch",
+        "Read predicted experts before they are used. Except with the strategies of papers, moegguf does this only"
+        " as long as it saves time.",
+        ("--prefetch/--no-prefetch",), kind="switch", default="the strategy's"),
+    Option("load", OUTPUT, "log", "debug prints the reasons for moegguf's decisions on stderr (see decisions.md).",
+        variable="LOG", kind="choice", default="off", choices=("off", "debug")),
+    _research("hooks", "0 runs llama.cpp without the expert store.", variable="HOOKS", kind="switch",
+        default="1"),
+    _research("kernels",
+        "Kernels for matrix products and attention on the CPU, for comparisons: avx512, avx2 or upstream"
+        " (llama.cpp's kernels).",
+        variable="KERNELS", kind="choice", default="the fastest that the processor supports", choices=KERNELS),
+    _server("host", "Address of the server.",
+        ("--host",), "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True),
+    _server("api_keys",
+        "Key that clients must send, or several keys, separated by commas. Each key has its own contexts, files and"
+        " batches. An address other than loopback needs a key or a trusted network. The variable hides keys from the"
+        " process list.",
+        ("--api-key",), "KEY", "API_KEY", "list", often=True),
+    _server("share_contexts",
+        "Reuse contexts that were computed for other API keys. The time to the first token then reveals that a"
+        " context was reused.", ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off"),
+    _server("trusted",
+        'Networks whose clients need no key, such as "192.168.1.0/24", separated by commas. Requests through a'
+        " proxy still need a key. All clients in these networks can use, add and remove models.",
+        ("--trust-network",), "NETWORKS", "TRUST_NETWORK", "networks"),
+    _server("origins", "Web origins that may use the server, in addition to origins on this machine.",
+        variable="ORIGINS", kind="list"),
+    Option("server", MEMORY, "memory_bytes", "RAM for all loaded models together.", ("--memory",), "SIZE", "MEMORY",
+        "size", "the free memory", often=True),
+    Option("server", MODEL, "n_parallel", "Maximum number of requests that a model answers at once.",
+        ("--parallel",), "N", "NUM_PARALLEL", "whole", "1", least=0, most=MAX_PARALLEL,
+        zero_is_default=True, often=True),
+    Option("server", MEMORY, "kv_tokens",
+        "Total context length in tokens of all requests that a model answers at once, at least one full context. If"
+        " the total is used up, the newest request waits.", ("--kv-tokens",), "N", "KV_TOKENS", "whole",
+        "a full context per request, or less if experts need the memory", least=0, most=MAX_KV_TOKENS,
+        zero_is_default=True),
+    _server("keep_alive_s",
+        "Time for which an idle model stays loaded, unless another model needs its memory. A negative time means"
+        " forever. Models that the command line of `serve` names stay loaded.",
+        variable="KEEP_ALIVE", kind="duration", default="5m"),
+    _server("max_models", "Maximum number of models that are loaded at once.",
+        variable="MAX_LOADED_MODELS", kind="whole", default="as many as fit", least=0, most=1024,
+        zero_is_default=True),
+    _server("max_queue",
+        "Maximum number of waiting requests. If the queue is full, a new request replaces the newest request of the"
+        " client with the most requests, unless the client of the new request would then have as many requests.",
+        ("--max-queue",), "N", "MAX_QUEUE", "whole", "512", least=0, most=1_000_000),
+    _server("load_timeout_s",
+        "Time without progress after which loading a model fails. 0 means no limit.",
+        variable="LOAD_TIMEOUT", kind="timeout", default="5m"),
+    _server("batch_parallel", "Maximum number of requests of a batch that are processed at once.",
+        variable="BATCH_PARALLEL", kind="whole", default="16", least=1, most=MAX_BATCH_PARALLEL),
+    _server("batch_window_s",
+        "Time after which an unfinished batch expires. A negative time means never.",
+        variable="BATCH_WINDOW", kind="duration", default="24h"),
+    _server("responses_age_s",
+        "Time for which the server stores responses of /v1/responses for `previous_response_id`. 0 means that no"
+        " responses are stored. A negative time means forever.",
+        variable="RESPONSES_AGE", kind="duration", default="24h"),
+    _server("upload_bytes", "Maximum size of an uploaded file.", variable="UPLOAD_LIMIT", kind="size",
+        default="200MiB"),
+    _server("storage_bytes",
+        "Maximum total size of uploaded files and of the answers of unfinished batches, and, separately, of the"
+        " contexts that /slots saves.", variable="STORAGE_LIMIT", kind="size", default="10GiB"),
+    _output("debug", "1 has the effect of --log-level debug, and prints tracebacks.", variable="DEBUG",
+        kind="level", default="0"),
+    _output("log_level",
+        "Amount of logging on stderr. info prints a line for each request, and debug also prints llama.cpp's log.",
+        ("--log-level",), "LEVEL", "LOG_LEVEL", "choice", "info", LOG_LEVELS),
+    _output("log_format", "Format of the log: text, or json with one object per line.",
+        ("--log-format",), "FORMAT", "LOG_FORMAT", "choice", "text", ("text", "json")),
+    _output("history", "1 turns off the history of input lines in a chat.", variable="NOHISTORY",
+        kind="off switch", default="0"),
+    _output("editor", "Editor that Ctrl-G opens in a chat.", variable="EDITOR",
+        default="the value of VISUAL or EDITOR"),
+    _model("models", "Folder of GGUF files that can be used by name.", variable="MODELS", kind="path",
+        default="`models` in MOEGGUF_HOME"),
+    _model("home", "Folder for model names, chat history, uploaded files, and data about models.",
+        variable="HOME", kind="path", default="the user's data folder"),
+    _model("library", "Folder with the native library.", variable="LIBRARY", kind="path",
+        default="the installed library"),
+    _model("trial_load",
+        "Test a new model file in a separate process before it is loaded. 0 turns the test off, and `again` repeats"
+        " it at every load.", variable="TRIAL_LOAD", kind="trial", default="1"),
 )  # fmt: skip
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}

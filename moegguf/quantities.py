@@ -73,15 +73,11 @@ def parse_size(value: str | int) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        number = match.group(1)
-        unit = match.group(2).lower()
-        if unit in _UNITS and not ("." in number and _UNITS[unit] == 1):
-            whole, _, part = number.partition(".")
-            n_bytes = (
-                (int(whole) * 10 ** len(part) + int(part or 0))
-                * _UNITS[unit]
-                // 10 ** len(part)
-            )
+        from decimal import Decimal  # loads slowly, and most commands parse no size
+
+        unit = _UNITS.get(match[2].lower(), 0)
+        if not ("." in match[1] and unit == 1):
+            n_bytes = int(Decimal(match[1]) * unit)
     if not 0 < n_bytes <= MAX_BYTES:
         raise ValueError(f"{_SIZE_RULE}, but is {shown(value)}")
     return n_bytes
@@ -90,10 +86,11 @@ def parse_size(value: str | int) -> int:
 def parse_store_size(value: str | int) -> int | None:
     """Returns 0 for 0 or "0", None for "auto", and otherwise the number of bytes from
     `parse_size`. Raises ValueError for anything that `parse_size` rejects."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
+    text = str(value).strip().lower()
+    if text == "auto":
         return None
     try:
-        return 0 if str(value).strip() == "0" else parse_size(value)
+        return 0 if text == "0" else parse_size(value)
     except ValueError:
         raise ValueError(
             f'{_SIZE_RULE}, or "auto" or 0, but is {shown(value)}'
@@ -170,12 +167,12 @@ def parse_expert_cache(
         if text.lower() == "auto":
             return ExpertCache("auto", tier=tier)
         if match := _PERCENT.fullmatch(text):
-            fraction = float(match.group(1)) / 100
+            fraction = float(match[1]) / 100
             if 0 < fraction <= 1:
                 return ExpertCache("fraction", fraction=fraction, tier=tier)
         if _UP_TO_100.fullmatch(text):
             hint = f'did you mean "{text}%"? '
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, float) and not hint:
         try:
@@ -208,14 +205,11 @@ def parse_link(text: str) -> Link:
     """Parses a link: a bandwidth and, after a comma, an optional latency, as in
     "24GB/s,35us" or "12.5 GB/s". Raises OptionError for anything else."""
     bandwidth, _, latency = text.partition(",")
-    size, slash, unit = bandwidth.strip().rpartition("/")
+    size, _, unit = bandwidth.strip().rpartition("/")
     try:
-        if not slash or unit.strip().lower() != "s":
+        if unit.strip().lower() != "s":
             raise ValueError
-        link = Link(
-            float(parse_size(size)),
-            parse_duration(latency.strip()) if latency.strip() else 0.0,
-        )
+        link = Link(float(parse_size(size)), parse_duration(latency.strip() or 0))
         if not math.isfinite(link.latency_s):
             raise ValueError
     except (ValueError, OptionError):

@@ -89,14 +89,14 @@ def read_load_keywords(
 def logs_decisions() -> bool:
     """Returns True if MOEGGUF_LOG is "debug". Does not read other variables. Raises
     OptionError for an unknown value."""
-    return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
+    return _read(["log"], ("MOEGGUF_",)).get("log") == "debug"
 
 
 def shows_tracebacks() -> bool:
     """Returns True if MOEGGUF_DEBUG is on or has an invalid value. Does not read other
     variables."""
     try:
-        return bool(_read(["debug"], ("MOEGGUF_",), None).get("debug"))
+        return bool(_read(["debug"], ("MOEGGUF_",)).get("debug"))
     except OptionError:
         return True
 
@@ -253,7 +253,9 @@ def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
 
 
 def _read(
-    names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None
+    names: Iterable[str],
+    prefixes: Sequence[str],
+    environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns {option: value} for the variables that are set. Empty variables are
     treated as unset, and so is 0 for an option with `zero_is_default`. Quotes around a
@@ -261,18 +263,12 @@ def _read(
     env = os.environ if environ is None else environ
     found = dict[str, Any]()
     for option in (OPTIONS[name] for name in names):
-        texts = (
-            (prefix + option.variable, env.get(prefix + option.variable, ""))
-            for prefix in prefixes
-        )
-        texts_set = (
-            (name, stripped)
-            for name, text in texts
-            if (stripped := text.strip().strip("\"'"))
-        )
-        name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))
-        if text and not (option.zero_is_default and text.strip("0") == ""):
-            found[option.name] = parse_option(option.name, text, name)
+        for prefix in prefixes:
+            variable = prefix + option.variable
+            if text := env.get(variable, "").strip().strip("\"'"):
+                if not option.zero_is_default or text.strip("0"):
+                    found[option.name] = parse_option(option.name, text, variable)
+                break
     return found
 
 
@@ -281,7 +277,11 @@ def parse_option(name: str, text: str, source: str) -> Any:
     that begins with `source`, the name of a flag or variable."""
     option = OPTIONS[name]
     try:
-        return _PARSERS[option.kind](option, text)
+        if option.kind == "whole":
+            return _whole(option, text)
+        if option.kind == "choice":
+            return _choice(option, text)
+        return _PARSERS[option.kind](text)
     except BudgetError as error:
         raise BudgetError(f"{source}: {error}") from None
     except (ValueError, OptionError) as error:
@@ -304,48 +304,45 @@ def _whole(option: Option, text: str) -> int:
     return int(text)
 
 
-def _switch(_: Option, text: str) -> bool:
-    if text.lower() not in _SWITCH:
-        raise OptionError(f"{text[:60]!r} means neither on nor off; give 1 or 0.")
-    return _SWITCH[text.lower()]
-
-
 def _choice(option: Option, text: str) -> str:
     if text.lower() not in option.choices:
         raise OptionError(f"{text[:60]!r} must be one of {', '.join(option.choices)}.")
     return text.lower()
 
 
-def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise OptionError(f"{text[:60]!r} means neither on nor off; give 1 or 0.")
+    return _SWITCH[text.lower()]
+
+
+def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
     """Returns a parser that checks an option's text with `parse` and returns the text
     unchanged. The text is reparsed when the option is used."""
-    return lambda _, text: (parse(text), text)[1]
+    return lambda text: (parse(text), text)[1]
 
 
-_PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
-    "text": lambda _, text: text,
+# Parsers of the kinds of options that have neither limits nor choices.
+_PARSERS: dict[Kind, Callable[[str], Any]] = {
+    "text": str,
     # One, or one per device.
     "budget": _checked(
         lambda text: [parse_expert_cache(part) for part in text.split(",")]
     ),
-    "size": lambda _, text: parse_size(text),
-    "duration": lambda _, text: parse_duration(text),
-    "timeout": lambda _, text: parse_duration(text) or math.inf,
-    "whole": _whole,
+    "size": parse_size,
+    "duration": parse_duration,
+    "timeout": lambda text: parse_duration(text) or math.inf,
     "switch": _switch,
-    "off switch": lambda option, text: not _switch(option, text),
-    "level": lambda option, text: (
-        int(text) > 0
-        if re.fullmatch(r"-?\d{1,3}", text, re.A)
-        else _switch(option, text)
+    "off switch": lambda text: not _switch(text),
+    "level": lambda text: (
+        int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.A) else _switch(text)
     ),
-    "trial": lambda option, text: (
-        {"again": "again"}.get(text.lower()) or ("off", "on")[_switch(option, text)]
+    "trial": lambda text: (
+        "again" if text.lower() == "again" else ("off", "on")[_switch(text)]
     ),
-    "choice": _choice,
-    "address": lambda _, text: parse_host(text),
-    "networks": lambda _, text: parse_networks(text),
-    "list": lambda _, text: _items(text),
+    "address": parse_host,
+    "networks": parse_networks,
+    "list": _items,
     "store size": _checked(parse_store_size),
-    "path": lambda _, text: Path(text).expanduser(),
+    "path": lambda text: Path(text).expanduser(),
 }

@@ -211,4 +211,4 @@ class Terminal:
 
 def moegguf_command(*arguments: object) -> list[str]:
     """Returns the command line that runs `moegguf` with these arguments."""
-    return [sys.executable, "-m", "moegguf.cli.app", *map(str, arguments)]
+    return [sys.executable, "-m", "moegguf", *map(str, arguments)]

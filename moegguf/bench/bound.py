@@ -20,7 +20,7 @@ import numpy as np
 
 from moegguf.engine.cost import ModelBytes
 from moegguf.engine.machine import memory_read_speed
-from moegguf.engine.stats import CPU, Stats
+from moegguf.engine.stats import CPU
 from moegguf.native.events import Int64s
 from moegguf.native.store import Tier
 from moegguf.quantities import parse_link
@@ -83,8 +83,8 @@ def bound_figures(
     least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
     """Returns the values of FIGURES for `n_tokens` tokens that took `taken_s` seconds.
-    `idle_s` is the part of this time, in seconds, that does not count as
-    computation."""
+    `idle_s` is the part of this time, in seconds, that does not count as computation:
+    stalls, and the time spent in the store's hooks."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -187,18 +187,6 @@ class Bounds:
             + routing.n_pass * ModelBytes.of(self._llama.layout).dense_bytes,
         )
 
-    def figures(
-        self,
-        least: LeastBytes,
-        disk_bytes_per_s: float,
-        n_tokens: int,
-        taken_s: float,
-        stats: Stats,
-    ) -> dict[str, float]:
-        """Returns `bound_figures` for one repetition. `stats` is the change in the
-        store's counters during the repetition. Stalls and the time spent in the store's
-        hooks do not count as computation."""
-        speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
-        return bound_figures(
-            least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s
-        )
+    def speeds(self, disk_bytes_per_s: float) -> LinkSpeeds:
+        """Returns the speeds for `bound_figures`."""
+        return LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)

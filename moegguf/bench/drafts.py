@@ -8,9 +8,9 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
-from typing import Any
 
 from moegguf.bench.turns import Row, take_turns
 from moegguf.engine.stats import Stats
@@ -96,21 +96,25 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 
 def speedup(
-    model: str, *, texts: str, prompts: int, rounds: int, **loading: Any
+    model: str,
+    *,
+    texts: str = "",
+    draft: str = "ngram",
+    expert_cache: str = "50%",
+    prompts: int = 40,
+    rounds: int = 3,
 ) -> Iterator[Row]:
     """Yields a row for each kind of text, with ratios of the time without drafts to the
     time with drafts. A row contains the median ratio, the ratio of the total times, and
     draft counters.
 
     The answer texts come from the file `texts`, so they do not depend on the model. The
-    model still evaluates every token, as for an answer of its own. `loading`: keywords
-    of `Engine`.
+    model still evaluates every token, as for an answer of its own.
     """
     chosen = read_texts(texts, prompts)
-    ratios: dict[str, list[float]] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {}
-    counted: dict[str, Stats] = {}
-    with Engine(model, 1, n_ctx=2048, **loading) as engine:
+    # {kind of text: seconds without drafts, seconds and counters with drafts}.
+    results: dict[str, list[tuple[float, float, Stats]]] = {}
+    with Engine(model, 1, n_ctx=2048, draft=draft, expert_cache=expert_cache) as engine:
         for _, prompt, text in chosen[:2]:
             answer(engine, prompt, text, with_drafts=True)
         for kind, prompt, text in chosen:
@@ -121,20 +125,19 @@ def speedup(
                 },
                 rounds,
             )
-            for (without_s, _), (with_s, stats) in zip(
-                turns[False], turns[True], strict=True
-            ):
-                ratios.setdefault(kind, []).append(without_s / with_s)
-                seconds.setdefault(kind, []).append((without_s, with_s))
-                counted[kind] = counted[kind] + stats if kind in counted else stats
-    for kind, found in ratios.items():
-        without_s, with_s = (sum(each) for each in zip(*seconds[kind], strict=True))
+            for (without_s, _), drafted in zip(turns[False], turns[True], strict=True):
+                results.setdefault(kind, []).append((without_s, *drafted))
+    for kind, found in results.items():
+        without, drafting, counted = zip(*found, strict=True)
+        stats = reduce(add, counted)
         yield {
             "text": kind,
-            "median ratio": statistics.median(found),
-            "ratio of all the time": without_s / with_s,
+            "median ratio": statistics.median(
+                without_s / with_s for without_s, with_s, _ in found
+            ),
+            "ratio of all the time": sum(without) / sum(drafting),
             "turns": len(found),
-            "drafted tokens": counted[kind].drafted_tokens,
-            "accepted tokens": counted[kind].accepted_tokens,
-            "passes with drafts": counted[kind].draft_passes,
+            "drafted tokens": stats.drafted_tokens,
+            "accepted tokens": stats.accepted_tokens,
+            "passes with drafts": stats.draft_passes,
         }

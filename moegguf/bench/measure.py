@@ -26,9 +26,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from moegguf.bench.bound import Bounds, Held
+from moegguf.bench.bound import Bounds, Held, bound_figures
 from moegguf.bench.memory_limit import die_with_parent
-from moegguf.bench.rows import FIGURES, imitated_routing
+from moegguf.bench.rows import imitated_routing, store_figures
 from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
@@ -53,12 +53,10 @@ from moegguf.quantities import human_number, parse_link
 from moegguf.text import decode_text
 
 
-def describe_build(
-    bindings: ModuleType, patched: str = f"moegguf-{__version__}+"
-) -> dict[str, Any]:
+def describe_build(patched: str) -> dict[str, Any]:
     """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and
     backends. build_commit is `patched` followed by "llama-cpp-python-" and the version
-    of `bindings`. `patched` is "" for a library without patches."""
+    of the bindings. `patched` is "" for a library without patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
@@ -67,10 +65,11 @@ def describe_build(
             device.description for device in devices if device.kind in kinds
         )
 
+    version = library.llama_cpp().__version__
     return {
         # ggml_commit() is not used: it names the commit of the git repository around
         # the build folder, which may be unrelated to llama.cpp.
-        "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
+        "build_commit": f"{patched}llama-cpp-python-{version}",
         "build_number": 0,
         "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
         "gpu_info": by_kind("GPU", "integrated GPU"),
@@ -78,14 +77,14 @@ def describe_build(
     }
 
 
-def _simulation() -> ModuleType:
+def simulated_links() -> ModuleType:
     """Returns the module moegguf.testing.link_device. Raises LibraryError if the module
     is missing, as in an installed wheel."""
     try:
         from moegguf.testing import link_device
     except ImportError as error:
         raise LibraryError(
-            "--simulate-link needs moegguf's test equipment, which an installed wheel does not include; clone moegguf's"
+            "a simulated link needs moegguf's test equipment, which an installed wheel does not include; clone its"
             " repository, run `make` in it, and use its .venv/bin/moegguf."
         ) from error
     return link_device
@@ -105,7 +104,9 @@ def load(spec: Spec) -> Llama:
     )
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
-    device = _simulation().link_device(link, spec.simulate_threads) if link else None
+    device = (
+        simulated_links().link_device(link, spec.simulate_threads) if link else None
+    )
     n_ctx = pad_context(max(test.n_tokens for test in spec.tests))
     return Llama(
         spec.model,
@@ -161,8 +162,8 @@ class Feed:
         wrapping around at its end, or random tokens if there is no text. If the model
         adds a BOS token, this token replaces the first one."""
         if self._text:
-            start = repetition * n % len(self._text)
-            tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
+            start = repetition * n
+            tokens = np.take(self._text, range(start, start + n), mode="wrap").tolist()
         else:
             tokens = (
                 np.random.default_rng([self._seed, n, repetition])
@@ -366,21 +367,20 @@ def run_test(
             speed, before = probe(), speed
             link = (before + speed) / 2
             links.append(link)
-            figures.append(
-                {
-                    name: figure.of(sample.stats, link)
-                    for name, figure in FIGURES.items()
-                }
-            )
+            figures.append(store_figures(sample.stats, link))
     if bounds is not None:
         for repetition, sample in enumerate(samples):
             tokens = tokens_of(test, repetition)
             sequences = begin(llama, test, tokens)
             routing = bounds.record(partial(measure, sequences, test, tokens, greedy))
             least = bounds.least_bytes(routing, held[repetition])
-            taken_s = sample.total_ns / 1e9
-            figures[repetition] |= bounds.figures(
-                least, links[repetition], test.n_measured, taken_s, sample.stats
+            stats = sample.stats
+            figures[repetition] |= bound_figures(
+                least,
+                bounds.speeds(links[repetition]),
+                test.n_measured,
+                sample.total_ns / 1e9,
+                stats.stall_s + stats.hook_s,
             )
     return {
         **asdict(test),
@@ -426,7 +426,7 @@ def run(spec: Spec) -> dict[str, Any]:
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
         if spec.simulate_link:
-            copied = _simulation().memory_copy_bytes_per_s()
+            copied = simulated_links().memory_copy_bytes_per_s()
             if parse_link(spec.simulate_link).bytes_per_s > copied:
                 warned.append(
                     f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s"
@@ -435,7 +435,7 @@ def run(spec: Spec) -> dict[str, Any]:
         placed = plan.placement and plan.placement.chosen
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
-            **describe_build(library.llama_cpp(), patched),
+            **describe_build(patched),
             # llama.cpp's description contains "?B" if llama.cpp does not know the
             # model's size
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
@@ -459,8 +459,8 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def open_result() -> TextIO:
     """Returns a file that writes to this process's original stdout, for the result.
-    Stdout then goes to stderr, so that library output does not mix with the result. On
-    Linux, the kernel also kills this process when its parent exits."""
+    Stdout then goes to stderr, so that library output does not mix with the result. The
+    kernel also kills this process when its parent exits."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

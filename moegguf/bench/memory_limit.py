@@ -154,9 +154,8 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
 
 def die_with_parent() -> None:
     """Makes the kernel kill this process when its parent exits, even if the parent was
-    killed by SIGKILL. Works on Linux only."""
-    with contextlib.suppress(AttributeError, OSError):
-        c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
+    killed by SIGKILL."""
+    c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
 
 @contextlib.contextmanager
@@ -175,21 +174,16 @@ def memory_limit(
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
     """Drops the pages of these files from the page cache. Returns the number of bytes
-    that remain cached, usually because a process maps them.
-
-    On systems without posix_fadvise (macOS, Windows), drops nothing and returns 0. A
-    file whose cached pages cannot be counted adds 0 to the result.
-    """
+    that remain cached, usually because a process maps them. A file whose cached pages
+    cannot be counted adds 0 to the result."""
     kept = 0
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
-            if hasattr(os, "posix_fadvise"):
-                # Dirty pages (not yet written to the disk) would stay in the page
-                # cache.
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                kept += cached_bytes(fd)
+            # Dirty pages (not yet written to the disk) would stay in the page cache.
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            kept += cached_bytes(fd)
         finally:
             os.close(fd)
     return kept
@@ -201,22 +195,15 @@ def cached_bytes(fd: int) -> int:
     stat = os.fstat(fd)
     # mincore() reports all pages as cached to a user who neither owns the file nor may
     # write to it. Only the answers to root and to the owner are used.
-    if stat.st_size == 0 or (
-        hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)
-    ):
+    if stat.st_size == 0 or os.geteuid() not in (0, stat.st_uid):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:
         file = np.frombuffer(memory, np.uint8)
         pages = np.zeros(-(-file.size // mmap.PAGESIZE), np.uint8)
-        try:
-            mincore = c.CDLL(None).mincore
-            failed = mincore(
-                c.c_void_p(file.ctypes.data),
-                c.c_size_t(file.size),
-                c.c_void_p(pages.ctypes.data),
-            )
-        except (AttributeError, OSError):
-            return 0
-        finally:
-            del file  # the mapping cannot be closed while `file` uses it
+        failed = c.CDLL(None).mincore(
+            c.c_void_p(file.ctypes.data),
+            c.c_size_t(file.size),
+            c.c_void_p(pages.ctypes.data),
+        )
+        del file  # the mapping cannot be closed while `file` uses it
     return 0 if failed else min(stat.st_size, int((pages & 1).sum()) * mmap.PAGESIZE)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from moegguf.bench.measure import simulated_links
 from moegguf.bench.turns import Row
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions, native_policies
 from moegguf.quantities import parse_link
-from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
@@ -96,7 +96,13 @@ class Evictions:
 
 
 def evictions(
-    _: str, *, slots: int, layers: int, experts: int, used: int, events: int
+    _: str,
+    *,
+    slots: int = 10_000,
+    layers: int = 64,
+    experts: int = 256,
+    used: int = 8,
+    events: int = 4000,
 ) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
@@ -196,14 +202,17 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
     return time.perf_counter() - start_s
 
 
-def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
+def link_times(
+    _: str, *, link: str = "2GB/s,35us", repetitions: int = 100
+) -> Iterator[Row]:
     """Measures copies over a simulated link. Yields a row for one copy of each size,
     then for two copies at the same time. A row also contains the time predicted by the
     formula latency + bytes of all copies / bandwidth, and the GB/s at which one thread
     copies within this machine's memory."""
     described = parse_link(link)
-    device = link_device(described)
-    memory = memory_copy_bytes_per_s() / 1e9
+    simulated = simulated_links()
+    device = simulated.link_device(described)
+    memory = simulated.memory_copy_bytes_per_s() / 1e9
     for n_at_once in (1, 2):
         for n_bytes in COPY_BYTES:
             copies = device_copies(device, n_bytes, n_at_once)

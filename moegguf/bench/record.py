@@ -3,6 +3,7 @@ file."""
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from moegguf.engine.stats import Stats
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.native import library
+from moegguf.settings import read_load_keywords
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
@@ -47,7 +49,7 @@ def record(
     prompts: Sequence[Prompt],
     out: str | os.PathLike[str],
     options: RecordOptions,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, share: None,
     **llama: Any,
 ) -> Stats:
     """Writes the trace `out`. Returns the counters of the run. If the recording is
@@ -55,12 +57,15 @@ def record(
 
     Each prompt is a new request. If a prompt has a completion, the completion's tokens
     are evaluated one by one (teacher forcing) and no text is generated. Text too long
-    for the context is cut, with a warning. flash_attn is None by default, as in
-    `moegguf run`, so that the recorded routing is the same as that command's. Raises
-    the same errors as `Llama`, and OptionError if the model has no experts.
+    for the context is cut, with a warning. flash_attn is by default what the
+    environment sets for commands, as in `moegguf run`, so that the recorded routing is
+    the same as that command's. llama.cpp's log is hidden. Raises the same errors as
+    `Llama`, and OptionError if the model has no experts.
     """
-    llama = {"flash_attn": None} | llama
-    progress = progress or (lambda what, share: None)
+    # The bindings print only what this logger's level allows.
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+    flash_attn = read_load_keywords(commands=True).get("flash_attn")
+    llama = {"flash_attn": flash_attn, "verbose": False} | llama
     loading = partial(progress, "loading the model")
     n_cut = 0
     try:

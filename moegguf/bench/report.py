@@ -36,31 +36,15 @@ def report(
     tests = list(dict.fromkeys(row["test"] for row in rows))
     by_key = {(row["test"], row["system"]): row for row in rows}
     for test in tests:
-        title = _title(by_key[test, systems[0]])
-        lines.append(
-            (f"{title}, t/s", *(_speed(by_key[test, name]) for name in systems))
-        )
+        of_systems = [by_key[test, name] for name in systems]
+        title = _title(of_systems[0])
+        lines.append((f"{title}, t/s", *map(_speed, of_systems)))
         if any("bound_by" in row for row in rows):
-            lines.append(
-                (
-                    f"{title}, t/s at most",
-                    *(_bound(by_key[test, name]) for name in systems),
-                )
-            )
+            lines.append((f"{title}, t/s at most", *map(_bound, of_systems)))
     of_systems = [by_key[tests[-1], name] for name in systems]
-    lines.append(("hit rate of the last test", *(_share(row) for row in of_systems)))
-    lines.append(
-        ("peak memory", *(_bytes(row, "peak_rss_bytes") for row in of_systems))
-    )
-    lines.append(
-        (
-            "load",
-            *(
-                f"{row['load_s']:.1f} s" if "load_s" in row else "-"
-                for row in of_systems
-            ),
-        )
-    )
+    lines.append(("hit rate of the last test", *map(_share, of_systems)))
+    lines.append(("peak memory", *map(_peak, of_systems)))
+    lines.append(("load", *map(_load, of_systems)))
     facts = [f"- {name}: {text}" for name, text in _facts(rows, layout, doctor)]
     table = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join(
@@ -151,5 +135,9 @@ def _share(row: Row) -> str:
     return f"{row['hit_rate']:.0%}" if "hit_rate" in row else "-"
 
 
-def _bytes(row: Row, name: str) -> str:
-    return format_bytes(row[name]) if row.get(name) else "-"
+def _peak(row: Row) -> str:
+    return format_bytes(row["peak_rss_bytes"]) if row.get("peak_rss_bytes") else "-"
+
+
+def _load(row: Row) -> str:
+    return f"{row['load_s']:.1f} s" if "load_s" in row else "-"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from statistics import mean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from moegguf.bench import bound
 from moegguf.bench.series import (
@@ -62,59 +62,44 @@ _ALWAYS = {
 }  # fmt: skip
 
 
-class Figure(NamedTuple):
-    """One figure about the store, and its column in the table. The value in a row is
-    the median over the repetitions of all rounds."""
+def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
+    """Returns the figures about the store in one repetition, from its counters and the
+    file's read speed. The value in a row is the median over the repetitions of all
+    rounds."""
+    bound_share = stats.link_bound_share(link_bytes_per_s) if link_bytes_per_s else 0.0
+    n_tokens = max(1, stats.tokens)
+    return {
+        "hit_rate": stats.hit_rate,
+        "mb_per_token": stats.bytes_per_token / 1e6,
+        "stall_ms_per_token": stats.stall_per_token_s * 1e3,
+        "hook_ms_per_token": stats.hook_per_token_s * 1e3,
+        "compute_ms_per_token": (stats.eval_s - stats.stall_s) / n_tokens * 1e3,
+        "link_gb_per_s": link_bytes_per_s / 1e9,
+        "link_bound_pct": bound_share * 100,
+        "evictions": stats.evictions,
+        "staged_mb_per_token": stats.bytes_staged / n_tokens / 1e6,
+        "copies_overlapped_pct": stats.staging_overlap * 100,
+        "draft_acceptance": stats.draft_acceptance,
+        "tokens_per_draft_pass": stats.tokens_per_draft_pass,
+        "mb_per_accepted_token": stats.bytes_per_accepted_token / 1e6,
+    }
 
-    # Computes the figure from a repetition's counters and the file's read speed in
-    # bytes/s
-    of: Callable[[Stats, float], float]
-    title: str = ""  # title of the figure's column in the table; "": no column
-    factor: float = 1  # the table shows the value times this factor
-    digits: int = 2  # decimal places in the table
 
-
-FIGURES = {
-    "hit_rate": Figure(lambda stats, _: stats.hit_rate, "hit %", 100, 1),
-    "mb_per_token": Figure(lambda stats, _: stats.bytes_per_token / 1e6, "MB/token"),
-    "stall_ms_per_token": Figure(
-        lambda stats, _: stats.stall_per_token_s * 1e3, "stall ms"
-    ),
-    "hook_ms_per_token": Figure(
-        lambda stats, _: stats.hook_per_token_s * 1e3, "hook ms", 1, 3
-    ),
-    "compute_ms_per_token": Figure(
-        lambda stats, _: (stats.eval_s - stats.stall_s) / max(1, stats.tokens) * 1e3
-    ),
-    "link_gb_per_s": Figure(lambda _, link: link / 1e9),
-    "link_bound_pct": Figure(
-        lambda stats, link: stats.link_bound_share(link) * 100 if link else 0.0,
-        "link %",
-        1,
-        1,
-    ),
-    "evictions": Figure(lambda stats, _: stats.evictions),
-    "staged_mb_per_token": Figure(
-        lambda stats, _: stats.bytes_staged / max(1, stats.tokens) / 1e6
-    ),
-    "copies_overlapped_pct": Figure(lambda stats, _: stats.staging_overlap * 100),
-    "draft_acceptance": Figure(
-        lambda stats, _: stats.draft_acceptance, "accepted %", 100, 1
-    ),
-    "tokens_per_draft_pass": Figure(
-        lambda stats, _: stats.tokens_per_draft_pass, "tokens/pass"
-    ),
-    "mb_per_accepted_token": Figure(
-        lambda stats, _: stats.bytes_per_accepted_token / 1e6, "MB/accepted"
-    ),
-}
+# {figure: the title of its column, the factor by which the column multiplies the
+# figure, and the number of decimal places}
+FIGURE_COLUMNS = {
+    "hit_rate": ("hit %", 100, 1), "mb_per_token": ("MB/token", 1, 2), "stall_ms_per_token": ("stall ms", 1, 2),
+    "hook_ms_per_token": ("hook ms", 1, 3), "link_bound_pct": ("link %", 1, 1),
+    "draft_acceptance": ("accepted %", 100, 1), "tokens_per_draft_pass": ("tokens/pass", 1, 2),
+    "mb_per_accepted_token": ("MB/accepted", 1, 2),
+}  # fmt: skip
 OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token")
 
 OWN_FIELDS = (
     "system", "note", "policy", "predictor", "prefetch", *BUDGETS.values(), "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing", "n_parallel",
     "rounds",
-    "median_ts", *FIGURES, *bound.FIGURES, "bound_by",
+    "median_ts", *store_figures(Stats(), 0.0), *bound.FIGURES, "bound_by",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
@@ -237,9 +222,7 @@ def _error(outcomes: Sequence[Outcome]) -> str:
 
 def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
     """Returns a system's speed and store figures in one test, over all rounds."""
-    tests = [
-        outcome.result["tests"][index] for outcome in outcomes if not outcome.error
-    ]
+    tests = list(_tests(outcomes, index).values())
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
     row: Row = {"samples_ns": ns, "samples_ts": ts}
@@ -322,15 +305,14 @@ def _texts(row: Row) -> list[str]:
         f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "")
         for name, found in row["against"].items()
     )
-    values = [row.get(name, "") for name in _NAMES[:-1]]
-    values = [int(value) if isinstance(value, bool) else value for value in values]
-    return [
-        *(
-            f"{value:.6f}" if isinstance(value, float) else str(value)
-            for value in values
-        ),
-        ";".join(ratios),
-    ]
+    return [*(_text(row.get(name, ""), 6) for name in _NAMES[:-1]), ";".join(ratios)]
+
+
+def _text(value: object, digits: int = 3) -> str:
+    """Returns a value as text: a float with `digits` decimal places, and True as 1."""
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _as_csv(rows: Sequence[Row]) -> str:
@@ -365,8 +347,8 @@ def _as_sql(rows: Sequence[Row]) -> str:
 
 
 def _object(row: Row) -> Row:
-    named = {name: row.get(name) for name in (*FIELDS, *OWN_FIELDS)}
-    return named | {name: row[name] for name in ("samples_ns", "samples_ts", "against")}
+    names = (*FIELDS, *OWN_FIELDS, "samples_ns", "samples_ts", "against")
+    return {name: row.get(name) for name in names}
 
 
 Column = tuple[str, int, Callable[[Row], str]]
@@ -381,16 +363,12 @@ _UNUSUAL = {
 }  # fmt: skip
 
 
-def _plain(name: str, width: int, title: str) -> Column:
-    return (
-        title,
-        width,
-        lambda row: str(int(row[name]) if isinstance(row[name], bool) else row[name]),
-    )
+def _plain(name: str, width: int, title: str = "") -> Column:
+    return title or name, width, lambda row: _text(row[name])
 
 
 def _figure(
-    title: str, name: str, factor: float, digits: int, width: int = 8
+    title: str, name: str, width: int = 8, factor: float = 1, digits: int = 2
 ) -> Column:
     return (
         title,
@@ -417,17 +395,9 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 def as_table(rows: Sequence[Row]) -> str:
     """Returns a text table with a column for each key. There must be at least one row,
     and all rows must have the same keys."""
-
-    def text(value: object) -> str:
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
-
     columns = [
-        (
-            name,
-            -1 if isinstance(rows[0][name], str) else 1,
-            lambda row, name=name: text(row[name]),
-        )
-        for name in rows[0]
+        _plain(name, -1 if isinstance(value, str) else 1)
+        for name, value in rows[0].items()
     ]
     return "\n".join(_table(columns, rows)) + "\n"
 
@@ -463,15 +433,15 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
     if len({row["repack"] for row in rows}) > 1 or not rows[0]["repack"]:
         columns.append(_plain("repack", 3, "rpk"))
     columns += [
-        _plain("system", -8, "system"),
+        _plain("system", -8),
         _plain("expert_cache", 6, "cache"),
-        _plain("test", 15, "test"),
+        _plain("test", 15),
     ]
-    columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
+    columns += [("t/s", 20, speed), _figure("median", "median_ts")]
     left_out = () if any(row.get("draft") for row in rows) else OF_DRAFTS
-    for name, figure in FIGURES.items():
-        if figure.title and name not in left_out and any(name in row for row in rows):
-            columns.append(_figure(figure.title, name, figure.factor, figure.digits))
+    for name, (title, factor, digits) in FIGURE_COLUMNS.items():
+        if name not in left_out and any(name in row for row in rows):
+            columns.append(_figure(title, name, 8, factor, digits))
     return _table(columns, rows)
 
 
@@ -491,11 +461,11 @@ def _process_table(rows: Sequence[Row]) -> list[str]:
     }
     mib = 1 / (1 << 20)
     columns: list[Column] = [
-        _plain("system", -7, "system"),
+        _plain("system", -7),
         _plain("expert_cache", 6, "cache"),
-        _figure("load s", "load_s", 1, 2),
-        _figure("peak MiB", "peak_rss_bytes", mib, 0),
-        _figure("cgroup peak", "cgroup_peak_bytes", mib, 0, 11),
+        _figure("load s", "load_s"),
+        _figure("peak MiB", "peak_rss_bytes", 8, mib, 0),
+        _figure("cgroup peak", "cgroup_peak_bytes", 11, mib, 0),
         (
             "experts MiB",
             11,
@@ -522,8 +492,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         for name, found in row["against"].items()
     ]
     columns: list[Column] = [
-        _plain("test", 10, "test"),
-        _plain("cache", 6, "cache"),
+        _plain("test", 10),
+        _plain("cache", 6),
         _plain("other", -15, f"{compared} against"),
         ("ratio", 8, lambda pair: f"{pair['ratio']:.3f}x" if "ratio" in pair else ""),
         (
@@ -570,13 +540,13 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
         )
 
     columns: list[Column] = [
-        _plain("test", 1, "test"),
+        _plain("test", 1),
         ("system" if named else "cache", 1, system),
-        _figure("t/s", "median_ts", 1, 2, 1),
-        _figure("bound", "bound_ts", 1, 2, 1),
+        _figure("t/s", "median_ts", 1),
+        _figure("bound", "bound_ts", 1),
         ("reached", 1, lambda row: f"{row['bound_reached_pct']:.0f} %"),
-        _figure("read", "bound_read_ms_per_token", 1, 3, 1),
-        _figure("compute", "bound_compute_ms_per_token", 1, 3, 1),
+        _figure("read", "bound_read_ms_per_token", 1, digits=3),
+        _figure("compute", "bound_compute_ms_per_token", 1, digits=3),
     ]
     lines = [
         "bound: the most tokens/s that this file, budget and link allow",
@@ -584,10 +554,10 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
         "compute: ms a token without waiting for experts",
     ]
     if any(row["bound_copy_ms_per_token"] for row in bounded):
-        columns.append(_figure("copy", "bound_copy_ms_per_token", 1, 3, 1))
+        columns.append(_figure("copy", "bound_copy_ms_per_token", 1, digits=3))
         lines.append("copy: ms a token for the fewest bytes that the device lacks")
     if any(row["bound_weights_ms_per_token"] for row in bounded):
-        columns.append(_figure("weights", "bound_weights_ms_per_token", 1, 3, 1))
+        columns.append(_figure("weights", "bound_weights_ms_per_token", 1, digits=3))
         lines.append(
             f"weights: ms a token for reading them from memory, at {_gb_per_s(bounded, 'bound_memory')}"
         )

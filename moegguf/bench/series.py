@@ -301,13 +301,15 @@ def compared_system(
             name, replace(base, strategy=name, store=store, loading=loading)
         )
     if name in VARIANTS:
-        changed = {"store": {}, "loading": {}, "draft": base.draft} | VARIANTS[name]
-        store, loading = (
-            base.store | changed["store"],
-            base.loading | changed["loading"],
-        )
+        changed = VARIANTS[name]
         return BenchedSystem(
-            name, replace(base, store=store, loading=loading, draft=changed["draft"])
+            name,
+            replace(
+                base,
+                store=base.store | changed.get("store", {}),
+                loading=base.loading | changed.get("loading", {}),
+                draft=changed.get("draft", base.draft),
+            ),
         )
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", "plain", "repacked"):

@@ -102,10 +102,8 @@ class Server:
         """Kills the server and its child processes, unless the server has exited."""
         if self._process.poll() is not None:
             return
-        processes = [
-            psutil.Process(self._process.pid),
-            *psutil.Process(self._process.pid).children(recursive=True),
-        ]
+        server = psutil.Process(self._process.pid)
+        processes = [server, *server.children(recursive=True)]
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)
@@ -165,7 +163,7 @@ def over_http(server: Server) -> Iterator[str]:
         yield json.loads(line)["message"]["content"]
 
 
-def overhead(model: str, *, rounds: int) -> Iterator[Row]:
+def overhead(model: str, *, rounds: int = 30) -> Iterator[Row]:
     """Yields a row for each of three ways to get an answer: from an Engine, from
     `create_chat_completion`, and over HTTP.
 
@@ -256,7 +254,7 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
     return figures, [list(pair) for pair in logprobs]
 
 
-def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
+def resume(model: str, *, tokens: int = 16_000, folder: str = "") -> Iterator[Row]:
     """Yields a row about the first token of an answer in each of five cases.
 
     In the first case the whole prompt is evaluated. In the next three its context is

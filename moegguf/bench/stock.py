@@ -76,6 +76,6 @@ def _build(pin: dict[str, str], arguments: str, folder: Path) -> None:
         if done.returncode != 0:
             last = "\n".join(done.stdout.decode(errors="replace").splitlines()[-5:])
             raise LibraryError(
-                f"llama.cpp without patches cannot be built; pip says:\n{last}"
+                f"llama.cpp without patches cannot be built; correct the fault that pip reports, and retry:\n{last}"
             )
         Path(scratch, "package/llama_cpp/lib").rename(folder)

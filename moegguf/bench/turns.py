@@ -42,7 +42,7 @@ Row = dict[str, Any]
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
-SPIN = "while True: pass"
+SPIN = [sys.executable, "-c", "while True: pass"]
 BURSTS = """
 import time
 while True:
@@ -53,11 +53,11 @@ while True:
 """
 LOADS: dict[str, list[list[str]]] = {
     "quiet": [],
-    "busy": [[sys.executable, "-c", SPIN]],
-    "pinned": [["taskset", "-c", "LAST", sys.executable, "-c", SPIN]],
-    "two": [[sys.executable, "-c", SPIN], [sys.executable, "-c", SPIN]],
+    "busy": [SPIN],
+    "pinned": [["taskset", "-c", "LAST", *SPIN]],
+    "two": [SPIN, SPIN],
     "bursts": [[sys.executable, "-c", BURSTS]],
-    "niced": [["nice", "-n", "19", sys.executable, "-c", SPIN]],
+    "niced": [["nice", "-n", "19", *SPIN]],
     # No extra process; two processes of the same system decode at the same time.
     "pair": [],
 }
@@ -105,7 +105,7 @@ class Side:
         figures: dict[str, Any] = (
             json.loads(line)
             if line
-            else {"error": "a process with a loaded model has ended."}
+            else {"error": "a measuring process exited; see its messages, and retry."}
         )
         if "error" in figures:
             raise MoeggufError(figures["error"])
@@ -178,7 +178,13 @@ def take_turns(
 
 
 def against_stock(
-    model: str, *, prompt: int, tokens: int, depth: int, rounds: int, kernels: str
+    model: str,
+    *,
+    prompt: int = 0,
+    tokens: int = 24,
+    depth: int = 0,
+    rounds: int = 24,
+    kernels: str = "",
 ) -> Iterator[Row]:
     """Yields a row for each system: its tokens per second, and its speed relative to
     stock in neighbouring turns (median and quartiles).
@@ -194,17 +200,18 @@ def against_stock(
     stock = Spec(model, (test,), system="stock", n_threads=os.cpu_count() or 1)
     library = stock_library(lambda text: print(text, file=sys.stderr))
     turn = Turn(depth, prompt, 0 if prompt else tokens)
+    sides = {
+        f"moegguf, {name}": (own, environment_of(own) | {"MOEGGUF_KERNELS": name})
+        for name in kernels.split(",")
+        if name
+    }
+    sides["moegguf"] = own, environment_of(own)
+    sides["stock"] = stock, environment_of(stock, library)
     with ExitStack() as stack:
-        opened = {}
-        for name in (*filter(None, kernels.split(",")), ""):
-            label = f"moegguf, {name}" if name else "moegguf"
-            chosen = {"MOEGGUF_KERNELS": name} if name else {}
-            opened[label] = stack.enter_context(
-                closing(Side(own, environment_of(own) | chosen))
-            )
-        opened["stock"] = stack.enter_context(
-            closing(Side(stock, environment_of(stock, library)))
-        )
+        opened = {
+            name: stack.enter_context(closing(Side(*side)))
+            for name, side in sides.items()
+        }
 
         def seconds_of(side: Side) -> float:
             side.start(turn)
@@ -249,13 +256,18 @@ def busy_processes(load_name: str) -> Iterator[None]:
 
 
 def beside_load(
-    model: str, *, seconds: float, rounds: int, loads: str, systems: str, **loading: str
+    model: str,
+    *,
+    expert_cache: str = "100%",
+    seconds: float = 2.0,
+    rounds: int = 3,
+    loads: str = "quiet,busy,pinned",
+    systems: str = "2,auto,1,llama.cpp",
 ) -> Iterator[Row]:
     """Yields a row for each system under each load, with median speeds. "share" is the
     decoding speed divided by the decoding speed in the first row. `systems` is a
     comma-separated list: thread counts for moegguf, "auto" (the count follows the load)
-    and "llama.cpp" (one thread for each processor). `loading`: other keywords of
-    `Llama`."""
+    and "llama.cpp" (one thread for each processor)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():
@@ -278,7 +290,7 @@ def beside_load(
                 model,
                 (Test(PROMPT_TOKENS, CONTEXT_TOKENS - PROMPT_TOKENS),),
                 system="mmap" if system == "llama.cpp" else "moegguf",
-                loading=loading,
+                loading={BUDGETS["RAM"]: expert_cache},
                 n_threads=int(system) if system.isdigit() else 0,
             )
             for copy in range(2 if "pair" in names else 1):

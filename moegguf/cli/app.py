@@ -7,19 +7,32 @@ so that `--help` is fast.
 from __future__ import annotations
 
 import functools
-import sys
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from moegguf.cli import model_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
 from moegguf.cli.launch import launch
 from moegguf.cli.learn import learn
-from moegguf.cli.model_commands import contexts
-from moegguf.cli.options import Command
+from moegguf.cli.model_commands import (
+    budget,
+    contexts,
+    copy,
+    create,
+    doctor,
+    estimate,
+    library,
+    list_models,
+    ps,
+    pull,
+    push,
+    remove,
+    show,
+    stop,
+)
+from moegguf.cli.options import Command, argument
 from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import ServeCommand, serve
 from moegguf.cli.top import top
@@ -32,7 +45,6 @@ VERSION_TIMEOUT_S = 2.0
 
 app = typer.Typer(
     name="moegguf",
-    help="Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory.",
     rich_markup_mode=None,  # --help takes a third less time without rich
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -82,9 +94,7 @@ def root(
 def print_help(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="COMMAND", help="A command such as `run` or `trace simulate`."
-        ),
+        argument("COMMAND", "A command such as `run` or `trace simulate`."),
     ] = None,
 ) -> None:
     """Print the help of moegguf, or of a command."""
@@ -97,23 +107,21 @@ command(short_help="Answer a file of requests.")(batch)
 command(cls=ServeCommand, short_help="Serve models over HTTP, with a web page.")(serve)
 command("start", cls=ServeCommand, hidden=True)(serve)
 command(short_help="Start a coding agent with a model.")(launch)
-command(short_help="Fetch a model.")(model_commands.pull)
-command("list")(model_commands.list_models)
-command(short_help="List well-known models, and their speed here.")(
-    model_commands.library
-)
-command("ls", hidden=True)(model_commands.list_models)
-command()(model_commands.show)
-command("rm", short_help="Remove models.")(model_commands.remove)
-command("cp")(model_commands.copy)
-command(short_help="Create a model from a Modelfile.")(model_commands.create)
-command(hidden=True)(model_commands.push)
-command(short_help="List the models that a server has loaded.")(model_commands.ps)
-command()(model_commands.stop)
-command(short_help="Show or change a loaded model's memory.")(model_commands.budget)
+command(short_help="Fetch a model.")(pull)
+command("list")(list_models)
+command(short_help="List well-known models, and their speed here.")(library)
+command("ls", hidden=True)(list_models)
+command()(show)
+command("rm", short_help="Remove models.")(remove)
+command("cp")(copy)
+command(short_help="Create a model from a Modelfile.")(create)
+command(hidden=True)(push)
+command(short_help="List the models that a server has loaded.")(ps)
+command()(stop)
+command(short_help="Show or change a loaded model's memory.")(budget)
 command(short_help="Watch the experts of loaded models.")(top)
-command(short_help="Estimate a model's memory and speed.")(model_commands.estimate)
-command(short_help="Print what a bug report needs.")(model_commands.doctor)
+command(short_help="Estimate a model's memory and speed.")(estimate)
+command(short_help="Print what a bug report needs.")(doctor)
 command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 command(short_help="Train what the papers' strategies need.")(learn)
 app.add_typer(trace, short_help="Record a model's routing, and replay it.")
@@ -127,7 +135,3 @@ def main(arguments: list[str] | None = None) -> int:
     return run_with_exit_code(
         lambda: app(arguments, prog_name="moegguf", standalone_mode=False)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

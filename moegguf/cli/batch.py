@@ -33,9 +33,16 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from moegguf.atomic_write import DESCRIPTOR, can_be_replaced
-from moegguf.cli.options import OFTEN, Flag, Given, flags, loading_options
+from moegguf.cli.options import (
+    Flag,
+    Given,
+    argument,
+    flags,
+    loading_options,
+    model_flag,
+)
 from moegguf.errors import BatchFileError, MoeggufError
-from moegguf.options import MAX_BATCH_PARALLEL, MODEL, OF_EVERY_LOAD
+from moegguf.options import MAX_BATCH_PARALLEL, OF_EVERY_LOAD
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner, duration
@@ -66,23 +73,23 @@ LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
 """Options of a load for which this command has flags."""
 RequestFile = Annotated[
     str,
-    typer.Argument(
-        metavar="REQUESTS",
-        help='File with one request per line: {"custom_id", "method": "POST", "url": "/v1/chat/completions",'
+    argument(
+        "REQUESTS",
+        'File with one request per line: {"custom_id", "method": "POST", "url": "/v1/chat/completions",'
         ' "body"}. - reads stdin.',
     ),
 ]
 FLAGS = (
-    Flag("output", "--output -o", "FILE", OFTEN,
-         "File for the answers, a pipe, or - for stdout.  [default: NAME.answers.jsonl beside REQUESTS; stdout if"
-         " REQUESTS is a pipe]"),
-    Flag("model", "--model -m", "MODEL", OFTEN, "Model for requests that do not name one."),
-    Flag("parallel", "--parallel", "N", OFTEN,
-         "Requests to answer at once.  [default: MOEGGUF_BATCH_PARALLEL, or 16; for models loaded here, at"
-         " least 32]",
-         None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
-    Flag("local", "--local", None, MODEL,
-         "Load models here even if a server is running. Options of loading imply --local.", False, bool),
+    Flag("--output -o", "FILE",
+        "File for the answers, a pipe, or - for stdout.  [default: NAME.answers.jsonl beside REQUESTS; stdout if"
+        " REQUESTS is a pipe]"),
+    Flag("--model -m", "MODEL", "Model for requests that do not name one."),
+    Flag("--parallel", "N",
+        "Requests to answer at once.  [default: MOEGGUF_BATCH_PARALLEL, or 16; for models loaded here, at"
+        " least 32]",
+        None, int, {"min": 1, "max": MAX_BATCH_PARALLEL}),
+    model_flag("--local", None,
+        "Load models here even if a server is running. Options of loading imply --local.", False),
 )  # fmt: skip
 
 
@@ -156,7 +163,8 @@ def _output_path(requests: str, output: str | None) -> Path | None:
     path = Path(output).expanduser() if output else source.with_suffix(ANSWERS_SUFFIX)
     if path.is_dir() or not path.parent.is_dir():
         raise typer.BadParameter(
-            f"{path} is not a file in an existing folder; create the folder, or name another file",
+            f"{path} cannot hold the answers, because it is a folder or its folder is missing; name another"
+            " file, or create its folder",
             param_hint="--output",
         )
     if (

@@ -6,15 +6,26 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Flag, Given, flags, hub_name
+from moegguf.cli.options import (
+    EXISTING_FILE,
+    Flag,
+    Given,
+    flags,
+    hub_name,
+    memory_flag,
+    model_flag,
+    output_flag,
+    research_flag,
+    sampling_flag,
+)
 from moegguf.errors import OptionError
-from moegguf.options import MEMORY, MODEL, OPTIONS, OUTPUT, RESEARCH, SAMPLING
+from moegguf.options import OPTIONS
 from moegguf.quantities import parse_size
 from moegguf.terminal.messages import print_message
 
@@ -23,89 +34,87 @@ if TYPE_CHECKING:
 
 
 FLAGS = (
-    Flag("model", "-m --model", "MODEL", OFTEN,
-         "GGUF file (of a split model, the first file) or a name. May be repeated.", []),
-    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "A model on Hugging Face, which is fetched.",
-         []),
-    Flag("n_prompt", "-p --n-prompt", "N,...", OFTEN, "Number of tokens in a prompt.", ["512"]),
-    Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Number of tokens to generate.", ["128"]),
-    Flag("pg", "-pg", "PP,TG", SAMPLING, "Test a prompt of PP tokens followed by TG generated tokens.", []),
-    Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Number of untimed tokens before the test.", ["0"]),
-    Flag("parallel", "-np --parallel", "N,...", SAMPLING, "Number of sequences that are computed together.", ["1"]),
-    Flag("repetitions", "-r --repetitions", "N", OFTEN, "Number of times that a process runs each test.", 5, int,
-         {"min": 1}),
-    Flag("text", "--text", "FILE", SAMPLING,
-         "Use the tokens of this file. The default is random tokens, whose hit rates are unrealistic.",
-         None, Path | None, {"exists": True, "dir_okay": False}),
-    Flag("greedy", "--greedy", None, SAMPLING,
-         "Generate the likeliest token instead of random tokens. Set the prompt's length with -d.", False, bool),
-    Flag("seed", "--seed", "N", SAMPLING, "Seed for the random tokens.", 0, int, {"min": 0}),
-    Flag("no_warmup", "--no-warmup", None, SAMPLING, "Do not run each test once without timing it first.", False, bool),
-    Flag("delay_s", "--delay", "SECONDS", SAMPLING, "Pause before each test.", 0, float, {"min": 0}),
-    Flag("n_batch", "-b --batch-size", "N,...", MODEL, "Number of tokens per call.", ["2048"]),
-    Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Number of tokens per pass.", ["512"]),
-    Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Data type of the K cache.", ["f16"]),
-    Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Data type of the V cache.", ["f16"]),
-    Flag("n_threads", "-t --threads", "N,...", MODEL,
-         "Number of CPU threads.  [default: all processors that this process may use, the same as auto]", []),
-    Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Number of layers on a GPU. -1: all layers.", ["-1"]),
-    Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "Fused (flash) attention.", ["auto"]),
-    Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
-         'Memory for experts: "auto", "4GiB", "50%".', ["auto"]),
-    Flag("readers", "--readers", "N", RESEARCH, "Number of threads that read experts.", 4, int, {"min": 1}),
-    Flag("no_repack", "--no-repack", None, RESEARCH, "Do not repack experts for faster kernels.", False, bool),
-    Flag("no_overlap", "--no-overlap", None, RESEARCH,
-         "Compute with an expert only after all of it has been read.", False, bool),
-    Flag("no_sweep", "--no-sweep", None, RESEARCH,
-         "Do not fetch the next layer ahead during prompts.", False, bool),
-    Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False, bool),
-    Flag("placement", "--placement", "WHERE,...", MEMORY,
-         "Contents of the GPU memory, as in `run`. Several placements alternate, as with --against.",
-         "", str),
-    Flag("draft", "--draft", "HOW,...", SAMPLING,
-         "Measure greedy answers with drafts: auto, ngram, mtp or off. Several values alternate, as with --against."
-         " Needs --greedy, and a prompt of -d tokens.", "", str),
-    Flag("simulate_link", "--simulate-link", "BANDWIDTH[,LATENCY]", RESEARCH,
-         'Put layers and slots on a simulated device behind a link of this speed, in real time: "24GB/s,35us".',
-         None, str | None),
-    Flag("simulate_threads", "--simulate-threads", "N", RESEARCH,
-         "Number of threads of the simulated device. With a smaller -t, the device is faster than the CPU. 0: as"
-         " many as the CPU has.",
-         0, int, {"min": 0, "max": 512}),
-    Flag("strategy", "--strategy", "NAME,...", RESEARCH,
-         "What decides which experts are kept and fetched, as in `moegguf run`. Several strategies alternate, as"
-         " with --against.",
-         "moegguf", str),
-    Flag("warm_start", "--warm-start/--no-warm-start", None, MEMORY,
-         "Begin with the experts that earlier runs used most, and remember the experts that this run uses, even for"
-         " random tokens.",
-         False, bool),
-    Flag("against", "--against", "SYSTEMS", OFTEN,
-         "Systems to alternate with: llama.cpp (stock: without patches; mmap, resident: this build without the"
-         " cache; suffixes -plain and -repacked set the layout of weights), another strategy, or the first system"
-         " without one feature. An unknown name lists all of them.", []),
-    Flag("rounds", "--rounds", "N", RESEARCH, "Number of rounds. 3 by default with --against, otherwise 1.",
-         None, int | None, {"min": 1}),
-    Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
-         None, str | None),
-    Flag("require_limit", "--require-limit", None, MEMORY, "Fail if no such cgroup can be created.", False, bool),
-    Flag("keep_page_cache", "--keep-page-cache", None, MEMORY,
-         "Do not drop the file from the page cache before each run.", False, bool),
-    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: md, json, jsonl, csv or sql.", "md", str),
-    Flag("report", "--report", None, OFTEN,
-         "Print one block to paste into a report: machine, drive, model, and speeds and memory with and without"
-         " moegguf (needs -o md).",
-         False, bool),
-    Flag("bound", "--bound", None, OFTEN,
-         "Also print the highest speed that file, budget and link allow, and the share of it that was reached. Takes"
-         " twice as long.",
-         False, bool),
-    Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
-    Flag("preset", "--preset", "NAME", RESEARCH,
-         "Run another measurement: turns (short turns with llama.cpp), busy (beside busy processes), drafts, server"
-         " (its overhead), resume (first tokens of known prompts), eviction or link (these parts alone)."),
-    Flag("settings", "--set", "NAME=VALUE", RESEARCH, "A setting of the preset. An unknown name lists all of them.",
-         []),
+    Flag("--model -m", "MODEL",
+        "GGUF file (of a split model, the first file) or a name. May be repeated.", []),
+    model_flag("--hf-repo -hf", "USER/REPOSITORY[:QUANT]", "A model on Hugging Face, which is fetched.",
+        []),
+    Flag("--n-prompt -p", "N,...", "Number of tokens in a prompt.", ["512"]),
+    Flag("--n-gen -n", "N,...", "Number of tokens to generate.", ["128"]),
+    sampling_flag("-pg", "PP,TG", "Test a prompt of PP tokens followed by TG generated tokens.", []),
+    sampling_flag("--n-depth -d", "N,...", "Number of untimed tokens before the test.", ["0"]),
+    sampling_flag("--parallel -np", "N,...", "Number of sequences that are computed together.", ["1"]),
+    Flag("--repetitions -r", "N", "Number of times that a process runs each test.", 5, int,
+        {"min": 1}),
+    sampling_flag("--text", "FILE",
+        "Use the tokens of this file. The default is random tokens, whose hit rates are unrealistic.",
+        None, Path, EXISTING_FILE),
+    sampling_flag("--greedy", None,
+        "Generate the likeliest token instead of random tokens. Set the prompt's length with -d.", False),
+    sampling_flag("--seed", "N", "Seed for the random tokens.", 0, int, {"min": 0}),
+    sampling_flag("--no-warmup", None, "Do not run each test once without timing it first.", False),
+    sampling_flag("--delay", "SECONDS", "Pause before each test.", 0, float, {"min": 0}),
+    model_flag("--batch-size -b", "N,...", "Number of tokens per call.", ["2048"]),
+    model_flag("--ubatch-size -ub", "N,...", "Number of tokens per pass.", ["512"]),
+    memory_flag("--cache-type-k -ctk", "TYPE,...", "Data type of the K cache.", ["f16"]),
+    memory_flag("--cache-type-v -ctv", "TYPE,...", "Data type of the V cache.", ["f16"]),
+    model_flag("--threads -t", "N,...",
+        "Number of CPU threads.  [default: all processors that this process may use, the same as auto]", []),
+    model_flag("--n-gpu-layers -ngl", "N,...", "Number of layers on a GPU. -1: all layers.", ["-1"]),
+    model_flag("--flash-attn -fa", "on|off|auto", "Fused (flash) attention.", ["auto"]),
+    Flag("--expert-cache", "BUDGET,...",
+        'Memory for experts: "auto", "4GiB", "50%".', ["auto"]),
+    research_flag("--readers", "N", "Number of threads that read experts.", 4, int, {"min": 1}),
+    research_flag("--no-repack", None, "Do not repack experts for faster kernels.", False),
+    research_flag("--no-overlap", None,
+        "Compute with an expert only after all of it has been read.", False),
+    research_flag("--no-sweep", None,
+        "Do not fetch the next layer ahead during prompts.", False),
+    research_flag("--no-direct", None, "Read experts through the page cache.", False),
+    memory_flag("--placement", "WHERE,...",
+        "Contents of the GPU memory, as in `run`. Several placements alternate, as with --against.",
+        ""),
+    sampling_flag("--draft", "HOW,...",
+        "Measure greedy answers with drafts: auto, ngram, mtp or off. Several values alternate, as with --against."
+        " Needs --greedy, and a prompt of -d tokens.", ""),
+    research_flag("--simulate-link", "BANDWIDTH[,LATENCY]",
+        'Put layers and slots on a simulated device behind a link of this speed, in real time: "24GB/s,35us".'),
+    research_flag("--simulate-threads", "N",
+        "Number of threads of the simulated device. With a smaller -t, the device is faster than the CPU. 0: as"
+        " many as the CPU has.",
+        0, int, {"min": 0, "max": 512}),
+    research_flag("--strategy", "NAME,...",
+        "What decides which experts are kept and fetched, as in `moegguf run`. Several strategies alternate, as"
+        " with --against.",
+        "moegguf"),
+    memory_flag("--warm-start/--no-warm-start", None,
+        "Begin with the experts that earlier runs used most, and remember the experts that this run uses, even for"
+        " random tokens.",
+        False),
+    Flag("--against", "SYSTEMS",
+        "Systems to alternate with: llama.cpp (stock: without patches; mmap, resident: this build without the"
+        " cache; suffixes -plain and -repacked set the layout of weights), another strategy, or the first system"
+        " without one feature. An unknown name lists all of them.", []),
+    research_flag("--rounds", "N", "Number of rounds. 3 by default with --against, otherwise 1.",
+        None, int, {"min": 1}),
+    memory_flag("--memory-limit", "SIZE", "Run each system in a memory cgroup of this size."),
+    memory_flag("--require-limit", None, "Fail if no such cgroup can be created.", False),
+    memory_flag("--keep-page-cache", None,
+        "Do not drop the file from the page cache before each run.", False),
+    Flag("--output -o", "FORMAT", "Output format: md, json, jsonl, csv or sql.", "md"),
+    Flag("--report", None,
+        "Print one block to paste into a report: machine, drive, model, and speeds and memory with and without"
+        " moegguf (needs -o md).",
+        False),
+    Flag("--bound", None,
+        "Also print the highest speed that file, budget and link allow, and the share of it that was reached. Takes"
+        " twice as long.",
+        False),
+    output_flag("--verbose -v", None, "Show llama.cpp's own messages.", False),
+    research_flag("--preset", "NAME",
+        "Run another measurement: turns (short turns with llama.cpp), busy (beside busy processes), drafts, server"
+        " (its overhead), resume (first tokens of known prompts), eviction or link (these parts alone)."),
+    research_flag("--set", "NAME=VALUE", "A setting of the preset. An unknown name lists all of them.",
+        []),
 )  # fmt: skip
 
 
@@ -162,20 +171,16 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
-def parse_tests(
-    n_prompt: Sequence[str],
-    n_gen: Sequence[str],
-    pairs: Sequence[str],
-    n_depth: Sequence[str],
-) -> list[tuple[int, int, int]]:
-    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the prompts
+def parse_tests(chosen: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Returns (n_prompt, n_gen, n_depth) of each chosen test. As in llama-bench, the prompts
     of each depth come first, then its generations, then its pairs. Tests with neither
     prompt tokens nor generated tokens are left out."""
-    shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
-    shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
-    shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
+    shapes = [(n, 0) for n in parse_ints(chosen["n_prompt"], "-p") if n]
+    shapes += [(0, n) for n in parse_ints(chosen["n_gen"], "-n") if n]
+    shapes += [pair for pair in parse_pairs(chosen["pg"]) if any(pair)]
     return [
-        (p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)
+        (p, n, d)
+        for d, (p, n) in itertools.product(parse_ints(chosen["n_depth"], "-d"), shapes)
     ]
 
 
@@ -187,7 +192,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     Takes llama-bench's flags and prints its formats. `--against stock` alternates with
     llama.cpp.
     """
-    if chosen["preset"] or chosen["settings"]:
+    if chosen["preset"] or chosen["set"]:
         _run_preset(chosen, given)
         return
     from moegguf.bench.rows import FORMATS
@@ -258,9 +263,9 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
     OptionError for several models, and for flags that presets do not accept."""
     from moegguf.bench.presets import run_preset
 
-    taken = ("model", "hf_repo", "output", "preset", "settings")
+    taken = ("model", "hf_repo", "output", "preset", "set")
     others = [
-        flag.flags.split()[-1]
+        flag.flags.split()[0]
         for flag in FLAGS
         if flag.name not in taken and chosen[flag.name] != flag.default
     ]
@@ -276,7 +281,7 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
             f"--preset measures one model, but {1 + len(more)} are given."
         )
     typer.echo(
-        run_preset(chosen["preset"] or "", model, chosen["settings"], chosen["output"]),
+        run_preset(chosen["preset"] or "", model, chosen["set"], chosen["output"]),
         nl=False,
     )
 
@@ -305,11 +310,13 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     lists: dict[str, Sequence[Any]] = {
         "model": models,
         "n_gpu_layers": parse_ints(chosen["n_gpu_layers"], "-ngl"),
-        "n_batch": parse_ints(chosen["n_batch"], "-b"),
-        "n_ubatch": parse_ints(chosen["n_ubatch"], "-ub"),
-        **{name: split(chosen[name]) for name in ("type_k", "type_v", "flash_attn")},
+        "n_batch": parse_ints(chosen["batch_size"], "-b"),
+        "n_ubatch": parse_ints(chosen["ubatch_size"], "-ub"),
+        "type_k": split(chosen["cache_type_k"]),
+        "type_v": split(chosen["cache_type_v"]),
+        "flash_attn": split(chosen["flash_attn"]),
         "n_threads": parse_ints(
-            [text for text in chosen["n_threads"] if text != "auto"], "-t"
+            [text for text in chosen["threads"] if text != "auto"], "-t"
         )
         or [count_cpus()],
     }
@@ -317,11 +324,9 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
         print_message(warning)
     # Checks both names before anything runs.
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))
-    tests = parse_tests(
-        chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"]
-    )
+    tests = parse_tests(chosen)
     as_given = (
-        "repetitions", "strategy", "draft", "simulate_link", "simulate_threads", "seed", "delay_s", "bound", "verbose",
+        "repetitions", "strategy", "draft", "simulate_link", "simulate_threads", "seed", "bound", "verbose",
     )  # fmt: skip
     base = Spec(
         model=models[0],
@@ -340,6 +345,7 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
         feed="greedy" if chosen["greedy"] else "text" if chosen["text"] else "random",
         text=str(chosen["text"]) if chosen["text"] else None,
         warmup=not chosen["no_warmup"],
+        delay_s=chosen["delay"],
         loading=given | {name: chosen[name] for name in ("placement", "warm_start")},
         **{name: chosen[name] for name in as_given},
     )

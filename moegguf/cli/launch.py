@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegguf.cli.launch_clients import CLIENTS, NO_KEY, LaunchClient, Target
-from moegguf.cli.options import complete_model
+from moegguf.cli.options import argument, complete_model
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.terminal.messages import print_message
 
@@ -32,14 +32,10 @@ LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
 Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME", help="The program. Without NAME, the programs are listed."
-    ),
+    str | None, argument("NAME", "The program. Without NAME, the programs are listed.")
 ]
 Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="WORDS", help="The program's own arguments, after `--`."),
+    list[str] | None, argument("WORDS", "The program's own arguments, after `--`.")
 ]
 ModelName = Annotated[
     str | None,
@@ -109,14 +105,14 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
     """Returns the server, the model and the key for a program. With `to_print`, a
     placeholder replaces the API key. Otherwise, if the server is on this machine and
     lacks `model`, fetches the model."""
-    if to_print:
-        key = KEY_PLACEHOLDER if client.api_key else NO_KEY
-        return Target(client.host.url, model or _default_model(client), key)
+    key = client.api_key or NO_KEY
+    if to_print and client.api_key:
+        key = KEY_PLACEHOLDER
     if model is None:
         model = _default_model(client)
-    elif client.host.is_loopback:
+    elif not to_print and client.host.is_loopback:
         model = _name_on_server(client, model)
-    return Target(client.host.url, model, client.api_key or NO_KEY)
+    return Target(client.host.url, model, key)
 
 
 def _name_on_server(client: Client, model: str) -> str:
@@ -220,7 +216,7 @@ def _started(client: Client) -> Iterator[None]:
     )
     with log.open("wb") as file:
         server = subprocess.Popen(
-            [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
+            [*child_command("moegguf"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     # SIGTERM also stops the server.

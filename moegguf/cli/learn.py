@@ -7,18 +7,24 @@ Results go to stdout, progress to stderr. This module has only the flags and the
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.bench import split
-from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
+from moegguf.cli.options import (
+    EXISTING_FILE,
+    AsJson,
+    Flag,
+    Given,
+    flags,
+    model_argument,
+)
 from moegguf.cli.trace import LOADING, showing_progress
 from moegguf.errors import BusyError, OptionError
+from moegguf.quantities import percent
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -38,23 +44,23 @@ Model = Annotated[
 FEW_TOKENS = 1000  # below this number of recorded tokens, a warning is printed
 
 LEARN_FLAGS = (
-    Flag("strategy", "--strategy", "NAMES", OFTEN,
-         "Strategies to train, separated by commas: promoe, expertflow, duoserve, moe-infinity.  [default: all of"
-         " them]", []),
-    Flag("prompts", "--prompts", "FILE", OFTEN,
-         "Your own texts: a .jsonl file with one prompt per line, or a text file with one text per paragraph."
-         "  [default: texts that moegguf includes]", None, Path | None, {"exists": True, "dir_okay": False}),
-    Flag("from_server", "--from-server", None, OFTEN,
-         "Learn from the responses of /v1/responses that your server stored on this machine without an API key.",
-         False, bool),
-    Flag("trace", "--trace", "FILE", OFTEN, "Learn from a recorded trace (`moegguf trace record --inputs`).",
-         None, Path | None, {"exists": True, "dir_okay": False}),
-    Flag("tokens", "--tokens", "N", OFTEN, "Start no further text after N tokens.", 8192, int, {"min": 1}),
-    Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
-         "Maximum length of an answer in tokens, unless the text sets one.", 64, int, {"min": 1}),
-    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens, enough for the longest text and its answer.",
-         1024, int, {"min": 1}),
-    Flag("seed", "--seed", "N", OFTEN, "Random seed for answers and training.", 0, int),
+    Flag("--strategy", "NAMES",
+        "Strategies to train, separated by commas: promoe, expertflow, duoserve, moe-infinity.  [default: all of"
+        " them]", []),
+    Flag("--prompts", "FILE",
+        "Your own texts: a .jsonl file with one prompt per line, or a text file with one text per paragraph."
+        "  [default: texts that moegguf includes]", None, Path, EXISTING_FILE),
+    Flag("--from-server", None,
+        "Learn from the responses of /v1/responses that your server stored on this machine without an API key.",
+        False),
+    Flag("--trace", "FILE", "Learn from a recorded trace (`moegguf trace record --inputs`).",
+        None, Path, EXISTING_FILE),
+    Flag("--tokens", "N", "Start no further text after N tokens.", 8192, int, {"min": 1}),
+    Flag("--max-tokens -n", "N",
+        "Maximum length of an answer in tokens, unless the text sets one.", 64, int, {"min": 1}),
+    Flag("--ctx -c", "TOKENS", "Context length in tokens, enough for the longest text and its answer.",
+        1024, int, {"min": 1}),
+    Flag("--seed", "N", "Random seed for answers and training.", 0),
 )  # fmt: skip
 
 
@@ -92,12 +98,7 @@ def learn(
             learning.learn(name, _reporting(progress, name)) for name in strategies
         ]
     if as_json:
-        print_json(
-            [
-                asdict(one) | {"files": [str(file) for file in one.files]}
-                for one in learnt
-            ]
-        )
+        print_json(learnt)
         return
     _print_learnt(model, learning, learnt)
 
@@ -142,11 +143,7 @@ def _recorded(
             f"training has memory for the router inputs of {most:,} tokens; recording stops there"
         )
     from moegguf.bench.record import RecordOptions, record
-    from moegguf.settings import read_load_keywords
 
-    # Hides llama.cpp's log, because the bindings print only what this logger's level
-    # allows.
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     cache_folder().mkdir(parents=True, exist_ok=True)
     options = RecordOptions(
         chosen["max_tokens"],
@@ -163,8 +160,6 @@ def _recorded(
             options,
             _reporting(progress, "recording"),
             n_ctx=chosen["ctx"],
-            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
-            verbose=False,
             strategy="lru",
             **given,
         )
@@ -231,8 +226,9 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
         "LRU",
     )
     lines = [
-        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}", _percent(one.validation),
-         *map(_percent, (one.right, one.popularity, one.hits, one.lru))]
+        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}",
+         *(percent(share, "")
+           for share in (one.validation, one.right, one.popularity, one.hits, one.lru))]
         for one in learnt
     ]  # fmt: skip
     print_table("Learned, and tried on texts that were held out", names, lines)
@@ -250,7 +246,3 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
         f"next: moegguf run {model} --strategy {learnt[0].strategy}",
         f"      moegguf bench -m {model} --strategy moegguf,lru,{tried}",
     )
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"

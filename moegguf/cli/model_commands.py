@@ -16,13 +16,13 @@ from urllib.parse import quote
 import typer
 
 from moegguf.cli.options import (
-    OFTEN,
     AsJson,
     Flag,
     Given,
     Insecure,
     Model,
     Prefix,
+    argument,
     flags,
     model_argument,
 )
@@ -90,19 +90,8 @@ SHOWN = {
     "template": "its chat template", "system": "its system message",
 }  # fmt: skip
 SHOW_FLAGS = (
-    *(
-        Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool)
-        for name, what in SHOWN.items()
-    ),
-    Flag(
-        "verbose",
-        "--verbose -v",
-        None,
-        OFTEN,
-        "Also print all metadata and tensors.",
-        False,
-        bool,
-    ),
+    *(Flag(f"--{name}", None, f"Only {what}.", False) for name, what in SHOWN.items()),
+    Flag("--verbose -v", None, "Also print all metadata and tensors.", False),
 )
 
 
@@ -154,12 +143,8 @@ def remove(
 
 
 def copy(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A name from `moegguf list`.")
-    ],
-    destination: Annotated[
-        str, typer.Argument(metavar="DESTINATION", help="The new name.")
-    ],
+    source: Annotated[str, model_argument("A name from `moegguf list`.", "SOURCE")],
+    destination: Annotated[str, argument("DESTINATION", "The new name.")],
 ) -> None:
     """Give a model another name. No data is copied."""
     from moegguf.models.catalog import Catalog
@@ -169,9 +154,7 @@ def copy(
 
 
 def create(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Name of the new model.")
-    ],
+    model: Annotated[str, argument("MODEL", "Name of the new model.")],
     file: Annotated[
         typer.FileBinaryRead,
         typer.Option(
@@ -195,25 +178,11 @@ def push(model: Name, insecure: Insecure = False) -> None:
 
 
 DEVICE_FLAGS = (
+    Flag("--device-memory", "SIZE", "Memory of a device to predict for, such as 24GB."),
+    Flag("--device-bandwidth", "SIZE/s", "Bandwidth of that memory, such as 448GB/s."),
     Flag(
-        "device_memory",
-        "--device-memory",
-        "SIZE",
-        OFTEN,
-        "Memory of a device to predict for, such as 24GB.",
-    ),
-    Flag(
-        "device_bandwidth",
-        "--device-bandwidth",
-        "SIZE/s",
-        OFTEN,
-        "Bandwidth of that memory, such as 448GB/s.",
-    ),
-    Flag(
-        "link",
         "--link",
         "SIZE/s[,LATENCY]",
-        OFTEN,
         "Link between host and device. 24GB/s: PCIe 4 x16.",
     ),
 )
@@ -253,9 +222,7 @@ def estimate(
         print_message(warning)
 
 
-Measured = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Measure the disk of this model.")
-]
+Measured = Annotated[str | None, model_argument("Measure the disk of this model.")]
 
 
 Checked = Annotated[
@@ -325,8 +292,7 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
 @contexts.command()
 def clear(
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A model from `moegguf contexts`."),
+        str | None, argument("MODEL", "A model from `moegguf contexts`.")
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Delete the contexts of all models.")
@@ -437,7 +403,9 @@ def stop(model: Loaded) -> None:
         loaded["name"].lower() == name.lower()
         for loaded in client.get("/api/ps")["models"]
     ):
-        raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
+        raise ModelNotFoundError(
+            f"couldn't find model {model!r} to stop; `moegguf ps` lists the loaded models."
+        )
     client.post("/api/generate", {"model": name, "keep_alive": 0})
 
 
@@ -445,9 +413,8 @@ def budget(
     model: Loaded,
     expert_cache: Annotated[
         str | None,
-        typer.Argument(
-            metavar="BUDGET",
-            help='RAM for experts: "50%", "2GiB", or "auto" (as much as at load).',
+        argument(
+            "BUDGET", 'RAM for experts: "50%", "2GiB", or "auto" (as much as at load).'
         ),
     ] = None,
     vram_cache: Annotated[

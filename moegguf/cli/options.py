@@ -4,26 +4,42 @@ arguments that several commands use. Imports only modules that load fast, becaus
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option
+from moegguf.options import (
+    GROUPS,
+    MAX_THREADS,
+    MEMORY,
+    MODEL,
+    OPTIONS,
+    OUTPUT,
+    RESEARCH,
+    SAMPLING,
+    Option,
+)
 
 OFTEN = "Options"
 """Title of the help panel for the most used flags, and for flags that have no other
 panel."""
+
+EXISTING_FILE = {"exists": True, "dir_okay": False}
+"""Settings of a flag whose value is the path of an existing file."""
 
 Given = dict[str, Any]
 """{name of an option: its value}, for the options on the command line."""
 
 OF_THE_MODEL = ("mmproj", "lora_path")
 """Load options whose values are files that belong to one model."""
+
+OF_THINKING = ("reasoning_budget_tokens", "reasoning_budget_message")
+"""Request options that the environment can also set."""
 
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
 _TYPES: dict[str, Any] = {
@@ -54,17 +70,12 @@ class Command(TyperCommand):
         }
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
-                is_argument = param.param_type_name == "argument"
-                panel = (
-                    "Arguments"
-                    if is_argument
-                    else getattr(param, "rich_help_panel", None) or OFTEN
-                )
-                panels[panel].append(
-                    (_TYPE_OF_PYTHON.sub("", record[0]), record[1])
-                    if is_argument
-                    else record
-                )
+                if param.param_type_name == "argument":
+                    panel = "Arguments"
+                else:
+                    panel = getattr(param, "rich_help_panel", None) or OFTEN
+                name, text = record
+                panels[panel].append((_TYPE_OF_PYTHON.sub("", name), text))
         for title, records in panels.items():
             if records:
                 with formatter.section(title):
@@ -75,42 +86,63 @@ class Flag(NamedTuple):
     """A flag of one command. If the value is a list, the flag can be given several
     times. Some commands also split each value at commas.
 
-    kind: type of the value. If `kind` is None, the value is a list of strings if the
-    default is a list, and otherwise a string or None.
+    flags: the names of the flag. The value's name is the first of them.
+
+    kind: type of the value. If `kind` is None, the value has the type of the default: a
+    list of strings for a list, and a string for None. A value whose default is None may
+    be None.
 
     settings: further keyword arguments of `typer.Option`.
+
+    group: title of the help panel.
+
+    own_name: name of the value, if it differs from the flag's.
     """
 
-    name: str
     flags: str
     metavar: str | None
-    group: str
     help: str
     default: Any = None
     kind: Any = None
     settings: Mapping[str, Any] = {}
+    group: str = OFTEN
+    own_name: str = ""
 
-    def option(self) -> Any:
-        """Returns typer's object for the flag."""
-        return typer.Option(
+    @property
+    def name(self) -> str:
+        """The name of the value."""
+        first = self.flags.split()[0].partition("/")[0]
+        return self.own_name or first.strip("-").replace("-", "_")
+
+    def parameter(self) -> inspect.Parameter:
+        """Returns the parameter that the flag has in the command's signature."""
+        if isinstance(self.default, list):
+            inferred: Any = list[str]
+        else:
+            inferred = str if self.default is None else type(self.default)
+        kind = self.kind or inferred
+        if self.default is None:
+            kind = kind | None
+        option = typer.Option(
             *self.flags.split(),
             metavar=self.metavar,
             help=self.help,
             rich_help_panel=self.group,
             **self.settings,
         )
-
-    def parameter(self) -> inspect.Parameter:
-        """Returns the parameter that the flag has in the command's signature."""
-        kind = self.kind or (
-            list[str] if isinstance(self.default, list) else str | None
-        )
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=self.default,
-            annotation=Annotated[kind, self.option()],
+            annotation=Annotated[kind, option],
         )
+
+
+model_flag = partial(Flag, group=MODEL)
+memory_flag = partial(Flag, group=MEMORY)
+sampling_flag = partial(Flag, group=SAMPLING)
+output_flag = partial(Flag, group=OUTPUT)
+research_flag = partial(Flag, group=RESEARCH)
 
 
 def _flag_of(option: Option) -> Flag:
@@ -121,17 +153,15 @@ def _flag_of(option: Option) -> Flag:
         "max": option.most if option.scope == "server" or option.most == 1 else None,
         "parser": parse_threads if option.kind == "threads" else None,
     }
-    kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
-    metavar = option.metavar or None
     return Flag(
-        option.name,
         " ".join(option.flags),
-        metavar,
-        group,
+        option.metavar or None,
         option.full_help,
         None,
-        kind | None,
+        _TYPES.get(option.kind, str),
         settings,
+        OFTEN if option.often else option.group,
+        option.name,
     )
 
 
@@ -148,7 +178,7 @@ def flags(
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
+        @wraps(command)
         def call(**values: Any) -> Any:
             from moegguf.settings import parse_option
 
@@ -224,19 +254,21 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 
+def argument(metavar: str, help: str, **settings: Any) -> Any:
+    """Returns typer's object for an argument."""
+    return typer.Argument(metavar=metavar, help=help, **settings)
+
+
 def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
     """Returns typer's object for an argument that shells complete with model names."""
-    return typer.Argument(
-        autocompletion=complete_model, metavar=metavar, help=help, **settings
-    )
+    return argument(metavar, help, autocompletion=complete_model, **settings)
 
 
 Model = Annotated[str, model_argument(
     "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file (of a split model,"
     " the first file), or `demo`.")]  # fmt: skip
 Prefix = Annotated[
-    str,
-    typer.Argument(metavar="PREFIX", help="Only models whose names begin with PREFIX."),
+    str, argument("PREFIX", "Only models whose names begin with PREFIX.")
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON on stdout, for scripts.")

@@ -16,16 +16,19 @@ import typer
 
 from moegguf.cli.options import (
     OF_THE_MODEL,
-    OFTEN,
+    OF_THINKING,
     Command,
     Flag,
     Given,
+    argument,
     flags,
     hub_name,
     model_argument,
+    model_flag,
+    output_flag,
 )
 from moegguf.errors import MoeggufError, OptionError
-from moegguf.options import LOAD_PARAMETERS, MODEL, OPTIONS, OUTPUT
+from moegguf.options import LOAD_PARAMETERS, OPTIONS
 from moegguf.quantities import parse_duration
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import (
@@ -92,40 +95,41 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> i
 
 THINK = "--think"
 
-NAMES = "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`."
-ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
+ModelName = Annotated[
+    str | None,
+    model_argument(
+        "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`.",
+        show_default=False,
+    ),
+]
 Prompt = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="PROMPT",
-        help='The prompt, after piped input. "" only loads the model in a server.',
+    argument(
+        "PROMPT", 'The prompt, after piped input. "" only loads the model in a server.'
     ),
 ]
 FLAGS = (
-    Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "Same as PROMPT."),
-    Flag("model_file", "--model -m", "MODEL", MODEL, "Same as MODEL. Of a split model, the first file."),
-    Flag("hub_model", "--hf-repo -hf", "USER/REPOSITORY[:QUANT]", MODEL, "A model on Hugging Face."),
-    Flag("system", "--system --system-prompt -sys", "TEXT", OFTEN, "The system message."),
-    Flag("format", "--format", "json|SCHEMA", OUTPUT, "Answer in JSON, or in JSON that follows a schema."),
-    Flag("think", THINK, "[=LEVEL]", OUTPUT, "Thinking: true (same as no LEVEL), false, low, medium, high or max."),
-    Flag("hide_thinking", "--hidethinking", None, OUTPUT, "Do not show the thinking.", False, bool),
-    Flag("no_word_wrap", "--nowordwrap", None, OUTPUT, "Do not wrap long lines between words.", False, bool),
-    Flag("context_shift", "--context-shift/--no-context-shift", None, OUTPUT,
-         "When the context is full, drop its older half and continue, or end the answer.", True, bool),
-    Flag("keep_alive", "--keepalive", "TIME", MODEL, "Time for which a server keeps the model loaded afterwards."),
-    Flag("insecure", "--insecure", None, OUTPUT, "Accepted, as Ollama has it; no effect.", False, bool,
-         {"hidden": True}),
-    Flag("local", "--local", None, MODEL,
-         "Load the model in this process even if a server is running. Options of loading imply --local, except for"
-         " --ctx.",
-         False, bool),
-    Flag("verbose", "--verbose -v", None, OFTEN, "Print statistics. Twice: llama.cpp's log.", 0,
-         int, {"count": True, "show_default": False}),
+    model_flag("--prompt -p", "TEXT", "Same as PROMPT."),
+    model_flag("--model -m", "MODEL", "Same as MODEL. Of a split model, the first file."),
+    model_flag("--hf-repo -hf", "USER/REPOSITORY[:QUANT]", "A model on Hugging Face."),
+    Flag("--system --system-prompt -sys", "TEXT", "The system message."),
+    output_flag("--format", "json|SCHEMA", "Answer in JSON, or in JSON that follows a schema."),
+    output_flag(THINK, "[=LEVEL]", "Thinking: true (same as no LEVEL), false, low, medium, high or max."),
+    output_flag("--hidethinking", None, "Do not show the thinking.", False),
+    output_flag("--nowordwrap", None, "Do not wrap long lines between words.", False),
+    output_flag("--context-shift/--no-context-shift", None,
+        "When the context is full, drop its older half and continue, or end the answer.", True),
+    model_flag("--keepalive", "TIME", "Time for which a server keeps the model loaded afterwards."),
+    output_flag("--insecure", None, "Accepted, as Ollama has it; no effect.", False, bool,
+        {"hidden": True}),
+    model_flag("--local", None,
+        "Load the model in this process even if a server is running. Options of loading imply --local, except for"
+        " --ctx.",
+        False),
+    Flag("--verbose -v", None, "Print statistics. Twice: llama.cpp's log.", 0,
+        int, {"count": True, "show_default": False}),
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
-OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
-"""Names of settings that apply to a model that this command loads, unless the model's
-entry or a flag sets them."""
 
 
 class RunCommand(Command):
@@ -177,13 +181,13 @@ def model_and_words(
     own=FLAGS,
 )
 def run(
-    model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any
+    named: ModelName = None, words: Prompt = None, *, given: Given, **chosen: Any
 ) -> int:
     """Answer PROMPT on stdout, or chat if there is no PROMPT. A running server that has
     the model answers."""
-    _check(given, chosen["keep_alive"])
+    _check(given, chosen["keepalive"])
     name, words = model_and_words(
-        model, prompt or [], chosen["model_file"], chosen["hub_model"]
+        named, words or [], chosen["model"], chosen["hf_repo"]
     )
     of_loading = [name for name in given if OPTIONS[name].scope == "load"]
     is_here = (
@@ -192,17 +196,18 @@ def run(
     loading = {name: given.pop(name) for name in of_loading if name not in PARAMETERS}
     files = {name: loading.pop(name) for name in OF_THE_MODEL if name in loading}
     parameters = {PARAMETERS.get(name, name): value for name, value in given.items()}
-    verbose, keep_alive = chosen["verbose"], chosen["keep_alive"]
+    verbose, keep_alive = chosen["verbose"], chosen["keepalive"]
     settings = {
-        name: chosen[name] for name in ("system", "hide_thinking", "context_shift")
-    } | {
+        "system": chosen["system"],
+        "hide_thinking": chosen["hidethinking"],
+        "context_shift": chosen["context_shift"],
         "format": None if chosen["format"] is None else parse_format(chosen["format"]),
         "think": None if chosen["think"] is None else parse_think(chosen["think"]),
-        "word_wrap": not chosen["no_word_wrap"],
+        "word_wrap": not chosen["nowordwrap"],
         "verbose": verbose > 0,
     }
     text = _read_prompt(
-        words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]]
+        words if chosen["prompt"] is None else [*words, chosen["prompt"]]
     )
     # Keys typed during the load are kept for the chat.
     with keyboard_echo_off() if text is None else nullcontext():
@@ -285,10 +290,7 @@ def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
     """Returns the request parameters that the environment sets and the model's entry
     does not set. The caller applies these parameters to a model that this command
     loads."""
-    found = {
-        PARAMETERS.get(name, name): getattr(environment, name)
-        for name in OF_THE_ENVIRONMENT
-    }
+    found = {name: getattr(environment, name) for name in OF_THINKING}
     return {
         name: value
         for name, value in found.items()

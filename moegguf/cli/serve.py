@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.options import (
     OF_THE_MODEL,
-    OFTEN,
+    OF_THINKING,
     Command,
     Flag,
     Given,
@@ -28,14 +28,11 @@ SERVER_FLAGS, LOAD_FLAGS = (
     [name for name, option in OPTIONS.items() if option.flags and option.scope == scope]
     for scope in ("server", "load")
 )
-# Defaults for requests.
-BUDGET_FLAGS = ("reasoning_budget_tokens", "reasoning_budget_message")
 TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_MODEL)]
 WITHOUT_FLAG = [
     option
     for option in OPTIONS.values()
-    if option.variable
-    and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS, *BUDGET_FLAGS)
+    if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS, *OF_THINKING)
 ]
 Models = Annotated[
     list[str] | None,
@@ -44,13 +41,11 @@ Models = Annotated[
     ),
 ]
 PORT = Flag(
-    "port",
     "--port",
     "N",
-    OFTEN,
     "Port to listen on. 0: any free port.",
     None,
-    int | None,
+    int,
     {"min": 0, "max": 65535},
 )
 
@@ -73,7 +68,7 @@ class ServeCommand(Command):
 
 
 @flags(
-    *dict.fromkeys((BUDGETS["RAM"], *SERVER_FLAGS, *BUDGET_FLAGS, *LOAD_FLAGS)),
+    *dict.fromkeys((BUDGETS["RAM"], *SERVER_FLAGS, *OF_THINKING, *LOAD_FLAGS)),
     own=(PORT,),
 )
 def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
@@ -81,13 +76,14 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     loading = loading_options(given, [*TO_EVERY_MODEL, *OF_COMMANDS])
     files = {name: given.pop(name) for name in OF_THE_MODEL if name in given}
     settings = replace(serve_settings(port, given), loading=loading)
-    if files and len(models or ()) != 1:
+    models = models or []
+    if files and len(models) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
         raise OptionError(
-            f"with {named}, exactly one model must be named, as in `moegguf serve MODEL`, but {len(models or ())} are."
+            f"with {named}, exactly one model must be named, as in `moegguf serve MODEL`, but {len(models)} are."
         )
     entries = []
-    for model in models or ():
+    for model in models:
         from moegguf.models.sources import file_name
         from moegguf.terminal.loading import find_or_pull, with_files
 

@@ -82,7 +82,9 @@ class ModelView:
         facts = self.facts
         busy = facts.get("busy") or (self.snapshot and self.snapshot.busy)
         state = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
-        parts = [state, *([f"{facts['queue']} waiting"] if facts.get("queue") else [])]
+        parts = [state]
+        if facts.get("queue"):
+            parts.append(f"{facts['queue']} waiting")
         parts += [
             human_bytes(facts.get("size_bytes", 0)),
             f"{facts.get('n_ctx', 0):,} tokens of context",

@@ -8,7 +8,6 @@ tables.
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,16 @@ import typer
 
 from moegguf.atomic_write import can_be_replaced
 from moegguf.cli.bench import parse_ints, split
-from moegguf.cli.options import OFTEN, AsJson, Command, Flag, Given, flags
+from moegguf.cli.options import (
+    EXISTING_FILE,
+    AsJson,
+    Command,
+    Flag,
+    Given,
+    argument,
+    flags,
+    model_argument,
+)
 from moegguf.controller.own_classes import names_file
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
@@ -42,103 +50,88 @@ def root(context: typer.Context) -> None:
 
 
 Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS."
-    ),
+    str, model_argument("A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")
 ]
 Files = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILES",
-        exists=True,
-        dir_okay=False,
-        help="Files with recorded routing.",
-    ),
+    list[Path], argument("FILES", "Files with recorded routing.", **EXISTING_FILE)
 ]
-File = Annotated[
-    Path,
-    typer.Argument(
-        metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace."
-    ),
-]
+File = Annotated[Path, argument("TRACE", "A recorded trace.", **EXISTING_FILE)]
 
 RECORD_FLAGS = (
-    Flag("prompts", "--prompts", "FILE", OFTEN,
-         "A .jsonl file with one prompt per line (prompt, label, n_predict, completion), or a text file with one"
-         " prompt per paragraph.",
-         ..., Path, {"exists": True, "dir_okay": False}),
-    Flag("out", "--out -o", "FILE", OFTEN, "The file to write.", ..., Path, {"dir_okay": False}),
-    Flag("max_tokens", "--max-tokens -n", "N", OFTEN,
-         "Maximum length of an answer in tokens, unless the prompt sets one. 0: prompts only.", 128, int, {"min": 0}),
-    Flag("inputs", "--inputs", None, OFTEN,
-         "Also record the routers' input vectors, which training and the predictor skip need.", False, bool),
-    Flag("policy", "--policy", "NAME", OFTEN,
-         "Policy that decides which experts are evicted during the recording: a name, auto, or FILE.py:CLASS for a"
-         " class that you wrote.", "lru", str),
-    Flag("predictor", "--predictor", "NAME", OFTEN,
-         "Predictor of experts during the recording: a name such as skip or eamc, or FILE.py:CLASS for a class that you"
-         " wrote.  [default: the predictor measured with the policy, else none]"),
-    Flag("lockstep", "--lockstep", None, OFTEN,
-         "Apply decisions at fixed points, so that a replay can repeat them. Slow.", False, bool),
-    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context length in tokens.  [default: the model's, up to 4096]", None,
-         int | None, {"min": 1}),
-    Flag("temperature", "--temperature", "T", OFTEN, "Randomness of the answers. 0: always the likeliest token.", 0.8,
-         float, {"min": 0.0}),
-    Flag("seed", "--seed", "N", OFTEN, "Random seed.", 0, int),
+    Flag("--prompts", "FILE",
+        "A .jsonl file with one prompt per line (prompt, label, n_predict, completion), or a text file with one"
+        " prompt per paragraph.",
+        ..., Path, EXISTING_FILE),
+    Flag("--out -o", "FILE", "The file to write.", ..., Path, {"dir_okay": False}),
+    Flag("--max-tokens -n", "N",
+        "Maximum length of an answer in tokens, unless the prompt sets one. 0: prompts only.", 128, int, {"min": 0}),
+    Flag("--inputs", None,
+        "Also record the routers' input vectors, which training and the predictor skip need.", False),
+    Flag("--policy", "NAME",
+        "Policy that decides which experts are evicted during the recording: a name, auto, or FILE.py:CLASS for a"
+        " class that you wrote.", "lru"),
+    Flag("--predictor", "NAME",
+        "Predictor of experts during the recording: a name such as skip or eamc, or FILE.py:CLASS for a class that you"
+        " wrote.  [default: the predictor measured with the policy, else none]"),
+    Flag("--lockstep", None,
+        "Apply decisions at fixed points, so that a replay can repeat them. Slow.", False),
+    Flag("--ctx -c", "TOKENS", "Context length in tokens.  [default: the model's, up to 4096]", None,
+        int, {"min": 1}),
+    Flag("--temperature", "T", "Randomness of the answers. 0: always the likeliest token.", 0.8,
+        float, {"min": 0.0}),
+    Flag("--seed", "N", "Random seed.", 0),
 )  # fmt: skip
 IMPORT_FLAGS = (
-    Flag("out", "--out -o", "FILE", OFTEN, "The trace to write.", ..., Path, {"dir_okay": False}),
-    Flag("model", "--model", "MODEL", OFTEN,
-         "The recorded model as GGUF, whose shape the trace gets in place of the following."),
-    Flag("experts", "--experts", "N", OFTEN, "Number of experts per layer.", None, int | None, {"min": 1}),
-    Flag("used", "--used", "N", OFTEN, "Number of experts that a token uses in a layer.", None, int | None, {"min": 1}),
-    Flag("layers", "--layers", "N,...", OFTEN,
-         "Indices of the layers with experts, such as 1-26.  [default: from 0 on]"),
-    Flag("expert_size", "--expert-size", "SIZE", OFTEN, "Size of one expert, such as 9MiB."),
-    Flag("prompt_tokens", "--prompt-tokens", "N", OFTEN, "Number of prompt tokens, for files that do not state it.",
-         1, int, {"min": 0}),
+    Flag("--out -o", "FILE", "The trace to write.", ..., Path, {"dir_okay": False}),
+    Flag("--model", "MODEL",
+        "The recorded model as GGUF, whose shape the trace gets in place of the following."),
+    Flag("--experts", "N", "Number of experts per layer.", None, int, {"min": 1}),
+    Flag("--used", "N", "Number of experts that a token uses in a layer.", None, int, {"min": 1}),
+    Flag("--layers", "N,...",
+        "Indices of the layers with experts, such as 1-26.  [default: from 0 on]"),
+    Flag("--expert-size", "SIZE", "Size of one expert, such as 9MiB."),
+    Flag("--prompt-tokens", "N", "Number of prompt tokens, for files that do not state it.",
+        1, int, {"min": 0}),
 )  # fmt: skip
 FORMATS = ("table", "csv", "json")
 # Load options of every command that records routing.
 LOADING = ("expert_cache", "n_threads")
 SIMULATE_FLAGS = (
-    Flag("strategy", "--strategy", "NAMES", OFTEN,
-         "Strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve, moegguf."
-         " Each of --policy, --predictor and --prefetch then replaces one part of a strategy.", []),
-    Flag("policy", "--policy", "NAMES", OFTEN,
-         "Policies, separated by commas, or all: names, FILE.py:CLASS, or with --vram-cache also vram=NAME,ram=NAME."
-         "  [default: all]", []),
-    Flag("predictor", "--predictor", "NAMES", OFTEN,
-         "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]", []),
-    Flag("expert_cache", "--expert-cache", "SHARES", OFTEN,
-         "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%", str),
-    Flag("vram_cache", "--vram-cache", "SHARES", OFTEN,
-         "GPU memory for experts, as shares of all experts, separated by commas. --expert-cache is then the RAM"
-         " below it. A part of this memory stages prompts. With --tensor-split: the share of all GPUs, or one share"
-         " per GPU.  [default: no GPU]"),
-    Flag("tokens", "--tokens", "N", OFTEN,
-         "Replay whole requests with about N decoded tokens in total. 0: all requests.", 0, int, {"min": 0}),
-    Flag("model", "--model", "MODEL", OFTEN, "The recorded model, for predictors that use its routers."),
-    Flag("predictors", "--predictors", "FOLDER", OFTEN, "Folder with trained predictors.",
-         None, Path | None, {"file_okay": False, "exists": True}),
-    Flag("link", "--link", "GB/S", OFTEN, "Speed of a simulated link to the experts.",
-         None, float | None, {"min": 1e-6}),
-    Flag("latency", "--latency", "US", OFTEN, "Latency of one transfer on that link.", 0.0, float, {"min": 0}),
-    Flag("device_link", "--device-link", "LINK", OFTEN,
-         "A simulated link from RAM to the GPU, such as 24GB/s,35us. May be repeated, once per GPU.", []),
-    Flag("tensor_split", "--tensor-split -ts", "N,N", OFTEN,
-         "Proportions in which several GPUs share the layers, such as 3,1."),
-    Flag("layer_compute", "--layer-compute", "US", OFTEN,
-         "Compute time per layer and token with a simulated link.", 0.0, float, {"min": 0}),
-    Flag("prefetch", "--prefetch/--no-prefetch", None, OFTEN,
-         "Fetch the predicted experts. Without --link, every expert that is fetched ahead arrives in time.", None,
-         bool | None),
-    Flag("output", "-o --output", "FORMAT", OFTEN, "Output format: table, csv (with all counters) or json.", "table",
-         str),
-    Flag("save", "--save", None, OFTEN,
-         "Use half of the requests to choose what `auto` uses, and save the choice beside the model. Report the"
-         " other half, in sequence and, for `estimate`, each request also from an empty cache.", False, bool),
+    Flag("--strategy", "NAMES",
+        "Strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve, moegguf."
+        " Each of --policy, --predictor and --prefetch then replaces one part of a strategy.", []),
+    Flag("--policy", "NAMES",
+        "Policies, separated by commas, or all: names, FILE.py:CLASS, or with --vram-cache also vram=NAME,ram=NAME."
+        "  [default: all]", []),
+    Flag("--predictor", "NAMES",
+        "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]", []),
+    Flag("--expert-cache", "SHARES",
+        "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%"),
+    Flag("--vram-cache", "SHARES",
+        "GPU memory for experts, as shares of all experts, separated by commas. --expert-cache is then the RAM"
+        " below it. A part of this memory stages prompts. With --tensor-split: the share of all GPUs, or one share"
+        " per GPU.  [default: no GPU]"),
+    Flag("--tokens", "N",
+        "Replay whole requests with about N decoded tokens in total. 0: all requests.", 0, int, {"min": 0}),
+    Flag("--model", "MODEL", "The recorded model, for predictors that use its routers."),
+    Flag("--predictors", "FOLDER", "Folder with trained predictors.",
+        None, Path, {"file_okay": False, "exists": True}),
+    Flag("--link", "GB/S", "Speed of a simulated link to the experts.",
+        None, float, {"min": 1e-6}),
+    Flag("--latency", "US", "Latency of one transfer on that link.", 0.0, float, {"min": 0}),
+    Flag("--device-link", "LINK",
+        "A simulated link from RAM to the GPU, such as 24GB/s,35us. May be repeated, once per GPU.", []),
+    Flag("--tensor-split -ts", "N,N",
+        "Proportions in which several GPUs share the layers, such as 3,1."),
+    Flag("--layer-compute", "US",
+        "Compute time per layer and token with a simulated link.", 0.0, float, {"min": 0}),
+    Flag("--prefetch/--no-prefetch", None,
+        "Fetch the predicted experts. Without --link, every expert that is fetched ahead arrives in time.", None,
+        bool),
+    Flag("--output -o", "FORMAT", "Output format: table, csv (with all counters) or json.", "table"),
+    Flag("--save", None,
+        "Use half of the requests to choose what `auto` uses, and save the choice beside the model. Report the"
+        " other half, in sequence and, for `estimate`, each request also from an empty cache.", False),
 )  # fmt: skip
 
 
@@ -228,7 +221,6 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
     from moegguf.quantities import format_bytes
-    from moegguf.settings import read_load_keywords
     from moegguf.terminal.loading import warn_of_long_context
     from moegguf.trace.prompts import read_prompts
 
@@ -237,8 +229,6 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     check_writable(out, prompts)
     path = find_model(model)
     prompt_list = read_prompts(prompts)
-    # Hides llama.cpp's log.
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     layout = read_layout(path)
     warn_of_long_context(layout, chosen["ctx"])
     with showing_progress() as progress:
@@ -254,8 +244,6 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
             ),
             progress=progress,
             n_ctx=chosen["ctx"] or None,
-            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
-            verbose=False,
             **{name: chosen[name] for name in ("policy", "predictor", "lockstep")},
             **given,
         )

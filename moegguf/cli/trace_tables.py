@@ -177,35 +177,24 @@ def print_tiers(rows: Sequence[Row], used: str) -> None:
         [line for row in rows for line in _tier_lines(row)],
         4,
     )
-    staged = {
-        row.share: row.simulated.tiers.get(STAGING)
-        for row in rows
-        if row.simulated is not None
-    }
+    replayed = {row.share: row.simulated for row in rows if row.simulated is not None}
     notes = [
         "",
         f"replayed: {used}",
         "RAM: look-ups are what VRAM missed, evictions and stall per token, MB came in",
     ]
-    if any(
-        row.simulated is not None and row.simulated.t_per_s is not None for row in rows
-    ):
+    if any(found.t_per_s is not None for found in replayed.values()):
         notes.append(
             "stall ms: of RAM, as long as something was still to be read from the file"
         )
-    for share, figures in staged.items():
+    for share, found in replayed.items():
+        figures = found.tiers.get(STAGING)
         if figures and figures.bytes_in:
             text = f"prompts staged, of {100 * share:.4g}%: {figures.bytes_in / 1e6:.2f} MB"
-            overlap = (
-                max(0.0, 1 - figures.stall_ns / figures.copy_ns)
-                if figures.copy_ns
-                else None
-            )
-            notes.append(
-                text
-                if overlap is None
-                else f"{text}, {overlap:.0%} of the time while computing"
-            )
+            if figures.copy_ns:
+                overlap = max(0.0, 1 - figures.stall_ns / figures.copy_ns)
+                text += f", {overlap:.0%} of the time while computing"
+            notes.append(text)
     print_notes(*notes)
 
 

@@ -51,6 +51,7 @@ from moegguf.models.recipe import (
     left_out,
     render,
 )
+from moegguf.models.selection import first_of
 from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
@@ -126,9 +127,7 @@ class Catalog:
             raise ModelNotFoundError(
                 f"the files that {entry.name} was created from no longer exist; create it again."
             )
-        files = ", ".join(repr(str(path)) for path in entry.missing[:3]) + ", ..." * (
-            len(entry.missing) > 3
-        )
+        files = first_of([repr(str(path)) for path in entry.missing], 3)
         again = (
             f", fetch {entry.parent} again with `moegguf pull`"
             if entry.parent.startswith(f"{HUB_HOST}/")

@@ -125,8 +125,5 @@ def quantization(layout: ExpertLayout) -> str:
     """Returns the name of the file type, such as "Q4_K_M". If the file does not state a
     known type, returns the main tensor type."""
     kind = layout.metadata.get("general.file_type")
-    return (
-        FILE_TYPES.get(kind, main_type(layout))
-        if isinstance(kind, int)
-        else main_type(layout)
-    )
+    known = FILE_TYPES.get(kind) if isinstance(kind, int) else None
+    return known or main_type(layout)

@@ -83,9 +83,13 @@ PLAIN_LIMIT_BYTES = 50 * 10**9
 MAX_PARALLEL_FILES = 4
 POLL_S = 0.2  # seconds between two checks for an interruption, and between two reports
 
-_HEX64 = re.compile(r"[0-9a-f]{64}")
-_HEX40 = re.compile(r"[0-9a-f]{40}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 Result = TypeVar("Result")
+
+OnBytes = Callable[[int], None]
+"""A function that notes how many bytes of a file are in the cache. Raises Stopped if
+the download was cancelled."""
 
 
 class Stopped(Exception):  # noqa: N818 (a state asked for, not a fault)
@@ -166,7 +170,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
             lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S)
         )
     commit = str(info.sha or "")
-    if not _HEX40.fullmatch(commit):
+    if not _COMMIT.fullmatch(commit):
         raise PullError(
             f"{_shown_endpoint()} sent no commit of {repo!r}; try again later."
         )
@@ -186,11 +190,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
         is_inside = parts and not (
             path.startswith("/") or ".." in parts or "\\" in path or "\0" in path
         )
-        is_known = (
-            (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag))
-            and isinstance(size, int)
-            and size >= 0
-        )
+        is_known = _ETAG.fullmatch(etag) and isinstance(size, int) and size >= 0
         if is_inside and is_known:
             files[path] = HubFile(name, commit, path, size, etag, folder)
     return files
@@ -282,9 +282,7 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     what = f"{repo}/{path}" if path else repo
     page = f"{_shown_endpoint()}/{repo}"
     token = (
-        "the token in HF_TOKEN"
-        if get_token()
-        else "no token is set: put one into HF_TOKEN"
+        "a token is set, but does not allow this" if get_token() else "no token is set"
     )
     status = error.response.status_code if isinstance(error, hf.HfHubHTTPError) else 0
     if isinstance(error, hf.RemoteEntryNotFoundError):
@@ -409,10 +407,15 @@ def fetch_files(
     received = dict[HubFile, int]()
     errors = list[BaseException]()
 
+    def note_bytes(file: HubFile, n_bytes: int) -> None:
+        if stopped.is_set():
+            raise Stopped
+        received[file] = n_bytes
+
     def fetch_waiting() -> None:
         try:
             for file in waiting:
-                _fetch(file, partial(received.__setitem__, file), stopped)
+                _fetch(file, partial(note_bytes, file))
                 received[file] = file.size_bytes
         except Stopped:
             return
@@ -444,32 +447,26 @@ def fetch_files(
     report(received)
 
 
-def _fetch(
-    file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event
-) -> None:
+def _fetch(file: HubFile, on_bytes: OnBytes) -> None:
     what = f"{file.path} ({format_bytes(file.missing_bytes)} are missing)"
     with (
         hub_errors(file.repo, file.path),
         disk_errors(f"{what} cannot be written to {str(file.folder)!r}"),
     ):
         (_fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain)(
-            file, on_bytes, stopped
+            file, on_bytes
         )
 
 
-def _fetch_plain(
-    file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event
-) -> None:
+def _fetch_plain(file: HubFile, on_bytes: OnBytes) -> None:
     """Fetches the whole file into the cache. If a resumed file has the wrong digest,
     fetches it again from the start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(file, on_bytes, stopped):
+    with _locked(file, on_bytes):
         if file.is_cached:
             return
         for _ in range(2 if file.received_bytes else 1):
-            with_retries(
-                lambda: _receive(file, on_bytes, stopped), lambda: file.received_bytes
-            )
+            with_retries(lambda: _receive(file, on_bytes), lambda: file.received_bytes)
             if file.is_at(file.partial):
                 break
             file.partial.unlink()
@@ -482,12 +479,9 @@ def _fetch_plain(
         sync_folder(file.blob.parent)
 
 
-def _locked(
-    file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event
-) -> ExitStack:
+def _locked(file: HubFile, on_bytes: OnBytes) -> ExitStack:
     """Acquires the file's lock in the cache and returns it. While another thread or
-    process holds the lock, reports the bytes that are in the cache so far. Raises
-    Stopped if `stopped` is set in the meantime."""
+    process holds the lock, reports the bytes that are in the cache so far."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -496,18 +490,14 @@ def _locked(
             stack.enter_context(WeakFileLock(path, timeout=POLL_S))
             return stack
         except TimeoutError:
-            if stopped.is_set():
-                raise Stopped from None
             on_bytes(file.received_bytes)
 
 
-def _receive(
-    file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event
-) -> None:
+def _receive(file: HubFile, on_bytes: OnBytes) -> None:
     """Fetches the missing bytes, if any, in one request, and writes them as they
     arrive. Raises httpx2.ReadError if too few bytes arrive, and PullError if the size
     differs from `file`. Raises ModelFormatError if a .gguf file does not begin with
-    GGUF's magic bytes, and Stopped if `stopped` is set."""
+    GGUF's magic bytes."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -527,8 +517,6 @@ def _receive(
                     output.write(chunk)
                     n_bytes += len(chunk)
                     on_bytes(n_bytes)
-                    if stopped.is_set():
-                        raise Stopped
         except hf.HfHubHTTPError as error:
             if error.response.status_code != 416 or not n_bytes:
                 raise
@@ -561,16 +549,12 @@ def _wrong_size(file: HubFile, sent: str) -> PullError:
     )
 
 
-def _fetch_chunked(
-    file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event
-) -> None:
+def _fetch_chunked(file: HubFile, on_bytes: OnBytes) -> None:
     """Fetches a file through huggingface_hub and its chunked storage, which verifies
     every chunk but does not resume a file."""
 
     class Bar(tqdm):
         def update(self, n: float | None = 1) -> Any:
-            if stopped.is_set():
-                raise Stopped
             on_bytes(min(int(self.n + (n or 0)), file.size_bytes))
             return super().update(n)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from moegguf.errors import ModelNameError
+from moegguf.quantities import shown
 from moegguf.text import without_password
 
 DEFAULT_TAG = "latest"
@@ -187,9 +188,9 @@ def _fault(part: str, most: int) -> str | None:
 
 
 def _bad(text: str, rule: str) -> ModelNameError:
-    text = without_password(text)
-    shown = repr(text) if len(text) <= 80 else repr(text[:77]) + "..."
-    return ModelNameError(f"the model name {shown} {rule}; {FORMS}.")
+    return ModelNameError(
+        f"the model name {shown(without_password(text))} {rule}; {FORMS}."
+    )
 
 
 @dataclass(frozen=True)

@@ -216,16 +216,17 @@ def _entry(values: dict[str, Any]) -> ModelEntry:
 
 def _to_json(contents: Contents) -> bytes:
     models = [
-        entry.overrides
-        | {
+        {
+            **entry.overrides,
             "name": entry.name,
             "files": list(map(_location_of, entry.files)),
             "weights": entry.weights,
-        }
-        | {"modified": entry.modified.isoformat(), "parent": entry.parent}
-        | {
-            name: _location_of(path) if (path := getattr(entry, name)) else None
-            for name in _BESIDE
+            "modified": entry.modified.isoformat(),
+            "parent": entry.parent,
+            **{
+                name: _location_of(path) if (path := getattr(entry, name)) else None
+                for name in _BESIDE
+            },
         }
         for entry in contents.entries.values()
     ]
@@ -449,5 +450,5 @@ def disk_errors(failed: str) -> Iterator[None]:
             raise
         raise PullError(
             f"{failed} ({error.strerror}); make room on the disk, or make the folder writable, or check the disk, and"
-            " try again. The received part of a download is kept, unless the file is larger than 50 GB."
+            " try again."
         ) from error

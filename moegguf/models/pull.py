@@ -29,7 +29,13 @@ from moegguf.models.names import (
     nearest_names,
     parse_name,
 )
-from moegguf.models.selection import is_model, models_in, select_files
+from moegguf.models.selection import (
+    MAX_LISTED,
+    first_of,
+    is_model,
+    models_in,
+    select_files,
+)
 from moegguf.models.sources import (
     Snapshot,
     cached_models,
@@ -79,8 +85,8 @@ def pull(
         report(PullStatus("success"))
     else:
         raise PullError(
-            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE to"
-            " fetch the model."
+            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set;"
+            " unset this variable to fetch the model."
         )
     catalog.unhide(entry.name)
     return entry
@@ -158,7 +164,8 @@ def fetch(
     try:
         if hub_offline():
             raise PullError(
-                f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE to fetch the model."
+                f"{repo_id} is not in the cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset this variable"
+                " to fetch the model."
             )
         there = read_repository(repo_id, cache)
     except PullError:
@@ -214,7 +221,7 @@ def _matching(
         if set(selection.files) & set(matching)
     }
     if len(models) > 1:
-        some = ", ".join(sorted(files[0] for files in models)[:40])
+        some = first_of(sorted(files[0] for files in models), MAX_LISTED)
         raise ModelNotFoundError(
             f"{repo_id}: {len(models)} models match {filename!r}: {some}; give the name of one of them."
         )
@@ -232,13 +239,12 @@ def _matching(
     ]
     for pattern in others:
         matching = [path for path in paths if fnmatch(path, pattern)]
+        listed = first_of(matching or paths, MAX_LISTED)
         if not matching:
             raise ModelNotFoundError(
-                f"{repo_id}: no file matches {pattern!r}; the files are {', '.join(paths[:40])}; give the name of one"
-                " of them."
+                f"{repo_id}: no file matches {pattern!r}; the files are {listed}; give the name of one of them."
             )
         if len(matching) != 1:
-            listed = ", ".join(matching[:40])
             raise ModelNotFoundError(
                 f"{repo_id}: exactly one file must match {pattern!r}, but {len(matching)} do: {listed}; give the"
                 " name of one file."

@@ -18,7 +18,6 @@ back.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import warnings
@@ -193,8 +192,10 @@ def check_ranges(parameters: Mapping[str, Any]) -> None:
 
 
 def _is_in_range(name: str, value: Any) -> bool:
-    least, most = RANGES.get(name, (-math.inf, math.inf))
-    return name not in RANGES or least <= value <= most
+    if name not in RANGES:
+        return True
+    least, most = RANGES[name]
+    return least <= value <= most
 
 
 def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
@@ -278,30 +279,27 @@ of Go's ParseInt, ParseFloat and ParseBool."""
 
 
 def _convert(name: str, value: Any) -> Any:
-    kind: type = PARAMETERS[name]
+    kind = PARAMETERS[name]
     if kind is list:
         values = [value] if isinstance(value, str) else value
         if isinstance(values, list | tuple) and all(
             isinstance(text, str) for text in values
         ):
             return list(values)
-        raise _wrong(name, value)
-    given = value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) <= sys.float_info.max else math.inf
-    if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    # Any other text would be the path of a draft model.
-    fits = fits and (name != "draft" or value in DRAFTS)
-    fits = (
-        fits
-        and (kind is not float or math.isfinite(value))
-        and (kind is not int or -(1 << 63) <= value < 1 << 63)
-    )
-    if not fits:
-        raise _wrong(name, given)
-    return value
+    elif kind is str:
+        # Any other text would be the path of a draft model.
+        if isinstance(value, str) and (name != "draft" or value in DRAFTS):
+            return value
+    elif kind is bool or isinstance(value, bool):
+        if kind is bool and isinstance(value, bool):
+            return value
+    elif kind is float:
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+            return float(value)
+    elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        if -(1 << 63) <= value < 1 << 63:
+            return int(value)
+    raise _wrong(name, value)
 
 
 def _wrong(name: str, value: Any) -> OptionError:
@@ -343,7 +341,7 @@ def parse(text: str) -> Recipe:
         raise OptionError(
             "a Modelfile needs a line `FROM name`, or FROM and the path of a GGUF file."
         )
-    return Recipe(**{**found, "messages": tuple(found["messages"])})
+    return Recipe(**found | {"messages": tuple(found["messages"])})
 
 
 def render(entry: ModelEntry, base: str) -> str:
@@ -490,15 +488,13 @@ def _quoted(text: str) -> str:
     fence = '"' * max(4, longest + 1)
     for quoted in (f'"{text}"', f'"""{text}"""'):
         match = _VALUE.match(quoted)
-        if quoted.startswith('""""'):
-            # `parse` could read these quotes as a line of four quotes, which begins a
-            # value.
-            continue
+        # `parse` could read four quotes at the start as a line that begins a value.
         if (
             match
             and match.end() == len(quoted)
             and _content(match) == text
             and text[:1] != "\n"
+            and not quoted.startswith('""""')
         ):
             return quoted
     return f"{fence}\n{text}\n{fence}"

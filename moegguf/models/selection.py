@@ -51,7 +51,7 @@ def select_files(
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
-    firsts = [path for path in models if _shard(path).number == 1]
+    firsts = [path for path in models if shard_of(path).number == 1]
     if tag.lower() == DEFAULT_TAG:
         found = (_by_quant(firsts, quant) for quant in DEFAULT_QUANTS)
         first = next(filter(None, found), firsts[0] if firsts else None)
@@ -63,32 +63,29 @@ def select_files(
             raise ModelNotFoundError(
                 f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
             )
-        some = ", ".join(names[:MAX_LISTED]) + (
-            ", ..." if len(names) > MAX_LISTED else ""
-        )
+        some = first_of(names, MAX_LISTED)
         raise ModelNotFoundError(
             f"{repo} has no file for {tag!r}. Available GGUF files: {some}."
         )
     return FileSelection(_all_shards(first, models, repo), _projector(first, known))
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """Returns the first `most` names, separated by commas. If there are more names, an
+    ellipsis follows."""
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
+
+
 def without_incomplete(paths: Iterable[str]) -> list[str]:
     """Returns `paths`, sorted, without the files of models that lack a shard or have
     more than MAX_SHARDS shards."""
     known = sorted(paths)
-    present: dict[tuple[str, int], set[int]] = {}
-    for shard in map(_shard, known):
-        present.setdefault((shard.prefix, shard.n_shards), set()).add(shard.number)
-    complete = {
-        key
-        for key, numbers in present.items()
-        if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}
-    }
-    return [
-        path
-        for path in known
-        if ((shard := _shard(path)).prefix, shard.n_shards) in complete
-    ]
+    complete = set[str]()
+    for path in known:
+        if shard_of(path).number == 1:
+            with suppress(ModelNotFoundError):
+                complete.update(_all_shards(path, known, ""))
+    return sorted(complete)
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
@@ -96,7 +93,7 @@ def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
     tag selects. Given one of these tags and the files of the complete models,
     `select_files` selects the same files."""
     known = without_incomplete(paths)
-    firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
+    firsts = (path for path in known if is_model(path) and shard_of(path).number == 1)
     selections = (
         FileSelection(_all_shards(path, known, ""), _projector(path, known))
         for path in firsts
@@ -119,7 +116,7 @@ def projector_beside(model: str, names: Sequence[str]) -> str | None:
     others = [
         name
         for name in names
-        if is_model(name) and _shard(name).prefix != _shard(model).prefix
+        if is_model(name) and shard_of(name).prefix != shard_of(model).prefix
     ]
     return _projector(
         model,
@@ -135,7 +132,7 @@ def _plain_name(path: str) -> str:
     """Returns a file's name in lower case, without ".gguf", shard numbers,
     quantisation, "mmproj", and separators at the ends."""
     return (
-        _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
+        _QUANT.sub("", shard_of(path).prefix).lower().replace("mmproj", "").strip("-_.")
     )
 
 
@@ -154,7 +151,8 @@ def _stem(path: str) -> str:
     return path[:-5] if path.lower().endswith(".gguf") else path
 
 
-def _shard(path: str) -> ShardName:
+def shard_of(path: str) -> ShardName:
+    """Returns the parts of the path or name of a shard, which may end with ".gguf"."""
     return parse_shard_name(_stem(path))
 
 
@@ -163,7 +161,7 @@ def _by_file_name(models: Sequence[str], tag: str) -> str | None:
     ".gguf" and shard numbers, and its case does not matter."""
     wanted = tag.lower().removesuffix(".gguf")
     names = (
-        (path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower())
+        (path, _base(_stem(path)).lower(), _base(shard_of(path).prefix).lower())
         for path in models
     )
     return next((path for path, *known in names if wanted in known), None)
@@ -181,13 +179,13 @@ def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
 
 
 def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]:
-    prefix, _, count = _shard(first)
+    prefix, _, count = shard_of(first)
     if count <= 1:
         return (first,)
     shards = {
         shard.number: path
         for path in models
-        if (shard := _shard(path))[::2] == (prefix, count)
+        if (shard := shard_of(path))[::2] == (prefix, count)
     }
     if count > MAX_SHARDS:
         raise ModelNotFoundError(
@@ -196,18 +194,16 @@ def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]
         )
     missing = [number for number in range(1, count + 1) if number not in shards]
     if missing:
-        names = ", ".join(
-            shard_path(_base(prefix), number, count) for number in missing[:3]
-        )
+        names = [shard_path(_base(prefix), number, count) for number in missing]
         raise ModelNotFoundError(
             f"{repo}: {len(missing)} of the {count} shards of {_base(prefix)!r} are missing"
-            f" ({names}{', ...' if len(missing) > 3 else ''}); choose another quantisation."
+            f" ({first_of(names, 3)}); choose another quantisation."
         )
     return tuple(shards[number] for number in range(1, count + 1))
 
 
 def _bits(path: str) -> int:
-    quant = _LAST_WORD.search(_shard(path).prefix)
+    quant = _LAST_WORD.search(shard_of(path).prefix)
     digits = re.search(r"\d+", quant[1]) if quant else None
     return int(digits[0][:4]) if digits else 0
 
@@ -231,7 +227,7 @@ def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
     the quantisation, the name without shard numbers and ".gguf", the whole name,
     `latest`. Returns None if no tag does."""
     first = selection.files[0]
-    name = _base(_shard(first).prefix)
+    name = _base(shard_of(first).prefix)
     quants = [
         match[1].upper()
         for match in _QUANT.finditer(_base(name))

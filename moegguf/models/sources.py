@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
-from moegguf.gguf.shards import parse_shard_name, shards_of
+from moegguf.gguf.shards import shards_of
 from moegguf.models.entry import (
     ModelEntry,
     Source,
@@ -50,10 +50,12 @@ from moegguf.models.names import (
 from moegguf.models.recipe import check_overrides, is_go_template
 from moegguf.models.selection import (
     FileSelection,
+    first_of,
     is_model,
     models_in,
     projector_beside,
     select_files,
+    shard_of,
 )
 from moegguf.package import package_folders
 from moegguf.regular_file import open_regular
@@ -140,8 +142,7 @@ def file_name(path: Path) -> str:
 def _plain_name(file: str) -> str:
     """Returns `file` without ".gguf" and shard numbers. A dash replaces each character
     that names may not contain."""
-    stem = file[:-5] if file.lower().endswith(".gguf") else file
-    return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
+    return re.sub(r"[^A-Za-z0-9._-]", "-", shard_of(file).prefix)
 
 
 def only_model(folder: Path) -> Path:
@@ -155,9 +156,7 @@ def only_model(folder: Path) -> Path:
         raise ModelNotFoundError(
             f"the folder {str(folder)!r} has no GGUF file; give the path of one."
         )
-    some = ", ".join(repr(file.name) for file in files[:3]) + (
-        ", ..." if len(files) > 3 else ""
-    )
+    some = first_of([repr(file.name) for file in files], 3)
     raise ModelNotFoundError(
         f"the folder {str(folder)!r} has {len(files)} models; give the path of one: {some}."
     )
@@ -193,7 +192,7 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
     for file in sorted(
         file for file in files if is_model(file.name) and os.path.isfile(file)
     ):
-        if parse_shard_name(file.stem).number == 1:
+        if shard_of(file.name).number == 1:
             models.setdefault(_plain_name(file.name).lower(), file)
     return list(models.values())
 
@@ -285,22 +284,18 @@ def cached_models(
             for tag, selection in models_in(snapshot.paths())
             if snapshot.key(tag) not in seen
         }
+        wanted: tuple[str, ...] = ()
         if name:
-            wanted: tuple[str, ...] = ()
             with suppress(ModelNotFoundError):
                 wanted = select_files(
                     {path for each in models.values() for path in each.files}, name.tag
                 ).files
-            models = {
-                tag: selection
-                for tag, selection in models.items()
-                if selection.files == wanted
-            }
         for tag, selection in models.items():
-            with suppress(ModelNameError, OSError):
-                entry = snapshot.entry(tag, selection)
-                seen.add(parse_name(entry.name).key)
-                yield entry
+            if not name or selection.files == wanted:
+                with suppress(ModelNameError, OSError):
+                    entry = snapshot.entry(tag, selection)
+                    seen.add(parse_name(entry.name).key)
+                    yield entry
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
@@ -371,20 +366,12 @@ def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
     if text is not None:
         if (name := name_or_none(text)) is None:
             return
-        names = [
-            replace(
-                name,
-                host=name.host or OLLAMA_HOST,
-                namespace=name.namespace or "library",
-            )
-        ]
-        keys = {
-            each.key
-            for each in (
-                *names,
-                *([replace(name, host=OLLAMA_HOST)] if name.is_hub else []),
-            )
-        }
+        full = replace(
+            name, host=name.host or OLLAMA_HOST, namespace=name.namespace or "library"
+        )
+        keys = {full.key}
+        if name.is_hub:
+            keys.add(replace(name, host=OLLAMA_HOST).key)
     for folder in ollama_folders():
         for manifest in sorted(folder.glob("manifests/*/*/*/*")):
             name = Name(*manifest.parts[-4:])
@@ -432,9 +419,7 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
             parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
     (model,) = files["model"]
     mmproj = next(iter(files["projector"]), None)
-    adapter = files["adapter"][0] if files["adapter"] else None
-    if len(files["adapter"]) > 1:
-        raise ValueError("adapters")
+    (adapter,) = files["adapter"] or (None,)
     texts = {kind: "\n".join(each) for kind, each in parts.items()}
     template = texts.get("template", "")
     overrides = {

@@ -186,6 +186,9 @@ def estimate_model(
             budgets[BUDGETS["VRAM"]] = None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
+        on_cpu = Speeds.of_cpu(
+            memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s
+        )
         # Predicts with unlimited RAM, and with the context length of the plan for this
         # machine.
         if device:
@@ -227,9 +230,13 @@ def estimate_model(
             if disk
             else None,
             "plan": plan.facts(),
-            "expected": _expectation(hit_rates, plan, disk, memory_bytes_per_s),
+            "expected": _expectation(
+                hit_rates, plan, on_cpu if disk or plan.resident else None
+            ),
             "placement": _placement(placed),
-            "cpu": _cpu_placements(layout, hit_rates, plan, disk, memory_bytes_per_s),
+            "cpu": _cpu_placements(
+                layout, hit_rates, plan, on_cpu, is_disk_known=disk is not None
+            ),
         }
 
 
@@ -237,27 +244,15 @@ def _memory_speed() -> float:
     return machine.memory_read_speed(machine.count_cpus())
 
 
-def _expectation(
-    hit_rates: HitRates,
-    plan: Plan,
-    disk: machine.DiskSpeed | None,
-    memory_bytes_per_s: float,
-) -> Facts:
+def _expectation(hit_rates: HitRates, plan: Plan, speeds: Speeds | None) -> Facts:
     """Returns the expected hit rates, bytes per token and speed of answers. The speed
-    is None if a device has slots, or if the model reads from a disk that was not
-    measured."""
-    if plan.device is not None or not (disk or plan.resident):
-        n_slots = (
-            max(plan.n_slots, plan.n_ram_slots)
-            if plan.device is not None
-            else plan.n_slots
-        )
-        return asdict(hit_rates.expect(n_slots)) | {"memory_bytes_per_s": None}
-    speeds = Speeds.of_cpu(
-        memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s
-    )
-    return asdict(hit_rates.expect(plan.n_slots, speeds)) | {
-        "memory_bytes_per_s": round(memory_bytes_per_s)
+    is None if a device has slots, or if `speeds`, the speeds of this machine's CPU and
+    disk, is None."""
+    if plan.device is not None:
+        speeds = None
+    expected = hit_rates.expect(max(plan.n_slots, plan.n_ram_slots), speeds)
+    return asdict(expected) | {
+        "memory_bytes_per_s": round(speeds.cpu_bytes_per_s) if speeds else None
     }
 
 
@@ -265,24 +260,21 @@ def _cpu_placements(
     layout: ExpertLayout,
     hit_rates: HitRates,
     plan: Plan,
-    disk: machine.DiskSpeed | None,
-    memory_bytes_per_s: float,
+    speeds: Speeds,
+    is_disk_known: bool,
 ) -> Facts | None:
     """Returns the predicted speeds of prompts and answers if the CPU runs every layer.
 
-    There is one prediction with the plan's slots (only if the disk's speed is known),
-    and one with a slot for every expert. Returns None for a plan with a device and for
-    a model without experts.
+    There is one prediction with the plan's slots (only if `is_disk_known`), and one
+    with a slot for every expert. Returns None for a plan with a device and for a model
+    without experts.
     """
     if plan.on_device or not layout.is_moe:
         return None
     curve = hit_rates.curve()
-    speeds = Speeds.of_cpu(
-        memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s
-    )
     resident = replace(plan, memories=(replace(plan.ram, n_slots=plan.n_experts),))
     plans = {"every expert in memory": resident}
-    if disk:
+    if is_disk_known:
         plans = {
             f"{plan.n_slots:,} of {plan.n_experts:,} experts in memory": plan
         } | plans
@@ -420,14 +412,8 @@ def library_facts(prefix: str = "") -> list[Facts]:
         with suppress(ModelNotFoundError):
             here = bool(Catalog().find(model.hub_name))
         if free_bytes >= least_bytes:
-            share = min(
-                1.0,
-                max(
-                    0.0,
-                    (free_bytes - RESERVE_BYTES - model.dense_bytes)
-                    / model.expert_bytes,
-                ),
-            )
+            for_experts = free_bytes - RESERVE_BYTES - model.dense_bytes
+            share = min(1.0, for_experts / model.expert_bytes)
             hit_rate = (
                 1.0
                 if share == 1

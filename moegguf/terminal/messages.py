@@ -64,13 +64,12 @@ def print_error(error: Exception, before: str = "") -> None:
 def _replace_closed_streams() -> None:
     """Opens /dev/null in place of standard streams that are closed, so that no other
     file gets their descriptors."""
-    for number in range(3):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
             # Gets the lowest free descriptor, which is `number`.
             os.open(os.devnull, os.O_RDWR)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(
                 sys,

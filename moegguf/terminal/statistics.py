@@ -16,7 +16,7 @@ from moegguf.terminal.progress import duration
 LEAST_TOKENS = 16
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
-Line = tuple[str, str]
+Lines = dict[str, str]  # {label: value}
 
 
 def statistics(
@@ -34,52 +34,39 @@ def statistics(
 
     predicted: the chosen placement of experts with its predicted speeds.
     """
-    lines = [("total duration", duration(summary.total_s + load_s))]
+    lines = {"total duration": duration(summary.total_s + load_s)}
     if load_s:
-        lines.append(("load duration", duration(load_s)))
+        lines["load duration"] = duration(load_s)
     if summary.prompt_tokens:
-        lines += [
-            ("prompt eval count", f"{summary.prompt_tokens} token(s)"),
-            ("prompt eval duration", duration(summary.prompt_s)),
-            (
-                "prompt eval rate",
-                f"{summary.prompt_tokens / summary.prompt_s:.2f} tokens/s",
-            ),
-        ]
+        prompt_speed = summary.prompt_tokens / summary.prompt_s
+        lines["prompt eval count"] = f"{summary.prompt_tokens} token(s)"
+        lines["prompt eval duration"] = duration(summary.prompt_s)
+        lines["prompt eval rate"] = f"{prompt_speed:.2f} tokens/s"
     speed = summary.answer_tokens / summary.answer_s if summary.answer_s else 0.0
     if summary.answer_tokens:
-        lines.append(("eval count", f"{summary.answer_tokens} token(s)"))
+        lines["eval count"] = f"{summary.answer_tokens} token(s)"
         if summary.answer_tokens > 1:
-            lines += [
-                ("eval duration", duration(summary.answer_s)),
-                ("eval rate", f"{speed:.2f} tokens/s"),
-            ]
-        lines.append(("time to first token", duration(summary.prompt_s)))
+            lines["eval duration"] = duration(summary.answer_s)
+            lines["eval rate"] = f"{speed:.2f} tokens/s"
+        lines["time to first token"] = duration(summary.prompt_s)
     if summary.cached_tokens:
         from_disk = f", {summary.disk_tokens} from disk" if summary.disk_tokens else ""
-        lines.append(("prompt cached", f"{summary.cached_tokens} token(s){from_disk}"))
+        lines["prompt cached"] = f"{summary.cached_tokens} token(s){from_disk}"
     if summary.stats.n_threads:
-        lines.append(("threads", str(summary.stats.n_threads)))
+        lines["threads"] = str(summary.stats.n_threads)
     if (stats := summary.answer_stats).draft_passes:
         accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
         passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
-        lines.append(
-            (
-                "drafts",
-                f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}",
-            )
+        lines["drafts"] = (
+            f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}"
         )
         if stats.n_experts:
-            lines.append(
-                (
-                    "read per token kept",
-                    format_bytes(round(stats.bytes_per_accepted_token)),
-                )
-            )
-    lines += expert_lines(summary.stats, summary.answer_stats)
-    lines += policy_lines(decisions or {}, summary.stats)
+            read_bytes = round(stats.bytes_per_accepted_token)
+            lines["read per token kept"] = format_bytes(read_bytes)
+    lines |= expert_lines(summary.stats, summary.answer_stats)
+    lines |= policy_lines(decisions or {}, summary.stats)
     if predicted is not None:
-        lines.append(("placement", str(predicted)))
+        lines["placement"] = str(predicted)
         if (
             summary.answer_tokens > LEAST_TOKENS
             and speed
@@ -88,34 +75,31 @@ def statistics(
             differs = (
                 f"this answer differs by {speed / predicted.tokens_per_s - 1:+.0%}"
             )
-            lines.append(
-                (
-                    "predicted",
-                    f"{format_speed(predicted.tokens_per_s)} tokens/s; {differs}",
-                )
+            lines["predicted"] = (
+                f"{format_speed(predicted.tokens_per_s)} tokens/s; {differs}"
             )
     return _aligned(lines)
 
 
-def _aligned(lines: list[Line]) -> list[str]:
-    return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines]
+def _aligned(lines: Lines) -> list[str]:
+    return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines.items()]
 
 
-def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
-    """Returns (label, value) lines about the expert cache, or [] for a model without
-    experts. `stats` count the prompt and the answer, `decode` the answer from its
-    second token on."""
+def expert_lines(stats: Stats, decode: Stats) -> Lines:
+    """Returns {label: value} about the expert cache, or {} for a model without experts.
+    `stats` count the prompt and the answer, `decode` the answer from its second token
+    on."""
     if not stats.n_experts:
-        return []
-    lines = [("expert cache", _slots(stats, stats.n_experts))]
+        return {}
+    lines = {"expert cache": _slots(stats, stats.n_experts)}
     if stats.in_vram:
-        lines = [
-            (f"expert cache {tier.name}", _slots(tier, stats.n_experts))
+        lines = {
+            f"expert cache {tier.name}": _slots(tier, stats.n_experts)
             for tier in stats.tiers
-        ]
-        lines[0] = (lines[0][0], f"{lines[0][1]} on {stats.tiers[0].device}")
+        }
+        lines["expert cache VRAM"] += f" on {stats.tiers[0].device}"
     if stats.lookups:
-        lines.append(("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"))
+        lines["hit rate"] = f"{lookup_shares(stats)} of {stats.lookups} lookups"
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     if decode.tokens:
         moved += f" ({decode.bytes_per_accepted_token / 1e6:.2f} MB/token)"
@@ -129,14 +113,12 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
             if decode.tokens and decode.tiers
             else ""
         )
-        lines.append(("moved to VRAM", f"{mb[0]:.2f} MB{each}"))
+        lines["moved to VRAM"] = f"{mb[0]:.2f} MB{each}"
     if stats.staging_bytes:
-        lines.append(("prompts staged", staged(stats)))
+        lines["prompts staged"] = staged(stats)
+    lines["moved"] = moved
     by_tier = ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
-    lines += [
-        ("moved", moved),
-        ("evictions", by_tier if len(stats.tiers) > 1 else str(stats.evictions)),
-    ]
+    lines["evictions"] = by_tier if len(stats.tiers) > 1 else str(stats.evictions)
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
         of_disk = (
@@ -144,16 +126,13 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
             if decode.below
             else ""
         )
-        lines.append(
-            (
-                "stall",
-                f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}",
-            )
+        lines["stall"] = (
+            f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}"
         )
     if stats.drives:
-        lines.append(("read from", ", ".join(map(_drive, stats.drives))))
+        lines["read from"] = ", ".join(map(_drive, stats.drives))
     if stats.read_retries:
-        lines.append(("read retries", str(stats.read_retries)))
+        lines["read retries"] = str(stats.read_retries)
     return lines
 
 
@@ -192,16 +171,17 @@ def lookup_shares(stats: Stats) -> str:
     ram = stats.below or TierStats("RAM")
     cpu = stats.on_cpu or TierStats("CPU")
     n_late = stats.hits_late + ram.hits_late
-    n_disk = stats.misses - ram.hits
-    n_ram = ram.hits_ready + cpu.hits_ready if stats.in_vram else stats.hits_ready
-    shares = [("vram", stats.hits_ready - cpu.hits_ready)] if stats.in_vram else []
-    shares += (
-        [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
-    )
-    shares += [("in flight", n_late)] if n_late else []
-    return " ".join(
-        f"{where} {n / stats.lookups:.1%}" for where, n in [*shares, ("disk", n_disk)]
-    )
+    counts = dict[str, int]()
+    if stats.in_vram:
+        counts["vram"] = stats.hits_ready - cpu.hits_ready
+        if stats.below or stats.on_cpu:
+            counts["ram"] = ram.hits_ready + cpu.hits_ready
+    else:
+        counts["ram"] = stats.hits_ready
+    if n_late:
+        counts["in flight"] = n_late
+    counts["disk"] = stats.misses - ram.hits
+    return " ".join(f"{where} {n / stats.lookups:.1%}" for where, n in counts.items())
 
 
 def total_lines(stats: Stats) -> list[str]:
@@ -209,26 +189,23 @@ def total_lines(stats: Stats) -> list[str]:
     was looked up."""
     if not stats.lookups:
         return []
-    hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
-    moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
-    tokens = f"{stats.tokens} token(s) evaluated"
     return _aligned(
-        [
-            ("since load", tokens),
-            ("hit rate since load", hits),
-            ("moved since load", moved),
-        ]
+        {
+            "since load": f"{stats.tokens} token(s) evaluated",
+            "hit rate since load": f"{lookup_shares(stats)} of {stats.lookups} lookups",
+            "moved since load": f"{stats.bytes_read / 1e6:.2f} MB from disk",
+        }
     )
 
 
-def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
-    """Returns (label, value) lines about the policy, the predictor and prefetching.
-    Returns [] for plain LRU, and if `decisions` is empty."""
+def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> Lines:
+    """Returns {label: value} about the policy, the predictor and prefetching. Returns
+    {} for plain LRU, and if `decisions` is empty."""
     if not decisions or (
         decisions["policy"] == "lru" and decisions["predictor"] == "none"
     ):
-        return []
-    lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
+        return {}
+    lines = {name: decisions[name] for name in ("policy", "predictor")}
     if decisions["prefetch"] != "off":
         used = stats.prefetch_useful + stats.prefetch_late
         late = stats.prefetch_late
@@ -239,9 +216,7 @@ def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
         measured = (
             "" if saved is None else f"; saved {saved:.0%} of the time when measured"
         )
-        lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))
+        lines["prefetch"] = f"{decisions['prefetch']}, {useful}{measured}"
     if "us_per_event" in decisions:
-        lines.append(
-            ("controller", f"{decisions['us_per_event']:.0f}µs per routing event")
-        )
+        lines["controller"] = f"{decisions['us_per_event']:.0f}µs per routing event"
     return lines

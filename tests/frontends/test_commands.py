@@ -890,7 +890,7 @@ ERRORS = [
         2,
         "one.jsonl is the file of requests; name another file",
     ),
-    ("batch TMP/one.jsonl -o TMP", 2, "not a file"),
+    ("batch TMP/one.jsonl -o TMP", 2, "cannot hold the answers"),
     ("batch TMP/one.jsonl --parallel 0", 2, "parallel"),
     ("batch TMP/one.jsonl -m nothing-of-that-name --local", 1, "nothing-of-that-name"),
     (

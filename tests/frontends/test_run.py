@@ -111,7 +111,7 @@ SCREEN, PIPE = "screen", "pipe"
 def test_run_chats_or_answers_by_its_terminals_and_pipes(
     tmp_path: Path, stdin: str, stdout: str, prompt: str, outcome: str
 ) -> None:
-    command = f"{sys.executable} -m moegguf.cli.app run demo {' '.join(DEMO)}" + (
+    command = f"{sys.executable} -m moegguf run demo {' '.join(DEMO)}" + (
         f" '{prompt}'" if prompt else ""
     )
     before = (

@@ -230,7 +230,7 @@ def test_expert_lines_of_two_tiers_are_separate() -> None:
         DECODE,
         tiers=(replace(vram, bytes_missed=9_000_000), replace(ram, stall_s=0.045)),
     )
-    assert expert_lines(whole, decode) == [
+    assert list(expert_lines(whole, decode).items()) == [
         ("expert cache VRAM", "16 of 64 experts (25%), 16.0MiB on RPC0"),
         ("expert cache RAM", "32 of 64 experts (50%), 32.0MiB"),
         ("hit rate", "vram 75.0% ram 12.0% in flight 6.0% disk 7.0% of 200 lookups"),
@@ -239,9 +239,7 @@ def test_expert_lines_of_two_tiers_are_separate() -> None:
         ("evictions", "9 VRAM, 4 RAM"),
         ("stall", "18% of decode, 10.00 ms/token, 9% for disk"),
     ]
-    alone = dict(
-        expert_lines(replace(whole, tiers=(vram,)), replace(decode, tiers=(vram,)))
-    )
+    alone = expert_lines(replace(whole, tiers=(vram,)), replace(decode, tiers=(vram,)))
     assert alone["hit rate"] == "vram 75.0% in flight 5.0% disk 20.0% of 200 lookups"
     assert alone["evictions"] == "4" and "expert cache RAM" not in alone
 

@@ -367,7 +367,7 @@ def test_trace_commands_succeed_with_a_closed_stdout(
     record = f"trace record demo --prompts {prompts} -o {out} -t 1 -n 2 >&- 2>&-"
     simulate = f"trace simulate {recorded} --policy lru >&-"
     for command in (record, simulate):
-        done = completed(["sh", "-c", f"{sys.executable} -m moegguf.cli.app {command}"])
+        done = completed(["sh", "-c", f"{sys.executable} -m moegguf {command}"])
         assert done.returncode == 0, done.stderr
         assert "error" not in done.stderr
     assert len(read(out).sequences()) == 4

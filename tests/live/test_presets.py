@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_server_gets_the_text_of_the_in_process_answer() -> None:
 def test_resume_computes_one_token_of_a_known_prompt(tmp_path: Path) -> None:
     first = rows_of("resume", "tokens=300", f"folder={tmp_path}")
     with closing(
-        PRESETS["resume"].measure(str(DEMO), tokens=300, folder=str(tmp_path))
+        PRESETS["resume"](str(DEMO), tokens=300, folder=str(tmp_path))
     ) as rows:
         # The first row only: the other rows would equal the rows of the first call.
         again = next(rows)
@@ -135,6 +136,15 @@ def test_link_measures_times_of_at_least_the_simulated_link() -> None:
     assert all(row["ratio"] > 0.99 for row in rows)
 
 
+def test_presets_load_without_the_test_equipment_that_a_wheel_lacks() -> None:
+    code = (
+        "import sys; sys.modules['moegguf.testing'] = None;"
+        " from moegguf.bench.parts import link_times; next(link_times(''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LibraryError: a simulated link needs" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "words"),
     [
@@ -162,7 +172,11 @@ def test_read_settings_rejects_wrong_settings_and_lists_the_known(
 
 def test_read_settings_keeps_defaults_of_unchanged_settings() -> None:
     changed = read_settings("busy", ["seconds=8", "loads=quiet,two"])
-    assert changed == {**PRESETS["busy"].settings, "seconds": 8.0, "loads": "quiet,two"}
+    assert changed == {
+        **read_settings("busy", []),
+        "seconds": 8.0,
+        "loads": "quiet,two",
+    }
 
 
 @pytest.mark.skipif(

@@ -283,7 +283,7 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(
         logits = greedy_logits(llm)
         figures, plan, tiers = devices_of(llm)["CPU"], llm.plan, llm.session.tiers()
         counters, places = llm.session.store.counters(), llm.session.places()
-        shown = dict(expert_lines(llm.stats(), Stats()))
+        shown = expert_lines(llm.stats(), Stats())
     of_both = {
         name: tiers["VRAM"][name] + tiers["CPU"][name]
         for name in ("lookups", "hits_ready", "evictions")

@@ -157,9 +157,11 @@ def test_a_simulated_link_in_a_wheel_names_the_source_build(
     wheel: Path, tmp_path: Path
 ) -> None:
     done = run_installed(
-        wheel, tmp_path, "from moegguf.bench import measure; measure._simulation()"
+        wheel, tmp_path, "from moegguf.bench import measure; measure.simulated_links()"
     )
-    assert "LibraryError: --simulate-link needs moegguf's test equipment" in done.stderr
+    assert (
+        "LibraryError: a simulated link needs moegguf's test equipment" in done.stderr
+    )
     assert "run `make` in it" in done.stderr
 
 

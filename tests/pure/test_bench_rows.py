@@ -163,7 +163,9 @@ def test_parse_ints_rejects_malformed_lists(text: str) -> None:
 
 
 def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> None:
-    tests = parse_tests(["512,0"], ["128"], ["16,8"], ["0,32"])
+    tests = parse_tests(
+        {"n_prompt": ["512,0"], "n_gen": ["128"], "pg": ["16,8"], "n_depth": ["0,32"]}
+    )
     assert tests == [
         (512, 0, 0),
         (0, 128, 0),

@@ -178,10 +178,10 @@ def test_stats_subtract_and_add_the_figures_of_each_copy() -> None:
 
 def test_expert_lines_name_the_bytes_of_each_copy() -> None:
     assert (
-        dict(expert_lines(AFTER, Stats()))["read from"]
+        expert_lines(AFTER, Stats())["read from"]
         == "0.00 MB of file (0.00 GB/s), 0.00 MB of mirror 1 (failed)"
     )
-    assert "read from" not in dict(expert_lines(Stats(n_experts=8), Stats()))
+    assert "read from" not in expert_lines(Stats(n_experts=8), Stats())
 
 
 def test_metrics_have_the_bytes_of_each_copy() -> None:
