@@ -429,9 +429,7 @@ class _Writer:
             self.document.ignored |= {"minProperties", "maxProperties"}
             least, most, n_counted = 0, None, 1
         filters = [self._name_filter(schema) for schema in facts.each("propertyNames")]
-        other = self._new_rule(
-            *self._pairs(facts, None, [*names, *facts.absent], filters)
-        )
+        other = self._new_rule(*self._pairs(facts, None, names, filters))
         after = [
             self._rest(other, n, least, most, "J_CLOSE")
             for n in range(min(len(names), n_counted) + 1)
