@@ -19,7 +19,10 @@ from typing import Any
 from moegguf.errors import TemplateError
 from moegguf.generate.template import render
 from moegguf.generate.tool_calls import (
+    ARGUMENT_PAIRS,
     FUNCTIONS,
+    JSON_CALLS,
+    MISTRAL_CALLS,
     NAME_PATTERN,
     Call,
     ElementCalls,
@@ -34,10 +37,7 @@ from moegguf.generate.tool_calls import (
     calls_in,
     closed_json,
     json_at,
-    json_calls,
     json_value,
-    parse_mistral,
-    parse_tool_call,
     pattern_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
@@ -182,7 +182,7 @@ def _json_written(
 HARMONY_CALL = Written(
     "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
 )
-JSON_ONLY = ToolFormat("", "", (json_calls,), _json_written("", ""))
+JSON_ONLY = ToolFormat("", "", (JSON_CALLS,), _json_written("", ""))
 
 _DEEPSEEK = NamedCalls(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?", r"\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?",
@@ -193,12 +193,13 @@ _DEEPSEEK = NamedCalls(
 # applies if the template contains the key.
 KNOWN_FORMATS: Mapping[str, ToolFormat] = {
     "<tool_call>": ToolFormat(
-        "<tool_call>", "</tool_call>", (parse_tool_call,), _json_written("<tool_call>\n", "\n</tool_call>")
+        "<tool_call>", "</tool_call>", (JSON_CALLS, FUNCTIONS, ARGUMENT_PAIRS),
+        _json_written("<tool_call>\n", "\n</tool_call>")
     ),
     "<function=": ToolFormat(
         "<function=", "</function>", (replace(FUNCTIONS, before=""),), Written("<function=", ">", "</function>")
     ),
-    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (parse_mistral,), _json_written("[TOOL_CALLS]", "", listed=True)),
+    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (MISTRAL_CALLS,), _json_written("[TOOL_CALLS]", "", listed=True)),
     "<｜tool▁output": ToolFormat(
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_DEEPSEEK,),
         Written(
@@ -211,12 +212,12 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
         Written("<|tool_call_start|>[", "(", ")]<|tool_call_end|>", "python", key_close={"": "="}, separator=", "),
     ),
     "<TOOLCALL>": ToolFormat(
-        "<TOOLCALL>", "</TOOLCALL>", (json_calls,), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
+        "<TOOLCALL>", "</TOOLCALL>", (JSON_CALLS,), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
     ),
-    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (json_calls,), _json_written("<|tool_call|>", "", listed=True)),
-    '"parameters"': ToolFormat("", "", (json_calls,), _json_written("", "", arguments="parameters")),
+    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (JSON_CALLS,), _json_written("<|tool_call|>", "", listed=True)),
+    '"parameters"': ToolFormat("", "", (JSON_CALLS,), _json_written("", "", arguments="parameters")),
     "<|python_tag|>": ToolFormat(
-        "<|python_tag|>", "", (json_calls,), _json_written("<|python_tag|>", "", arguments="parameters")
+        "<|python_tag|>", "", (JSON_CALLS,), _json_written("<|python_tag|>", "", arguments="parameters")
     ),
 }  # fmt: skip
 
@@ -809,6 +810,6 @@ class AnswerFormat:
             ),
             learned,
         )
-        readers = dict.fromkeys((*learned.readers, *known.readers, json_calls))
+        readers = dict.fromkeys((*learned.readers, *known.readers, JSON_CALLS))
         others = [form for form in formats.values() if form.open not in learned.open]
         return replace(learned, open=known.open, readers=tuple(readers)), *others

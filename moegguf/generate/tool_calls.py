@@ -271,6 +271,11 @@ def pattern_of(text: str) -> str:
     )
 
 
+Found = tuple[list[Call], int] | None
+"""The calls at a position of a text and the position after them, or None if there is no
+complete call at this position."""
+
+
 class Reader:
     """Base class: reads the calls in a block, which is given without its outer
     delimiters. Subclasses implement `_next`."""
@@ -291,11 +296,8 @@ class Reader:
             calls += more
         return calls or None
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
-        """Returns the calls that begin at position `at`, and the position after them,
-        or None if there is no complete call. `final`: see `__call__`."""
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
+        """Returns the calls that begin at position `at`. `final`: see `__call__`."""
         raise NotImplementedError
 
     def is_open(self, text: str) -> bool:
@@ -311,9 +313,7 @@ class JsonCalls(Reader):
 
     name_is_key: bool = False
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         found = json_at(text, at)
         calls = calls_in(found[0], name_is_key=self.name_is_key) if found else None
         return None if found is None or calls is None else (calls, found[1])
@@ -333,9 +333,7 @@ class MarkedCalls(Reader):
 class NamedCalls(MarkedCalls):
     """Reads calls that are a name followed by a JSON object with the arguments."""
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(
             rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)"
         ).match(text, at)
@@ -362,9 +360,7 @@ class TaggedCalls(MarkedCalls):
     # group.
     string_sign: str = ""
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(
             rf"(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}"
         ).match(text, at)
@@ -416,9 +412,7 @@ class ElementCalls(MarkedCalls):
 
     sign: str = ""  # text before each tag
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(
             rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}"
         ).match(text, at)
@@ -510,9 +504,7 @@ class PythonCalls(MarkedCalls):
 
     raw: bool = False
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = _PYTHON_NAME.match(text, at)
         if begin is None:
             return None
@@ -563,9 +555,7 @@ class RelaxedCalls(MarkedCalls):
 
     quote: str = ""
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(rf"(?:{self.before})\s*({NAME_PATTERN})\s*(?=\{{)").match(
             text, at
         )
@@ -620,56 +610,25 @@ class RelaxedCalls(MarkedCalls):
 FUNCTIONS = TaggedCalls(
     r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>"
 )
-_ARGUMENT_PAIRS = TaggedCalls(
+ARGUMENT_PAIRS = TaggedCalls(
     "", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>"
 )
+JSON_CALLS = JsonCalls()
 
 
-class ToolCallBlock(Reader):
-    """Reads the content of a <tool_call> block, in any format that models use inside
-    such a block."""
+class MistralCalls(NamedCalls):
+    """Reads the text after Mistral's [TOOL_CALLS]: names that are each followed by a
+    JSON object, or JSON objects and lists."""
 
-    def _reader(self, text: str) -> Reader:
-        if text.lstrip().startswith(("{", "[")):
-            return JsonCalls()
-        return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
-
-    def __call__(
-        self, text: str, types: Types = NO_TYPES, *, final: bool = False
-    ) -> list[Call] | None:
-        """Returns the calls in a block, or None if the text is not a call."""
-        return self._reader(text)(text.strip(), types, final=final)
-
-    def is_open(self, text: str) -> bool:
-        """Returns True if the text ends within a value."""
-        return self._reader(text).is_open(text)
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
+        named = super()._next(text, at, types, final)
+        begin = _behind(rf"{self.before}\s*", text, at)
+        return named or JSON_CALLS._next(text, begin, types, final)
 
 
-json_calls = JsonCalls()
-parse_tool_call = ToolCallBlock()
-
-_MISTRAL = re.compile(
-    rf"(?:\[TOOL_CALLS\])?\s*(?:({NAME_PATTERN})(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)|(?=[\[{{]))"
+MISTRAL_CALLS = MistralCalls(
+    r"(?:\[TOOL_CALLS\])?", r"(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?"
 )
-
-
-class MistralCalls(Reader):
-    """Reads the text after Mistral's [TOOL_CALLS]: JSON objects and lists, or names
-    that are each followed by a JSON object, with or without [CALL_ID] and [ARGS] in
-    between."""
-
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
-        begin = _MISTRAL.match(text, at)
-        found = json_at(text, begin.end()) if begin else None
-        if begin is None or found is None:
-            return None
-        calls = [(begin[1], found[0])] if begin[1] else calls_in(found[0])
-        return None if calls is None else (calls, found[1])
-
-
-parse_mistral = MistralCalls()
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[\[\]{}]', re.DOTALL)
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?$")
