@@ -68,15 +68,12 @@ def constraint_for(
         raise SchemaError(
             "a grammar cannot be combined with a JSON schema, JSON or tools; send one of them."
         )
-    form, begun = (
-        answer_format(template) if template else None,
-        continuation.content if continuation else "",
-    )
+    begun = continuation.content if continuation else ""
     is_strict = (
         has_tools
         and _check_strict(request.tools)
         and not forced
-        and form is not None
+        and template is not None
         and not begun
     )
     if request.format is None and request.grammar is None and not (forced or is_strict):
@@ -85,28 +82,22 @@ def constraint_for(
         raise OptionError(
             "an answer that continues a message cannot be a tool call; leave out tool_choice or the text."
         )
-    schemas, alternatives = Schemas(), list[str]()
+    form = answer_format(template or "")
+    schemas, bodies, rules = Schemas(), list[str](), list[str]()
     if request.format is not None and not forced:
         if isinstance(request.format, str) and request.format != "json":
             raise SchemaError(
                 f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}.'
             )
-        body = schemas.grammar(
-            {"type": "object"} if request.format == "json" else request.format,
-            request.strict,
-        )
-        alternatives.append(
-            body if begun or form is None else _text(form, prompt_end, body)
-        )
-    rules = list[str]()
+        schema = {"type": "object"} if request.format == "json" else request.format
+        bodies.append(schemas.grammar(schema, request.strict))
     if request.grammar is not None:
         body, rules = lark_rules(request.grammar, token_of)
-        alternatives.append(
-            body if begun or form is None else _text(form, prompt_end, body)
-        )
-    free = form is not None and is_strict and request.format is None
+        bodies.append(body)
+    alternatives = [body if begun else _text(form, prompt_end, body) for body in bodies]
+    free = is_strict and request.format is None
     if has_tools:
-        calls = _Calls(form or answer_format(""), prompt_end, schemas, behind_mark=free)
+        calls = _Calls(form, prompt_end, schemas, behind_mark=free)
         alternatives += [
             calls.call(tool)
             for tool in _allowed_tools(request.tools, request.tool_choice)
@@ -119,10 +110,10 @@ def constraint_for(
         f"{'call' if free else 'answer'}: "
         + " | ".join(f"alternative_{n}" for n in range(len(alternatives)))
     )
-    rules += _free_text(form, prompt_end) if form is not None and free else []
+    rules += _free_text(form, prompt_end) if free else []
     start = (
         ["start: answer"]
-        if begun or form is None
+        if begun
         else _start(form, request.think, prompt_end, continuation)
     )
     rules += [*SHARED_RULES, *schemas.rules] if schemas.rules else []
