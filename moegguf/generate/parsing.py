@@ -12,13 +12,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
 from moegguf.generate.continuation import Continuation
-from moegguf.generate.request import Delta, Request, TokenLogprob, ToolCall, join
+from moegguf.generate.request import Delta, Request, TokenLogprob, Tool, ToolCall, join
 from moegguf.generate.tool_calls import (
     Call,
     Types,
@@ -226,8 +226,6 @@ class ChannelParser(AnswerParser):
         found = next((value for value in values if isinstance(value, dict)), None)
         return None if found is None else [(self._recipient, found)]
 
-
-Tools = Sequence[Mapping[str, Any]]
 
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
 # Maximum number of closing delimiters that may be part of values within one call.
@@ -458,7 +456,7 @@ def needs_special_tokens(template: str | None) -> bool:
 
 def answer_parser(
     template: str | None,
-    tools: Tools = (),
+    tools: Sequence[Tool] = (),
     *,
     prompt_end: str = "",
     continuation: Continuation | None = None,

@@ -15,13 +15,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.images import Marked, mark_images, text_of
-from moegguf.generate.request import Message, Request
+from moegguf.generate.request import Message, Request, Tool
 from moegguf.generate.template import LongPromptError, render
 from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
 from moegguf.gguf.experts import ExpertLayout
@@ -477,7 +477,7 @@ def _droppable_text(message: Message) -> str:
     return f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
 
 
-def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+def _shown(tool: Tool) -> Tool:
     """Returns a tool for the template, without its field `strict`, which concerns only
     the constraint of the answer."""
     function = tool.get("function")

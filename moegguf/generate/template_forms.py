@@ -20,13 +20,11 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
-from moegguf.generate.request import Message
+from moegguf.generate.request import Message, Tool
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
 MAX_CHARACTERS = 16 << 20  # maximum number of characters of a prompt
 MAX_KNOWN = 64  # maximum number of templates whose forms are cached
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def rendered(
     template: str,
     forms: Forms,
     messages: Iterable[Message],
-    tools: Tools,
+    tools: Sequence[Tool],
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
@@ -187,7 +185,7 @@ class _Probe:
 
     messages: Sequence[Message]
     choices: Sequence[Mapping[str, Any]]
-    tools: Tools = ()
+    tools: Sequence[Tool] = ()
 
     def n_lost(self, template: str, forms: Forms) -> int:
         """Returns the number of markers that are missing from the prompt. If the

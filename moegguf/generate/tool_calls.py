@@ -20,7 +20,7 @@ from typing import Any
 
 from moegguf.errors import SchemaError
 from moegguf.generate.json_references import References
-from moegguf.generate.request import ToolCall
+from moegguf.generate.request import Tool, ToolCall
 
 Call = tuple[str, dict[str, Any]]
 """A tool call: (name, arguments)."""
@@ -182,7 +182,7 @@ Types = Mapping[tuple[str, str], Parameter]
 NO_TYPES: Types = {}
 
 
-def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
+def types_of(tools: Sequence[Tool]) -> Types:
     """Returns the parameters of all tools, with their schemas."""
     types = {}
     for tool in tools:
