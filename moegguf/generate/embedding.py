@@ -135,12 +135,7 @@ def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
     )
     ends = [eos] if bindings.llama_vocab_get_add_eos(vocab) and eos is not None else []
     separators = [sep] if bindings.llama_vocab_get_add_sep(vocab) and sep != -1 else []
-    begins = (
-        [llm.token_bos()]
-        if bindings.llama_vocab_get_add_bos(vocab) and llm.token_bos() != -1
-        else []
-    )
-    return [*begins, *parts[0], *ends, *separators, *parts[1], *ends]
+    return [*llm.vocabulary.bos_tokens, *parts[0], *ends, *separators, *parts[1], *ends]
 
 
 def _limit(llm: Llama) -> int:
