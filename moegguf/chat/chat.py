@@ -310,8 +310,8 @@ def _statistics(chat: Chat, _rest: str) -> None:
     if not (lines := chat.model.statistics(with_load=False)):
         print_message("There is no answer yet.")
         return
-    if stats := chat.model.connection.stats:
-        lines += total_lines(stats)
+    if loaded := chat.model.connection.loaded:
+        lines += total_lines(loaded.stats)
     print_message("\n".join(lines))
 
 
