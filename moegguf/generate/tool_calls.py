@@ -630,7 +630,8 @@ MISTRAL_CALLS = MistralCalls(
     r"(?:\[TOOL_CALLS\])?", r"(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?"
 )
 
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[\[\]{}]', re.DOTALL)
+# A string, whose closing quote is the group; or a bracket.
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*("|$)|[\[\]{}]', re.DOTALL)
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?$")
 _CUT_MEMBER = re.compile(
     r'(?:(?<=[{\[])|,)\s*(?:"(?:[^"\\]|\\.)*"?\s*:?\s*)?[\w.+-]*$', re.DOTALL
@@ -649,9 +650,7 @@ def _closed(text: str) -> str:
     closers, within = list[str](), False
     for match in _BRACKETS.finditer(text):
         token = match[0]
-        within = token[0] == '"' and (
-            len(token) == 1 or not token.endswith('"') or match.end() == len(text) + 1
-        )
+        within = match[1] == ""
         if token in ("{", "["):
             closers.append("}" if token == "{" else "]")
         elif token in ("}", "]") and closers:
