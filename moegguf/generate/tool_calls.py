@@ -65,9 +65,13 @@ def json_value(text: str) -> Any:
         return None
 
 
-def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Returns the JSON value that begins at position `at` and the position after it, or
-    None if there is no such value."""
+FoundValue = tuple[Any, int] | None
+"""The value at a position of a text and the position after it, or None if there is no
+complete value at this position."""
+
+
+def json_at(text: str, at: int) -> FoundValue:
+    """Returns the JSON value that begins at position `at`."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -153,12 +157,6 @@ class Parameter:
             )
         return found
 
-    def properties(self) -> Iterator[str]:
-        """Yields the names of the properties that the schema and its parts describe."""
-        for part in self.parts():
-            if isinstance(properties := part.get("properties"), Mapping):
-                yield from properties
-
     def property(self, name: str) -> Parameter:
         """Returns the parameter for a property of an object. If no schema describes the
         property, the returned parameter has no schema."""
@@ -177,8 +175,8 @@ class Parameter:
         )
 
 
-Types = Mapping[tuple[str, str], Parameter]
-"""{(name of the tool, name of the parameter): the parameter with its schema}"""
+Types = Mapping[str, Parameter]
+"""{name of a tool: all of its parameters, with their schema}"""
 NO_TYPES: Types = {}
 
 
@@ -188,9 +186,7 @@ def types_of(tools: Sequence[Tool]) -> Types:
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") or {}
-        whole = Parameter(parameters, parameters)
-        for name in whole.properties():
-            types[str(function.get("name")), str(name)] = whole.property(name)
+        types[str(function.get("name"))] = Parameter(parameters, parameters)
     return types
 
 
@@ -385,9 +381,8 @@ class TaggedCalls(MarkedCalls):
                 return None
             value = text[argument.end() : value_end.start() if value_end else len(text)]
             at = value_end.end() if value_end else len(text)
-            arguments[argument[1]] = self._value(
-                argument, value, types.get((begin[1], argument[1]), Parameter())
-            )
+            parameter = types.get(begin[1], Parameter()).property(argument[1])
+            arguments[argument[1]] = self._value(argument, value, parameter)
         at = _behind(rf"\s*(?:{self.after})?\s*", text, at)
         return None if at == begin.end() < len(text) else ([(begin[1], arguments)], at)
 
@@ -422,9 +417,8 @@ class ElementCalls(MarkedCalls):
         at = begin.end()
         while element := self._element(text, at, final):
             key, inner, at = element
-            arguments[key] = self._value(
-                inner, types.get((begin[1], key), Parameter()), 0
-            )
+            parameter = types.get(begin[1], Parameter()).property(key)
+            arguments[key] = self._value(inner, parameter, 0)
         close = re.compile(rf"\s*(?:{self.after})").match(text, at)
         at = close.end() if close else _behind(_SEPARATORS, text, at)
         return (
@@ -518,7 +512,7 @@ class PythonCalls(MarkedCalls):
         end = _PYTHON_END.match(text, at)
         return ([(begin[1], arguments)], end.end()) if end else None
 
-    def _value(self, text: str, at: int) -> tuple[Any, int] | None:
+    def _value(self, text: str, at: int) -> FoundValue:
         quote = text[at : at + 1]
         if quote and quote in "'\"":
             end = re.compile(
@@ -564,7 +558,7 @@ class RelaxedCalls(MarkedCalls):
             return None
         return [(begin[1], found[0])], found[1]
 
-    def _value(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
+    def _value(self, text: str, at: int, depth: int) -> FoundValue:
         if depth > MAX_NESTING:
             return None
         at = _behind(_SEPARATORS, text, at)
@@ -581,7 +575,7 @@ class RelaxedCalls(MarkedCalls):
             else None
         )
 
-    def _collection(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
+    def _collection(self, text: str, at: int, depth: int) -> FoundValue:
         is_object = text[at] == "{"
         pairs = list[tuple[str, Any]]()
         at += 1
