@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,6 +74,9 @@ MAX_RENDERED = 256 << 10
 # Maximum length of the probe's call in characters; if a call is longer, its format is
 # unknown.
 MAX_WRITTEN = 4 << 10
+
+# Maximum number of pieces of an ending, see `AnswerFormat.endings`.
+MAX_ENDING_PIECES = 8
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 # a word on its own line, or a text without braces that ends with a delimiter
@@ -145,8 +148,8 @@ class ToolFormat:
         texts = [block]
         if begin >= 0:
             head = block[:begin]
-            texts += [head + text for text in closed_json(block[begin:])]
-            texts += [f"{head}{text}]" for text in closed_json(block[begin:])]
+            for text in closed_json(block[begin:]):
+                texts += [head + text, f"{head}{text}]"]
         quote = self.written.quote or "'"
         texts += [
             block + end
@@ -307,8 +310,7 @@ def _unique_begin(close: str, block: str) -> str:
     occur in `block`, and contains a delimiter (if `close` has one). Returns all of
     `close` if there is no such prefix."""
     found, has_mark = "", _MARK.search(close) is not None
-    for piece in _pieces(close.strip()):
-        found += piece
+    for found in itertools.accumulate(_pieces(close.strip())):
         if found not in block and (_MARK.search(found) or not has_mark):
             return found
     return found
@@ -393,9 +395,13 @@ class AnswerFormat:
     @functools.cached_property
     def endings(self) -> frozenset[str]:
         """The texts that may follow an answer without belonging to it, such as
-        end-of-turn delimiters that are not end tokens."""
+        end-of-turn delimiters that are not end tokens. Each consists of at most
+        MAX_ENDING_PIECES pieces, and contains a delimiter."""
         return frozenset(
-            itertools.chain.from_iterable(map(_endings, self._behind_answers()))
+            ending
+            for text in self._behind_answers()
+            for ending in itertools.accumulate(_pieces(text)[:MAX_ENDING_PIECES])
+            if _MARK.search(ending)
         )
 
     def learn(self) -> None:
@@ -764,16 +770,3 @@ def _flexible(text: str) -> str:
     """Returns a regular expression for a delimiter that the template rendered. In place
     of the probe's call id, any id matches."""
     return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
-
-
-_MAX_ENDING_PIECES = 8
-
-
-def _endings(text: str) -> Iterator[str]:
-    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole
-    pieces and contains a delimiter, the shortest first."""
-    found = ""
-    for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
-        found += piece
-        if _MARK.search(found):
-            yield found
