@@ -46,13 +46,6 @@ class Forms:
     def messages(self, messages: Iterable[Message]) -> list[Message]:
         """Returns the messages in these forms."""
         formed = [self._message(message) for message in messages]
-        if self.user_results:
-            formed = [
-                {**message, "role": "user"}
-                if message.get("role") == "tool"
-                else message
-                for message in formed
-            ]
         if self.merges_system:
             formed = list(_without_system(formed))
         for message in formed:
@@ -72,6 +65,8 @@ class Forms:
             if value is not None and key not in ("images", "index")
         }
         formed.setdefault("content", "")
+        if self.user_results and formed.get("role") == "tool":
+            formed["role"] = "user"
         if thinking := formed.get("thinking"):
             formed["reasoning_content"] = formed["reasoning"] = thinking
         if calls := [self._call(call) for call in formed.pop("tool_calls", None) or ()]:
