@@ -68,11 +68,7 @@ def embed(
         for vector in llm.context.as_request(_steps(llm, tokens))
     ]
     if normalize:
-        lengths = [np.linalg.norm(vector) for vector in vectors]
-        vectors = [
-            vector / n if n > 0 else vector
-            for vector, n in zip(vectors, lengths, strict=True)
-        ]
+        vectors = [vector / (np.linalg.norm(vector) or 1.0) for vector in vectors]
     return Embeddings(
         [vector.tolist() for vector in vectors], sum(map(len, token_lists))
     )
