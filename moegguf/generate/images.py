@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import secrets
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -188,10 +189,9 @@ def _with_text(message: Message, marker: str) -> Message:
     if not parts:
         return message
     text = ""
-    for before, part in zip((None, *parts), parts, strict=False):
-        if not _is_image(part) and before is not None and not _is_image(before):
-            text += "\n"
-        text += marker if _is_image(part) else str(part.get("text", ""))
+    for is_image, group in itertools.groupby(parts, _is_image):
+        found = list(group)
+        text += marker * len(found) if is_image else text_of(found)
     return {**message, "content": text}
 
 
