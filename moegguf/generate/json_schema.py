@@ -199,22 +199,19 @@ class _Writer:
         self._rules[name] = list(alternatives)
         return name
 
-    def _terminal(self, expression: str) -> str:
-        """Returns the name of the terminal for an expression. Equal expressions share
-        one terminal."""
+    def _terminal(self, expression: str, prefix: str = "J") -> str:
+        """Returns the name of the terminal for an expression, which begins with
+        `prefix`. Equal expressions share one terminal."""
         if expression not in self._names:
-            self._names[expression] = name = f"J_{next(self.numbers)}"
+            self._names[expression] = name = f"{prefix}_{next(self.numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
         """Returns the name of a rule for a number or string. llguidance itself converts
         the schema `form`."""
-        expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
-        if expression not in self._names:
-            self._names[expression] = name = f"json_{next(self.numbers)}"
-            self._lines.append(f"{name}: {expression}")
-        return self._names[expression]
+        options = {**form, "x-guidance": _leaf_options()}
+        return self._terminal(f"%json {json.dumps(options)}", "json")
 
     def _literals(self, values: Sequence[Any]) -> list[Symbols]:
         return [(self._terminal(_literal(values)),)] if values else []
