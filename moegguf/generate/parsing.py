@@ -164,19 +164,10 @@ class ChannelParser(AnswerParser):
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        self._channel = (
-            channel[1]
-            if channel
-            else _CHANNELS.get(recipient[1], "")
-            if recipient
-            else ""
-        )
-        is_call = (
-            recipient is not None
-            and bool(self._formats)
-            and recipient[1] not in _CHANNELS
-        )
-        self._recipient = recipient[1] if recipient and is_call else ""
+        name = recipient[1] if recipient else ""
+        self._channel = channel[1] if channel else _CHANNELS.get(name, "")
+        is_call = bool(self._formats) and name not in _CHANNELS
+        self._recipient = name if is_call else ""
         self._arguments = []
 
     def _body(self) -> Generator[None, None, None]:
