@@ -157,7 +157,7 @@ class ServedModel:
         server cannot set."""
         if LOAD_PARAMETERS.get(name) in ("n_batch", "n_gpu_layers", "mirror"):
             raise OptionError(
-                f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`"
+                f"{name!r} has no effect on a model in a server; load the model here with `moegguf run --local`."
             )
 
     def answer(self, conversation: Conversation) -> Generator[Event]:

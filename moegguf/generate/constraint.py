@@ -85,14 +85,15 @@ def constraint_for(
         return None
     if begun and forced:
         raise OptionError(
-            "an answer that continues a message cannot be a tool call; leave out tool_choice or the text."
+            "an answer that continues a message cannot be a tool call; leave out tool_choice, or the assistant's"
+            " last message."
         )
     form = answer_format(template or "")
     schemas, bodies, rules = Schemas(), list[str](), list[str]()
     if request.format is not None and not forced:
         if isinstance(request.format, str) and request.format != "json":
             raise SchemaError(
-                f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}.'
+                f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}; send one of them.'
             )
         schema = {"type": "object"} if request.format == "json" else request.format
         bodies.append(schemas.grammar(schema, request.strict))
@@ -218,7 +219,7 @@ def _name_and_parameters(function: Tool) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(parameters, Mapping):
         raise SchemaError(
             f"the parameters of the tool {name!r} must be a JSON schema that is an object, but are"
-            f" {str(parameters)[:50]!r}."
+            f" {str(parameters)[:50]!r}; correct them."
         )
     return name, parameters
 

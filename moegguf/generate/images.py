@@ -94,7 +94,7 @@ def read_image(data: bytes) -> Image:
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
             f"an image of this kind must have 1 to {DECODED_BYTES // pixel_bytes} pixels, but this one is {width} x"
-            f" {height}; send another one."
+            f" {height}; send an image of another size."
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(

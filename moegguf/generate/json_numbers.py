@@ -145,9 +145,10 @@ class Numbers:
         """Yields the ranges between excluded numbers that have multiples of `step`.
         Each range has two bounds."""
         if any(abs(bound) > MAX_EXACT for bound in self._bounds()):
+            number = Decimal(step.numerator) / step.denominator
             raise SchemaError(
-                f"multiples of {Decimal(step.numerator) / step.denominator:.6g} can be followed only between bounds"
-                " from -2^53 to 2^53; leave out multipleOf or choose such bounds."
+                f"a JSON schema with multipleOf {number:.6g} may have bounds from -2^53 to 2^53 only; leave out"
+                " multipleOf, or choose such bounds."
             )
         limit = Decimal(10**MAX_DIGITS // 10)
         least = (-limit, False) if self.least == NO_LEAST else self.least

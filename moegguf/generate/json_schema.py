@@ -124,7 +124,7 @@ class Schemas:
             ) from error
         if strict and document.ignored:
             raise SchemaError(
-                "a strict JSON schema may have only keywords that the server can follow, but this one has"
+                "a strict JSON schema may have only keywords that a grammar can enforce, but this one has"
                 f" {', '.join(sorted(document.ignored))}; leave them out, or set strict to false."
             )
         return rule
