@@ -604,12 +604,16 @@ def _text_of(symbols: Symbols, possible: Container[str]) -> str | None:
     such a rule."""
     texts = []
     for symbol in symbols:
-        is_possible = all(rule in possible for rule in _rules_in([symbol]))
-        is_optional = isinstance(symbol, Repeat) and not symbol.least
-        if not (is_possible or is_optional):
+        if isinstance(symbol, Repeat):
+            is_possible = symbol.rule in possible
+            if symbol.least and not is_possible:
+                return None
+            if is_possible and symbol.most != 0:
+                texts.append(str(symbol))
+        elif isinstance(symbol, Rule) and symbol not in possible:
             return None
-        if is_possible and not (isinstance(symbol, Repeat) and symbol.most == 0):
-            texts.append(str(symbol))
+        else:
+            texts.append(symbol)
     return " ".join(texts)
 
 
