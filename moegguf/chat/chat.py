@@ -275,12 +275,12 @@ def _read(chat: Chat, name: str) -> None:
         ) from None
     if len(data) > MAX_READ_BYTES:
         raise OptionError(
-            f"/read accepts files of up to {MAX_READ_BYTES >> 20} MiB, but '{name}' is larger; read a smaller file"
+            f"/read accepts files of up to {MAX_READ_BYTES >> 20} MiB, but '{name}' is larger; read a smaller file."
         )
     text = decode_text(data).rstrip("\n")
     if "\0" in text:
         raise OptionError(
-            f"/read accepts text files, but '{name}' is binary; read a text file"
+            f"/read accepts text files, but '{name}' is binary; read a text file."
         )
     pending = chat.conversation.pending_text
     chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
@@ -310,8 +310,8 @@ def _statistics(chat: Chat, _rest: str) -> None:
     if not (lines := chat.model.statistics(with_load=False)):
         print_message("There is no answer yet.")
         return
-    if stats := chat.model.connection.stats:
-        lines += total_lines(stats)
+    if loaded := chat.model.connection.loaded:
+        lines += total_lines(loaded.stats)
     print_message("\n".join(lines))
 
 

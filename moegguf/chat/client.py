@@ -213,6 +213,10 @@ def _error_message(error: urllib.error.HTTPError) -> str:
         try:
             detail = json.loads(error.read(MAX_ERROR_BYTES))["error"]
             text = str(detail["message"] if isinstance(detail, dict) else detail)
-            return f"{text}; set MOEGGUF_API_KEY to it" if error.code == 401 else text
+            return (
+                f"{text}; set MOEGGUF_API_KEY to this key."
+                if error.code == 401
+                else text
+            )
         except (OSError, HTTPException, ValueError, KeyError, TypeError):
             return f"the server returned {error.code} {error.reason}."

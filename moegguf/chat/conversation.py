@@ -69,7 +69,7 @@ class Conversation:
     def clear(self) -> None:
         """Removes the messages of the chat, and the pending text. As in Ollama, the
         system message and the messages of the Modelfile are kept."""
-        self.messages = [dict(message) for message in self.entry.messages]
+        self.switch_model(self.entry)
         self.pending_text = ""
 
     @property

@@ -27,7 +27,6 @@ from moegguf.terminal.progress import Spinner, loading_text
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.engine.cost import Placement
-    from moegguf.engine.stats import Stats
     from moegguf.serving.lease import Lease
     from moegguf.serving.model_manager import ModelManager
     from moegguf.settings import Settings
@@ -147,25 +146,15 @@ class LocalModel:
         self.spinner.show(loading_text(layout.name, share, layout.dense_bytes, seconds))
 
     @property
-    def _state(self) -> LoadedModel | None:
+    def loaded(self) -> LoadedModel | None:
+        """The state of the loaded model, or None while no model is loaded."""
         models = self._manager.loaded() if self._manager else []
         return models[0] if models else None
 
     @property
     def n_ctx(self) -> int:
         """The size of the context in tokens, or 0 while no model is loaded."""
-        return self._state.n_ctx if self._state else 0
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory in bytes that the model needs according to its plan, or 0 while no
-        model is loaded."""
-        return self._state.size_bytes if self._state else 0
-
-    @property
-    def stats(self) -> Stats | None:
-        """The counters since the model was loaded, or None while no model is loaded."""
-        return self._state.stats if self._state else None
+        return self.loaded.n_ctx if self.loaded else 0
 
     @property
     def placement(self) -> Placement | None:
@@ -173,7 +162,7 @@ class LocalModel:
         or while no model is loaded."""
         from moegguf.engine.cost import Placement
 
-        found = self._state.plan.get("placement") if self._state else None
+        found = self.loaded.plan.get("placement") if self.loaded else None
         return build(Placement, found["chosen"]) if found else None
 
     @property

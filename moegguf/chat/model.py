@@ -103,14 +103,10 @@ class ChatModel:
     def facts(self) -> list[str]:
         """Returns short phrases about the model: its memory, context length, number of
         expert slots, and the server's address. Omits unknown facts."""
-        n_ctx, stats, url = (
-            self.connection.n_ctx,
-            self.connection.stats,
-            self.connection.url,
-        )
-        facts = (
-            [f"takes {format_bytes(n)}"] if (n := self.connection.size_bytes) else []
-        )
+        n_ctx, url = self.connection.n_ctx, self.connection.url
+        loaded = self.connection.loaded
+        stats = loaded.stats if loaded else None
+        facts = [f"takes {format_bytes(loaded.size_bytes)}"] if loaded else []
         if n_ctx:
             facts.append(f"context of {n_ctx:,} tokens")
         if self.connection.reads_images:

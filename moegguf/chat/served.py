@@ -33,9 +33,9 @@ class ServedModel:
     object that finds and creates models; here, this object itself."""
 
     must_load = False
-    # Unknown: the server's counters include other clients' answers.
-    stats = placement = None
-    size_bytes = 0  # this program has not loaded the model
+    # Unknown: this program has not loaded the model, and the server's counters include
+    # other clients' answers.
+    loaded = placement = None
 
     def __init__(
         self, client: Client, name: str, keep_alive: str | None, spinner: Spinner
@@ -157,7 +157,7 @@ class ServedModel:
         server cannot set."""
         if LOAD_PARAMETERS.get(name) in ("n_batch", "n_gpu_layers", "mirror"):
             raise OptionError(
-                f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`"
+                f"{name!r} has no effect on a model in a server; load the model here with `moegguf run --local`."
             )
 
     def answer(self, conversation: Conversation) -> Generator[Event]:

@@ -426,7 +426,8 @@ class BatchLoop:
                     each.draft = ()
             elif not self._make_room():
                 raise ContextError(
-                    "the KV cache has no room for the context of one sequence; lower n_ctx."
+                    "the KV cache has no room for the context of one sequence; give a smaller n_ctx, or a larger"
+                    " kv_tokens."
                 )
             remaining = [each for each in remaining if each.kv is not None]
         return [], []

@@ -1,9 +1,10 @@
 """Learns from a chat template how its model writes thinking, text and tool calls.
 
-The module renders a conversation with a known tool call. From the result it takes the
-delimiters of the format, such as "<tool_call>": the texts before the call's name,
-between name and arguments, inside the arguments and after them. Small tables contain
-the formats and delimiters of models whose templates do not render calls or thinking.
+The module renders a conversation with a known tool call, which is called the probe.
+From the result it takes the delimiters of the format, such as "<tool_call>": the texts
+before the call's name, between name and arguments, inside the arguments and after them.
+Small tables contain the formats and delimiters of models whose templates do not render
+calls or thinking.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.errors import TemplateError
 from moegguf.generate.template import render
 from moegguf.generate.tool_calls import (
+    ARGUMENT_PAIRS,
     FUNCTIONS,
+    JSON_CALLS,
+    MISTRAL_CALLS,
     NAME_PATTERN,
     Call,
     ElementCalls,
@@ -34,10 +38,7 @@ from moegguf.generate.tool_calls import (
     calls_in,
     closed_json,
     json_at,
-    json_calls,
     json_value,
-    parse_mistral,
-    parse_tool_call,
     pattern_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
@@ -73,6 +74,9 @@ MAX_RENDERED = 256 << 10
 # Maximum length of the probe's call in characters; if a call is longer, its format is
 # unknown.
 MAX_WRITTEN = 4 << 10
+
+# Maximum number of pieces of an ending, see `AnswerFormat.endings`.
+MAX_ENDING_PIECES = 8
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 # a word on its own line, or a text without braces that ends with a delimiter
@@ -144,8 +148,8 @@ class ToolFormat:
         texts = [block]
         if begin >= 0:
             head = block[:begin]
-            texts += [head + text for text in closed_json(block[begin:])]
-            texts += [f"{head}{text}]" for text in closed_json(block[begin:])]
+            for text in closed_json(block[begin:]):
+                texts += [head + text, f"{head}{text}]"]
         quote = self.written.quote or "'"
         texts += [
             block + end
@@ -182,7 +186,7 @@ def _json_written(
 HARMONY_CALL = Written(
     "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
 )
-JSON_ONLY = ToolFormat("", "", (json_calls,), _json_written("", ""))
+JSON_ONLY = ToolFormat("", "", (JSON_CALLS,), _json_written("", ""))
 
 _DEEPSEEK = NamedCalls(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?", r"\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?",
@@ -193,12 +197,13 @@ _DEEPSEEK = NamedCalls(
 # applies if the template contains the key.
 KNOWN_FORMATS: Mapping[str, ToolFormat] = {
     "<tool_call>": ToolFormat(
-        "<tool_call>", "</tool_call>", (parse_tool_call,), _json_written("<tool_call>\n", "\n</tool_call>")
+        "<tool_call>", "</tool_call>", (JSON_CALLS, FUNCTIONS, ARGUMENT_PAIRS),
+        _json_written("<tool_call>\n", "\n</tool_call>")
     ),
     "<function=": ToolFormat(
         "<function=", "</function>", (replace(FUNCTIONS, before=""),), Written("<function=", ">", "</function>")
     ),
-    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (parse_mistral,), _json_written("[TOOL_CALLS]", "", listed=True)),
+    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (MISTRAL_CALLS,), _json_written("[TOOL_CALLS]", "", listed=True)),
     "<｜tool▁output": ToolFormat(
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_DEEPSEEK,),
         Written(
@@ -211,12 +216,12 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
         Written("<|tool_call_start|>[", "(", ")]<|tool_call_end|>", "python", key_close={"": "="}, separator=", "),
     ),
     "<TOOLCALL>": ToolFormat(
-        "<TOOLCALL>", "</TOOLCALL>", (json_calls,), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
+        "<TOOLCALL>", "</TOOLCALL>", (JSON_CALLS,), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
     ),
-    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (json_calls,), _json_written("<|tool_call|>", "", listed=True)),
-    '"parameters"': ToolFormat("", "", (json_calls,), _json_written("", "", arguments="parameters")),
+    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (JSON_CALLS,), _json_written("<|tool_call|>", "", listed=True)),
+    '"parameters"': ToolFormat("", "", (JSON_CALLS,), _json_written("", "", arguments="parameters")),
     "<|python_tag|>": ToolFormat(
-        "<|python_tag|>", "", (json_calls,), _json_written("<|python_tag|>", "", arguments="parameters")
+        "<|python_tag|>", "", (JSON_CALLS,), _json_written("<|python_tag|>", "", arguments="parameters")
     ),
 }  # fmt: skip
 
@@ -226,7 +231,7 @@ def answer_format(template: str) -> AnswerFormat:
     """Returns the format in which a model with this template writes the parts of an
     answer. For a template that cannot be rendered, the format comes only from the
     tables of known formats and delimiters."""
-    return AnswerFormat(_Probe(template))
+    return AnswerFormat(template)
 
 
 def _common_prefix(*texts: str) -> int:
@@ -243,6 +248,9 @@ def _call(name: str, call_id: str, arguments: Mapping[str, Any]) -> dict[str, An
         "type": "function",
         "function": {"name": name, "arguments": dict(arguments)},
     }
+
+
+CALL = _call(NAME, ID, VALUES)
 
 
 def _answer(
@@ -302,8 +310,7 @@ def _unique_begin(close: str, block: str) -> str:
     occur in `block`, and contains a delimiter (if `close` has one). Returns all of
     `close` if there is no such prefix."""
     found, has_mark = "", _MARK.search(close) is not None
-    for piece in _pieces(close.strip()):
-        found += piece
+    for found in itertools.accumulate(_pieces(close.strip())):
         if found not in block and (_MARK.search(found) or not has_mark):
             return found
     return found
@@ -359,17 +366,82 @@ def _json_around(text: str, at: int) -> tuple[int, int] | None:
     return None
 
 
-class _Probe:
-    """Determines the format of a chat template: renders conversations with known words
-    and looks for these words in the result."""
+class AnswerFormat:
+    """The format of a model's answers: its delimiters, and its formats of tool calls.
+    The format is learned from the chat template, by rendering conversations with known
+    words and looking for these words in the result.
+
+    `think`: the thinking delimiters. `closes_thinking`: True if an answer without
+    thinking begins with the delimiter that ends thinking. `text_open`, `text_close`:
+    the delimiters around the text. `channels`: True if an answer consists of messages
+    whose headers name a channel or a recipient.
+    """
 
     def __init__(self, template: str) -> None:
-        self.template = template
+        self._template = template
+        self.channels, self.is_harmony = has_channels(template), HARMONY in template
         self._prompt = self._render()
         self._text = self._render(_answer(text=TEXT))
         self.think = self._think_marks()
-        self.closes_thinking = self.empties_text = False
+        self.closes_thinking = self._empties_text = False
         self.text_open, self.text_close = self._text_marks()
+
+    @property
+    def empties_text(self) -> bool:
+        """True if the template writes the delimiters around the text even before a call
+        without text."""
+        return bool(self.tools) and self._empties_text
+
+    @functools.cached_property
+    def endings(self) -> frozenset[str]:
+        """The texts that may follow an answer without belonging to it, such as
+        end-of-turn delimiters that are not end tokens. Each consists of at most
+        MAX_ENDING_PIECES pieces, and contains a delimiter."""
+        return frozenset(
+            ending
+            for text in self._behind_answers()
+            for ending in itertools.accumulate(_pieces(text)[:MAX_ENDING_PIECES])
+            if _MARK.search(ending)
+        )
+
+    def learn(self) -> None:
+        """Computes the cached properties now, so that the first request does not have
+        to wait for them."""
+        _ = self.tools, self.endings
+
+    def begun(self, prompt_end: str) -> str:
+        """Returns the opening delimiter of calls if the prompt ends with this delimiter
+        and the model also has an opening delimiter for text. Otherwise returns ""."""
+        marks = [
+            form.open
+            for form in self.tools
+            if form.open and prompt_end.endswith(form.open)
+        ]
+        return marks[0] if marks and self.text_open else ""
+
+    @functools.cached_property
+    def tools(self) -> tuple[ToolFormat, ...]:
+        """The formats in which the model may write calls. There is at least one. The
+        format that the template renders, if it is recognized, comes first."""
+        formats = {
+            form.open: form
+            for sign, form in KNOWN_FORMATS.items()
+            if sign in self._template
+        }
+        learned = self._tool_format
+        if learned is None:
+            return tuple(formats.values()) or (JSON_ONLY,)
+        known = next(
+            (
+                form
+                for form in formats.values()
+                if form.open and learned.open.startswith(form.open)
+            ),
+            learned,
+        )
+        readers = dict.fromkeys((*learned.readers, *known.readers, JSON_CALLS))
+        others = [form for form in formats.values() if form.open not in learned.open]
+        return replace(learned, open=known.open, readers=tuple(readers)), *others
 
     def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
         """Renders the probe's question, followed by `answers`. Returns "" if the
@@ -377,7 +449,7 @@ class _Probe:
         try:
             conversation = [QUESTION, *map(dict, answers)]
             return render(
-                self.template,
+                self._template,
                 conversation,
                 tools=TOOLS,
                 think=think,
@@ -392,7 +464,7 @@ class _Probe:
         """Returns the delimiters around thinking: the known delimiters of this
         template, otherwise the delimiters that it renders. Returns None if there are
         neither."""
-        known = think_marks_of(self.template)
+        known = think_marks_of(self._template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
         close, text, _ = rest.partition(TEXT)
@@ -438,42 +510,40 @@ class _Probe:
             or opened.strip() in self._prompt[begin:]
         ):
             return "", ""
-        with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(
-            TEXT
-        )[2]
+        with_call = self._render(_answer(CALL, text=TEXT)).partition(TEXT)[2]
         if with_call:
             return opened, rest[
                 : _whole_mark_begin(rest, _common_prefix(rest, with_call))
             ].strip()
-        call = self._render(_answer(_call(NAME, ID, VALUES)))
+        call = self._render(_answer(CALL))
         return opened, rest[
             : _whole_mark_end(rest, len(rest) - _common_suffix(call, rest))
         ]
 
-    def behind_answers(self) -> list[str]:
+    def _behind_answers(self) -> list[str]:
         """Returns the text that the template renders after an answer's text. If the
         format of calls is known, also returns the text after a call."""
         behind_text = self._text.partition(TEXT)[2].removeprefix(self.text_close)
-        learned = self.tool_format()
+        learned = self._tool_format
         if learned is None:
             return [behind_text]
-        rendered = self._render(_answer(_call(NAME, ID, VALUES)))
+        rendered = self._render(_answer(CALL))
         return [behind_text, rendered.rpartition(learned.written.after or "}")[2]]
 
     # Calls
 
-    @functools.cache  # noqa: B019 (a probe lives as long as its format)
-    def tool_format(self) -> ToolFormat | None:
-        """Returns the format in which the template renders calls, or None if it renders
-        none or the format is not recognized."""
-        written = self._written(_call(NAME, ID, VALUES))
+    @functools.cached_property
+    def _tool_format(self) -> ToolFormat | None:
+        """The format in which the template renders calls, or None if it renders none or
+        the format is not recognized."""
+        written = self._written(CALL)
         if NAME not in written or len(written) > MAX_WRITTEN:
             return None
         return self._json_format(written) or self._named_format(written)
 
     def _written(self, *calls: Mapping[str, Any]) -> str:
         """Returns the text that the template renders for these calls, without the
-        header and the end of the message. Also sets `empties_text`."""
+        header and the end of the message. Also sets `_empties_text`."""
         text, rendered = self._text, self._render(_answer(*calls))
         # Some templates render a call only if the result of the call follows.
         if NAME not in rendered[_common_prefix(rendered, self._prompt) :]:
@@ -483,7 +553,7 @@ class _Probe:
             ]
             rendered = self._render(_answer(*calls), *results).partition("qresult")[0]
             text = self._render(_answer(text=TEXT), QUESTION)
-        before = self._prompt if has_channels(self.template) else text
+        before = self._prompt if self.channels else text
         begin = _whole_mark_begin(rendered, _common_prefix(rendered, before))
         end = _whole_mark_end(
             rendered, len(rendered) - _common_suffix(rendered[begin:], text[begin:])
@@ -492,7 +562,7 @@ class _Probe:
         head = found.partition(NAME)[0]
         if self.think and self.think.close in head:
             found = found[head.rindex(self.think.close) + len(self.think.close) :]
-        self.empties_text = bool(self.text_close) and found.startswith(self.text_close)
+        self._empties_text = bool(self.text_close) and found.startswith(self.text_close)
         return found.removeprefix(self.text_close) if self.text_close else found
 
     def _json_format(self, written: str) -> ToolFormat | None:
@@ -517,21 +587,13 @@ class _Probe:
     def _named_format(self, written: str) -> ToolFormat | None:
         """Returns the format of the calls if their name is between delimiters,
         otherwise None."""
-        whole = _object_at(written, written.index(NAME))
-        first_key = whole[0] if whole else written.find("qkeya")
-        at = written.rfind(NAME, 0, max(first_key, 0))
-        if at < 0:
-            return None
-        style = (
-            self._json_style(written, at, whole)
-            if whole
-            else self._text_style(written, at)
-        )
+        at = written.rfind(NAME, 0, max(written.find("qkeya"), 0))
+        style = self._style(written, at)
         if style is None:
             return None
         head, rest = written[:at], written[style.end :]
         block = head[_behind_name(head) :]
-        next_head, call_close = self._between_calls(block, style)
+        next_head, call_close = self._between_calls(block)
         # The prompt ends with the first call's delimiter, so the second call's is used.
         if not head.strip():
             head = block = next_head
@@ -558,24 +620,17 @@ class _Probe:
         )
         return ToolFormat(opened, close, (reader,), exact)
 
-    def _between_calls(self, head: str, style: _Style) -> tuple[str, str]:
+    def _between_calls(self, head: str) -> tuple[str, str]:
         """Returns the delimiters before the name of a second call, and the delimiters
         that end the first call. `head`: the delimiters before the name of the first
         call. If the template renders only one call, returns `head` and ""."""
-        two = self._written(
-            _call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"})
-        )
+        two = self._written(CALL, _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"}))
         first, second = (
             two.rfind(NAME, 0, two.find("qkeya")),
             two.rfind(OTHER_NAME, 0, two.rfind("qkeya")),
         )
-        is_json = isinstance(style.reader, NamedCalls)
-        again = (
-            self._json_style(two, first, _object_at(two, first))
-            if is_json
-            else self._text_style(two, first)
-        )
-        if first < 0 or second < 0 or again is None:
+        again = self._style(two, first)
+        if second < 0 or again is None:
             return head, ""
         between = two[again.end : second].replace(OTHER_ID, ID)
         if not head.strip() and self._prompt.endswith(between.strip()):
@@ -583,21 +638,15 @@ class _Probe:
         next_head = head if between.endswith(head) else _shared_end(head, between)
         return next_head, between.removesuffix(next_head)
 
-    def _json_style(
-        self, written: str, at: int, place: tuple[int, int] | None
-    ) -> _Style | None:
-        if place is None:
+    def _style(self, written: str, at: int) -> _Style | None:
+        """Returns the style of the arguments after the name at position `at`, or None
+        if the probe's arguments are not found in `written` or `at` is negative."""
+        if at < 0:
             return None
-        between = written[at + len(NAME) : place[0]]
-        return _Style(
-            place[1],
-            NamedCalls(between=_flexible(between.strip())),
-            Written("", between, ""),
-        )
-
-    def _text_style(self, written: str, at: int) -> _Style | None:
-        """Returns the style of arguments that are not JSON, or None if the probe's
-        arguments are not found in `written`."""
+        if whole := _object_at(written, at):
+            between = written[at + len(NAME) : whole[0]]
+            reader = NamedCalls(between=_flexible(between.strip()))
+            return _Style(whole[1], reader, Written("", between, ""))
         places = [
             written.find(text, at) for text in ("qkeya", "qvala", "qkeyb", "qvalb")
         ]
@@ -656,7 +705,7 @@ class _Probe:
         """Returns a regular expression for the text between an argument's name and its
         value. If this text names the type of the value, also returns {JSON type: name
         of the type in this text}, otherwise {}."""
-        found = {kind: self._key_close_of(kind, value) for kind, value in KINDS.items()}
+        found = {kind: self._key_close_of(*each) for kind, each in KINDS.items()}
         begin, end = _common_prefix(*found.values()), _common_suffix(*found.values())
         blank = "\\n?" if text.endswith("\n") else ""
         if len(set(found.values())) == 1 or not all(found.values()):
@@ -669,33 +718,26 @@ class _Probe:
         pattern = rf"{_flexible(text[:begin])}([^<>\"]*){_flexible(text[len(text) - end :].strip())}{blank}"
         return pattern, signs
 
-    def _key_close_of(self, kind: str, value: Any) -> str:
-        """Returns the text between an argument's name and its value, for a value of the
-        JSON type `kind`, or "" if the value is not found."""
+    def _key_close_of(self, value: Any, begin: str) -> str:
+        """Returns the text between an argument's name and its value, or "" if the value
+        is not found. `begin`: regular expression for the beginning of the value."""
         rendered = self._render(
             _answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"}))
         )
         at = rendered.rfind("qkeya")
-        found = (
-            re.compile(VALUE_BEGINS[kind]).search(rendered, at + 5) if at >= 0 else None
-        )
+        found = re.compile(begin).search(rendered, at + 5) if at >= 0 else None
         return rendered[at + 5 : found.start()] if found else ""
 
 
-KINDS: Mapping[str, Any] = {
-    "string": "qvala",
-    "number": 77,
-    "boolean": True,
-    "object": {"x": 77},
-    "array": [77],
+KINDS: Mapping[str, tuple[Any, str]] = {
+    "string": ("qvala", "qvala"),
+    "number": (77, "77"),
+    "boolean": (True, "(?i:true)"),
+    "object": ({"x": 77}, r"\{"),
+    "array": ([77], r"\["),
 }
-VALUE_BEGINS = {
-    "string": "qvala",
-    "number": "77",
-    "boolean": "(?i:true)",
-    "object": r"\{",
-    "array": r"\[",
-}
+"""{JSON type: (a value of this type, regular expression for the beginning of the value's
+text)}"""
 
 
 @dataclass(frozen=True)
@@ -728,87 +770,3 @@ def _flexible(text: str) -> str:
     """Returns a regular expression for a delimiter that the template rendered. In place
     of the probe's call id, any id matches."""
     return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
-
-
-_MAX_ENDING_PIECES = 8
-
-
-def _endings(text: str) -> Iterator[str]:
-    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole
-    pieces and contains a delimiter, the shortest first."""
-    found = ""
-    for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
-        found += piece
-        if _MARK.search(found):
-            yield found
-
-
-class AnswerFormat:
-    """The format of a model's answers: its delimiters, and its formats of tool calls.
-
-    `think`: the thinking delimiters. `closes_thinking`: True if an answer without
-    thinking begins with the delimiter that ends thinking. `text_open`, `text_close`:
-    the delimiters around the text. `channels`: True if an answer consists of messages
-    whose headers name a channel or a recipient.
-    """
-
-    def __init__(self, probe: _Probe) -> None:
-        self._probe = probe
-        self.think, self.closes_thinking = probe.think, probe.closes_thinking
-        self.text_open, self.text_close = probe.text_open, probe.text_close
-        self.channels, self.is_harmony = (
-            has_channels(probe.template),
-            HARMONY in probe.template,
-        )
-
-    @property
-    def empties_text(self) -> bool:
-        """True if the template writes the delimiters around the text even before a call
-        without text."""
-        return bool(self.tools) and self._probe.empties_text
-
-    @functools.cached_property
-    def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it, such as
-        end-of-turn delimiters that are not end tokens."""
-        return frozenset(
-            itertools.chain.from_iterable(map(_endings, self._probe.behind_answers()))
-        )
-
-    def learn(self) -> None:
-        """Computes the cached properties now, so that the first request does not have
-        to wait for them."""
-        _ = self.tools, self.endings
-
-    def begun(self, prompt_end: str) -> str:
-        """Returns the opening delimiter of calls if the prompt ends with this delimiter
-        and the model also has an opening delimiter for text. Otherwise returns ""."""
-        marks = [
-            form.open
-            for form in self.tools
-            if form.open and prompt_end.endswith(form.open)
-        ]
-        return marks[0] if marks and self.text_open else ""
-
-    @functools.cached_property
-    def tools(self) -> tuple[ToolFormat, ...]:
-        """The formats in which the model may write calls. There is at least one. The
-        format that the template renders, if it is recognized, comes first."""
-        template = self._probe.template
-        formats = {
-            form.open: form for sign, form in KNOWN_FORMATS.items() if sign in template
-        }
-        learned = self._probe.tool_format()
-        if learned is None:
-            return tuple(formats.values()) or (JSON_ONLY,)
-        known = next(
-            (
-                form
-                for form in formats.values()
-                if form.open and learned.open.startswith(form.open)
-            ),
-            learned,
-        )
-        readers = dict.fromkeys((*learned.readers, *known.readers, json_calls))
-        others = [form for form in formats.values() if form.open not in learned.open]
-        return replace(learned, open=known.open, readers=tuple(readers)), *others

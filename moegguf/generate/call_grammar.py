@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from moegguf.generate.call_format import ID, NAME, Written
@@ -19,6 +20,9 @@ Json = Callable[..., str]
 """A function that takes a JSON schema and returns the name of the grammar rule for JSON
 values that satisfy the schema. `root` is the document in which references are looked
 up; None: the schema itself."""
+Member = Callable[[str, Parameter], str]
+"""A function that takes the name and the schema of a property, and returns the grammar
+of an object's member with this name. For the name "", any name is allowed."""
 
 # Levels of nested objects and lists in "elements" and "relaxed"; deeper ones may be any
 # text.
@@ -39,22 +43,22 @@ def until(mark: str) -> str:
     return f"/(?s:.*)/ {quoted(mark)}"
 
 
+@dataclass
 class CallGrammar:
-    """Writes the grammar of calls in one format. `rules` collects the rules for all
-    calls written so far, except the rules for JSON values."""
+    """Writes the grammar of calls in the format `written`. `json_grammar` writes the
+    rules for JSON values, and `rules` collects all other rules of the calls written so
+    far."""
 
-    def __init__(self, written: Written, json_grammar: Json) -> None:
-        self._written, self._json = written, json_grammar
-        self.rules = list[str]()
+    written: Written
+    json_grammar: Json
+    rules: list[str] = field(default_factory=list)
 
-    def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
+    def call(self, name: str, parameters: Mapping[str, Any]) -> str:
         """Returns the grammar of a call to the tool `name`. `parameters`: the JSON
-        schema of its arguments. `before`: the text before the tool's name; the probe's
-        NAME and ID in this text are replaced."""
-        written = self._written
-        opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(
-            ID, CALL_ID
-        )
+        schema of its arguments."""
+        written = self.written
+        before = written.before.replace(NAME, name)
+        opened = f"{before}{name}{written.between}".replace(ID, CALL_ID)
         arguments = self._arguments(Parameter(parameters, parameters))
         return " ".join(
             [quoted(opened), arguments, quoted(written.after.replace(ID, CALL_ID))]
@@ -62,40 +66,32 @@ class CallGrammar:
 
     def _arguments(self, whole: Parameter) -> str:
         styles = {
-            "json": lambda: self._json({"type": "object", **whole.schema}),
-            "tagged": lambda: self._members(whole, self._tagged, ""),
-            "elements": lambda: self._members(
-                whole, lambda key, value: self._element(key, value, 0), ""
-            ),
-            "python": lambda: self._members(
-                whole, self._keyword, self._written.separator
-            ),
-            "relaxed": lambda: self._members(
-                whole, lambda key, value: self._pair(key, value, 0), ","
-            ),
+            "json": lambda: self.json_grammar({"type": "object", **whole.schema}),
+            "tagged": lambda: self._members(whole, self._tagged),
+            "elements": lambda: self._members(whole, self._element),
+            "python": lambda: self._members(whole, self._keyword),
+            "relaxed": lambda: self._members(whole, self._pair),
         }
-        return styles[self._written.style]()
+        return styles[self.written.style]()
 
     def _rule(self, body: str, *, lazy: bool = False) -> str:
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
-    def _members(
-        self, whole: Parameter, member: Callable[[str, Parameter], str], separator: str
-    ) -> str:
-        """Returns the grammar of an object's members with `separator` between them, in
+    def _members(self, whole: Parameter, member: Member) -> str:
+        """Returns the grammar of an object's members with separators between them, in
         the order of the schema or, in the style "relaxed", sorted by name. If the
         schema names no property, allows any members, or no members if the schema is
-        closed (`_is_open`). `member` returns the grammar of one member."""
+        closed (`_is_open`)."""
         found = list(_properties(whole))
         # Templates of this style sort the members by name.
-        if self._written.style == "relaxed":
+        if self.written.style == "relaxed":
             found.sort()
         if not found:
-            return self._any_members(member, separator) if _is_open(whole) else ""
+            return self._any_members(member) if _is_open(whole) else ""
         required = _required(whole)
-        divider = quoted(separator)
+        divider = quoted(self.written.separator)
         # Both rules match the members from the current one to the last. `later` is used
         # if another member was written before them, otherwise `first`.
         first = later = ""
@@ -115,11 +111,10 @@ class CallGrammar:
                 )
         return first
 
-    def _any_members(
-        self, member: Callable[[str, Parameter], str], separator: str
-    ) -> str:
+    def _any_members(self, member: Member) -> str:
         one = self._rule(member("", Parameter()))
-        return f"({one} ({quoted(separator)} {one})*)?" if separator else f"({one})*"
+        divider = quoted(self.written.separator)
+        return f"({one} ({divider} {one})*)?" if divider else f"({one})*"
 
     # Values as text between delimiters
 
@@ -133,12 +128,12 @@ class CallGrammar:
         return self._rule(until(close), lazy=True)
 
     def _as_json(self, parameter: Parameter) -> str:
-        return self._json(
+        return self.json_grammar(
             {} if parameter.schema is None else parameter.schema, root=parameter.root
         )
 
     def _tagged(self, key: str, parameter: Parameter) -> str:
-        written, kinds = self._written, parameter.kinds()
+        written, kinds = self.written, parameter.kinds()
         signs = written.key_close
         is_text = not kinds or "string" in kinds
         kind = (
@@ -159,8 +154,8 @@ class CallGrammar:
 
     # Values as nested elements, <name>value</name>
 
-    def _element(self, key: str, parameter: Parameter, depth: int) -> str:
-        sign = self._written.key_open
+    def _element(self, key: str, parameter: Parameter, depth: int = 0) -> str:
+        sign = self.written.key_open
         if not key:
             value = self._rule(until(f"{sign}</"), lazy=True)
             return f"{quoted(f'{sign}<')} {_ANY_KEY} {quoted('>')} {value} {_ANY_KEY} {quoted('>')}"
@@ -173,7 +168,7 @@ class CallGrammar:
             and list(_properties(parameter))
         ):
             inner = self._members(
-                parameter, lambda name, value: self._element(name, value, depth + 1), ""
+                parameter, lambda name, value: self._element(name, value, depth + 1)
             )
             return f"{quoted(opened)} {inner} {quoted(close)}"
         if depth < MAX_NESTING and "array" in kinds and "string" not in kinds:
@@ -188,7 +183,7 @@ class CallGrammar:
     def _keyword(self, key: str, parameter: Parameter) -> str:
         name = quoted(f"{key}=") if key else self._any_key("", "=")
         kinds = parameter.kinds()
-        if not self._written.quote or (kinds and "string" not in kinds):
+        if not self.written.quote or (kinds and "string" not in kinds):
             return f"{name} {self._as_json(parameter)}"
         texts = [
             value
@@ -201,15 +196,15 @@ class CallGrammar:
         ]
         return f"{name} ({' | '.join(choices)})"
 
-    def _pair(self, key: str, parameter: Parameter, depth: int) -> str:
+    def _pair(self, key: str, parameter: Parameter, depth: int = 0) -> str:
         name = quoted(f"{key}:") if key else self._any_key("", ":")
         return f"{name} {self._relaxed(parameter, depth)}"
 
     def _relaxed(self, parameter: Parameter, depth: int) -> str:
-        kinds, quote = parameter.kinds(), self._written.quote
+        kinds, quote = parameter.kinds(), self.written.quote
         if depth < MAX_NESTING and "object" in kinds and "string" not in kinds:
             inner = self._members(
-                parameter, lambda key, value: self._pair(key, value, depth + 1), ","
+                parameter, lambda key, value: self._pair(key, value, depth + 1)
             )
             return f'"{{" {inner} "}}"'
         if depth < MAX_NESTING and "array" in kinds and "string" not in kinds:
@@ -228,11 +223,8 @@ def _properties(whole: Parameter) -> Iterator[str]:
     for part in whole.parts():
         properties, required = part.get("properties"), part.get("required")
         names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
-        names |= (
-            dict.fromkeys(name for name in required or () if isinstance(name, str))
-            if isinstance(required, list)
-            else {}
-        )
+        if isinstance(required, list):
+            names |= dict.fromkeys(name for name in required if isinstance(name, str))
     yield from names
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.errors import CapabilityError, OptionError, SchemaError
-from moegguf.generate.call_format import HARMONY_CALL, AnswerFormat, answer_format
+from moegguf.generate.call_format import (
+    HARMONY_CALL,
+    AnswerFormat,
+    Written,
+    answer_format,
+)
 from moegguf.generate.call_grammar import CallGrammar, quoted, until
 from moegguf.generate.continuation import Continuation
 from moegguf.generate.gbnf import lark_rules
 from moegguf.generate.json_schema import MAX_GRAMMAR_CHARS, SHARED_RULES, Schemas
-from moegguf.generate.request import Request
+from moegguf.generate.request import Request, Tool
 
 MAX_TOOLS = 128
 
@@ -68,50 +73,41 @@ def constraint_for(
         raise SchemaError(
             "a grammar cannot be combined with a JSON schema, JSON or tools; send one of them."
         )
-    form, begun = (
-        answer_format(template) if template else None,
-        continuation.content if continuation else "",
-    )
+    begun = continuation.content if continuation else ""
     is_strict = (
         has_tools
         and _check_strict(request.tools)
         and not forced
-        and form is not None
+        and template is not None
         and not begun
     )
     if request.format is None and request.grammar is None and not (forced or is_strict):
         return None
     if begun and forced:
         raise OptionError(
-            "an answer that continues a message cannot be a tool call; leave out tool_choice or the text."
+            "an answer that continues a message cannot be a tool call; leave out tool_choice, or the assistant's"
+            " last message."
         )
-    schemas, alternatives = Schemas(), list[str]()
+    form = answer_format(template or "")
+    schemas, bodies, rules = Schemas(), list[str](), list[str]()
     if request.format is not None and not forced:
         if isinstance(request.format, str) and request.format != "json":
             raise SchemaError(
-                f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}.'
+                f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}; send one of them.'
             )
-        body = schemas.grammar(
-            {"type": "object"} if request.format == "json" else request.format,
-            request.strict,
-        )
-        alternatives.append(
-            body if begun or form is None else _text(form, prompt_end, body)
-        )
-    rules = list[str]()
+        schema = {"type": "object"} if request.format == "json" else request.format
+        bodies.append(schemas.grammar(schema, request.strict))
     if request.grammar is not None:
         body, rules = lark_rules(request.grammar, token_of)
-        alternatives.append(
-            body if begun or form is None else _text(form, prompt_end, body)
-        )
-    free = form is not None and is_strict and request.format is None
+        bodies.append(body)
+    alternatives = [body if begun else _text(form, prompt_end, body) for body in bodies]
+    free = is_strict and request.format is None
     if has_tools:
-        calls = _Calls(form or answer_format(""), prompt_end, schemas, behind_mark=free)
-        alternatives += [
-            calls.call(tool)
-            for tool in _allowed_tools(request.tools, request.tool_choice)
-        ]
-        rules += calls.grammar.rules
+        written = _written_call(form, prompt_end, behind_mark=free)
+        calls = CallGrammar(written, schemas.grammar)
+        for tool in _allowed_tools(request.tools, request.tool_choice):
+            alternatives.append(calls.call(*_name_and_parameters(tool)))
+        rules += calls.rules
     rules += [
         f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)
     ]
@@ -119,10 +115,10 @@ def constraint_for(
         f"{'call' if free else 'answer'}: "
         + " | ".join(f"alternative_{n}" for n in range(len(alternatives)))
     )
-    rules += _free_text(form, prompt_end) if form is not None and free else []
+    rules += _free_text(form, prompt_end) if free else []
     start = (
         ["start: answer"]
-        if begun or form is None
+        if begun
         else _start(form, request.think, prompt_end, continuation)
     )
     rules += [*SHARED_RULES, *schemas.rules] if schemas.rules else []
@@ -135,7 +131,7 @@ def constraint_for(
     return Constraint(lark, begun)
 
 
-def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
+def _check_strict(tools: Sequence[Tool]) -> bool:
     """Returns True if any of the tools is strict. Raises SchemaError for a strict tool
     if its schema is invalid, too large, or has keywords that no grammar can enforce."""
     functions = [
@@ -178,9 +174,7 @@ def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
     )
 
 
-def _allowed_tools(
-    tools: Sequence[Mapping[str, Any]], choice: str
-) -> list[Mapping[str, Any]]:
+def _allowed_tools(tools: Sequence[Tool], choice: str) -> list[Tool]:
     functions = [tool.get("function", tool) for tool in tools]
     if len(functions) > MAX_TOOLS:
         raise SchemaError(
@@ -196,54 +190,38 @@ def _allowed_tools(
     return named
 
 
-class _Calls:
-    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if
-    each grammar begins after the delimiter that begins a call."""
+def _written_call(form: AnswerFormat, prompt_end: str, *, behind_mark: bool) -> Written:
+    """Returns the text of a call in a model's format. If the prompt already ends with
+    an opening delimiter, the text begins after this delimiter. `behind_mark`: True if
+    the text begins after the delimiter that begins a call."""
+    written = HARMONY_CALL if form.is_harmony else form.tools[0].written
+    mark = form.tools[0].open
+    before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
+    if behind_mark and mark:
+        before = before.partition(mark)[2]
+    elif form.empties_text and not behind_mark:
+        # The template writes the delimiters around the text even before a call without
+        # text.
+        begun = prompt_end.rstrip().endswith(form.text_open.strip())
+        before = ("" if begun else form.text_open) + form.text_close + before
+    return replace(written, before=before)
 
-    def __init__(
-        self,
-        form: AnswerFormat,
-        prompt_end: str,
-        schemas: Schemas,
-        *,
-        behind_mark: bool,
-    ) -> None:
-        written = form.tools[0].written
-        if form.is_harmony:
-            written = HARMONY_CALL
-        self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
-        if behind_mark:  # the delimiter that begins a call is in another rule
-            self._before = (
-                self._before.partition(form.tools[0].open)[2]
-                if form.tools[0].open
-                else self._before
-            )
-        elif form.empties_text:
-            # The template writes the delimiters around the text even before a call
-            # without text.
-            begun = prompt_end.rstrip().endswith(form.text_open.strip())
-            self._before = (
-                ("" if begun else form.text_open) + form.text_close + self._before
-            )
-        self.grammar = CallGrammar(written, schemas.grammar)
 
-    def call(self, function: Mapping[str, Any]) -> str:
-        """Returns the grammar of a call to `function`. Raises SchemaError for a tool
-        without a usable name or schema."""
-        name, parameters = (
-            function.get("name"),
-            function.get("parameters") or {"type": "object"},
+def _name_and_parameters(function: Tool) -> tuple[str, Mapping[str, Any]]:
+    """Returns the name of a tool and the JSON schema of its parameters. Raises
+    SchemaError for a tool without a usable name or schema."""
+    name = function.get("name")
+    parameters = function.get("parameters") or {"type": "object"}
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise SchemaError(
+            f"a tool's name must be 1 to 128 letters, digits or _.:/-, but is {str(name)[:50]!r}; rename the tool."
         )
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise SchemaError(
-                f"a tool's name must be 1 to 128 letters, digits or _.:/-, but is {str(name)[:50]!r}; rename the tool."
-            )
-        if not isinstance(parameters, Mapping):
-            raise SchemaError(
-                f"the parameters of the tool {name!r} must be a JSON schema that is an object, but are"
-                f" {str(parameters)[:50]!r}."
-            )
-        return self.grammar.call(name, parameters, self._before)
+    if not isinstance(parameters, Mapping):
+        raise SchemaError(
+            f"the parameters of the tool {name!r} must be a JSON schema that is an object, but are"
+            f" {str(parameters)[:50]!r}; correct them."
+        )
+    return name, parameters
 
 
 def _start(
@@ -257,13 +235,10 @@ def _start(
     unless the prompt has already begun it or the model is gpt-oss."""
     in_thinking = continuation is not None and continuation.in_thinking
     if form.is_harmony:
-        if in_thinking:
-            return [
-                'start: thought "<|start|>assistant" answer',
-                f"thought[lazy]: {until('<|end|>')}",
-            ]
-        thinking = '("<|channel|>analysis<|message|>" thought "<|start|>assistant")?'
-        return [f"start: {thinking} answer", f"thought[lazy]: {until('<|end|>')}"]
+        first = 'thought "<|start|>assistant"'
+        if not in_thinking:
+            first = f'("<|channel|>analysis<|message|>" {first})?'
+        return [f"start: {first} answer", f"thought[lazy]: {until('<|end|>')}"]
     marks = form.think
     begun = in_thinking or (marks is not None and marks.begun_by(prompt_end))
     if marks is None or (think is False and not begun):

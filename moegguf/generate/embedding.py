@@ -68,11 +68,7 @@ def embed(
         for vector in llm.context.as_request(_steps(llm, tokens))
     ]
     if normalize:
-        lengths = [np.linalg.norm(vector) for vector in vectors]
-        vectors = [
-            vector / n if n > 0 else vector
-            for vector, n in zip(vectors, lengths, strict=True)
-        ]
+        vectors = [vector / (np.linalg.norm(vector) or 1.0) for vector in vectors]
     return Embeddings(
         [vector.tolist() for vector in vectors], sum(map(len, token_lists))
     )
@@ -135,12 +131,7 @@ def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
     )
     ends = [eos] if bindings.llama_vocab_get_add_eos(vocab) and eos is not None else []
     separators = [sep] if bindings.llama_vocab_get_add_sep(vocab) and sep != -1 else []
-    begins = (
-        [llm.token_bos()]
-        if bindings.llama_vocab_get_add_bos(vocab) and llm.token_bos() != -1
-        else []
-    )
-    return [*begins, *parts[0], *ends, *separators, *parts[1], *ends]
+    return [*llm.vocabulary.bos_tokens, *parts[0], *ends, *separators, *parts[1], *ends]
 
 
 def _limit(llm: Llama) -> int:

@@ -97,8 +97,9 @@ class _Parser:
     def _error(self, position: int, wanted: str) -> SchemaError:
         line = self._grammar.count("\n", 0, position) + 1
         text = self._grammar[position : position + 30]
+        found = f"has {text!r}" if text else "the grammar ends there"
         return SchemaError(
-            f"line {line} of the grammar needs {wanted}, but has {text!r}; correct it."
+            f"line {line} of the grammar needs {wanted}, but {found}; correct it."
         )
 
     def rules(self) -> tuple[str, list[str]]:
@@ -269,7 +270,7 @@ class _Parser:
         number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
         if number is None:
             raise SchemaError(
-                f"the grammar has {mark[:80]!r}, which is not a token of this model; write it as a text."
+                f"the grammar has {mark[:80]!r}, which is not a token of this model; write it as text in quotes."
             )
         return f"<[{'^' if text != mark else ''}{number}]>"
 

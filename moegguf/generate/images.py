@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import secrets
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,7 +94,7 @@ def read_image(data: bytes) -> Image:
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
             f"an image of this kind must have 1 to {DECODED_BYTES // pixel_bytes} pixels, but this one is {width} x"
-            f" {height}; send another one."
+            f" {height}; send an image of another size."
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(
@@ -188,10 +189,9 @@ def _with_text(message: Message, marker: str) -> Message:
     if not parts:
         return message
     text = ""
-    for before, part in zip((None, *parts), parts, strict=False):
-        if not _is_image(part) and before is not None and not _is_image(before):
-            text += "\n"
-        text += marker if _is_image(part) else str(part.get("text", ""))
+    for is_image, group in itertools.groupby(parts, _is_image):
+        found = list(group)
+        text += marker * len(found) if is_image else text_of(found)
     return {**message, "content": text}
 
 

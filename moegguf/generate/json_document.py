@@ -24,9 +24,6 @@ from moegguf.generate.json_numbers import Numbers, decimal_of
 from moegguf.generate.json_references import References
 
 Json = dict[str, Any]
-Goal = tuple[int, ...]
-"""The numbers that a `Document` gave to schemas. A value must satisfy all of these
-schemas. An empty tuple allows any value."""
 
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
@@ -46,7 +43,7 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 
 # Keywords that only schemas of this module (`Made`) have. In a user's schema they are
 # ignored.
-ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
+EXCLUDED, FRACTIONAL = "excluded", "fractional"
 
 MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is treated as anyOf
 # An alternative of a oneOf that needs more combinations does not exclude the other
@@ -62,8 +59,50 @@ class Made(dict[str, Any]):
     users' schemas do not apply to such a schema."""
 
 
+def _any_of(*schemas: Any) -> Made:
+    return Made({"anyOf": list(schemas)})
+
+
+def _all_of(*schemas: Any) -> Made:
+    return Made({"allOf": list(schemas)})
+
+
+def _not(schema: Any) -> Made:
+    return Made({"not": schema})
+
+
+def _lacking(name: str) -> Made:
+    """Returns a schema that forbids the property `name`."""
+    return Made(properties={name: False})
+
+
 class _NoComplementError(Exception):
     """Raised if no schema allows exactly the values that a keyword forbids."""
+
+
+@dataclass(eq=False)
+class Schema:
+    """A schema of a document. `kept`: its supported keywords, in the form of JSON
+    Schema 2020-12. The other fields are set when they are needed."""
+
+    kept: Json
+    complement: Made | None = None
+    # The schemas that must hold in addition to the keywords for single types.
+    together: Goal | None = None
+    options: Goal | None = None  # the alternatives of `anyOf`; None without `anyOf`
+
+    @functools.cached_property
+    def plain(self) -> Json:
+        """The keywords for single types, without combining keywords such as `anyOf`,
+        and without an `enum` that lists objects or arrays."""
+        left_out = {*_COMBINING, "enum"} if _has_composites(self.kept) else _COMBINING
+        return type(self.kept)(
+            (key, value) for key, value in self.kept.items() if key not in left_out
+        )
+
+
+Goal = tuple[Schema, ...]
+"""A value must satisfy all of these schemas. An empty tuple allows any value."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +188,6 @@ class Facts:
         return set().union(*self.each("required"))
 
     @functools.cached_property
-    def absent(self) -> set[str]:
-        """The names of properties that must be absent."""
-        return set().union(*self.each(ABSENT))
-
-    @functools.cached_property
     def patterns(self) -> tuple[str, ...]:
         """The patterns for names of properties, from `patternProperties` of all
         parts."""
@@ -188,101 +222,86 @@ class Facts:
 
 
 class Document:
-    """The schemas of one root document, each with a number. `count_steps` is called
-    with the number of steps of work, and may raise an error to stop the work."""
+    """The schemas of one root document. `count_steps` is called with the number of
+    steps of work, and may raise an error to stop the work. `compares`: True for the
+    document with which another document compares the alternatives of a `oneOf`. Such a
+    document treats `oneOf` as `anyOf`, so that a schema may contain itself."""
 
-    def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
+    def __init__(
+        self, root: Any, count_steps: Callable[[int], None], compares: bool = False
+    ) -> None:
         # Keywords that the grammar does not enforce, some with their location.
         self.ignored: set[str] = set()
         self._references = References(root)
         self._count_steps = count_steps
+        self._comparison = None if compares else Document(root, count_steps, True)
         # Keeps every schema alive, so that its id() stays unique.
         self._raw: list[Any] = []
-        self._numbers: dict[int, int] = {}  # id() of a schema -> its number
-        # Key of a schema -> its number. The key is the type and repr() of the supported
-        # keywords, or the schema's id() if a keyword contains an object or a nested
-        # list.
-        self._equal: dict[Any, int] = {}
-        # Supported keywords of each schema; index: number of the schema.
-        self._kept: list[bool | Json] = []
-        self._complements: dict[int, Made] = {}
-        self._plain_parts: dict[int, Json] = {}
-        self._compares = False  # True while the alternatives of a oneOf are compared
-        self._taken_apart: dict[
-            tuple[int, bool], tuple[list[int], list[int] | None]
-        ] = {}
-        self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
+        self._schemas: dict[int, Schema] = {}  # key: id() of the schema
+        # The key is the type and repr() of the supported keywords, or the schema's id()
+        # if a keyword contains an object or a nested list.
+        self._equal: dict[Any, Schema] = {}
+        self._alternatives: dict[Goal, list[Facts]] = {}
 
     def goal(self, *schemas: Any) -> Goal:
         """Returns the goal of values that all these schemas allow. Raises SchemaError
         for an invalid schema."""
-        numbers = dict.fromkeys(map(self._number, schemas))
-        return tuple(
-            number for number in numbers if self._kept[number] not in (True, {})
-        )
+        found = dict.fromkeys(map(self._followed, schemas))
+        return tuple(schema for schema in found if schema.kept)
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
         """Returns the goal of values that `goal` and all these schemas allow."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
-    def _number(self, schema: Any) -> int:
-        """Returns the number of a schema, or of the schema that it refers to. A schema
-        that only refers to itself allows nothing."""
-        seen: set[int] = set()
-        while (number := self._number_of(schema)) not in seen:
-            kept = self._kept[number]
-            if not isinstance(kept, dict) or kept.keys() != {"$ref"}:
-                return number
-            seen.add(number)
-            schema = self._references.follow(kept["$ref"])
-        return self._number_of(False)
+    def _followed(self, raw: Any) -> Schema:
+        """Returns a schema, or the schema that it refers to. A schema that only refers
+        to itself allows nothing."""
+        seen: set[Schema] = set()
+        while (schema := self._schema(raw)) not in seen:
+            if schema.kept.keys() != {"$ref"}:
+                return schema
+            seen.add(schema)
+            raw = self._references.follow(schema.kept["$ref"])
+        return self._schema(False)
 
-    def _number_of(self, schema: Any) -> int:
-        if id(schema) not in self._numbers:
-            kept = schema if isinstance(schema, Made) else _kept(schema)
-            key = (type(kept), repr(kept)) if _has_no_schemas(kept) else id(schema)
-            self._numbers[id(schema)] = number = self._equal.setdefault(
-                key, len(self._kept)
-            )
-            self._raw.append(schema)
-            if number == len(self._kept):
-                self._kept.append(kept)
-        return self._numbers[id(schema)]
+    def _schema(self, raw: Any) -> Schema:
+        if id(raw) not in self._schemas:
+            kept = raw if isinstance(raw, Made) else _kept(raw)
+            key = (type(kept), repr(kept)) if _has_no_schemas(kept) else id(raw)
+            self._schemas[id(raw)] = self._equal.setdefault(key, Schema(kept))
+            self._raw.append(raw)
+        return self._schemas[id(raw)]
 
     # Alternatives
 
     def alternatives(self, goal: Goal) -> list[Facts]:
         """Returns the alternatives of a goal: a value satisfies the goal if it
         satisfies any of them."""
-        key = goal, self._compares
-        if key not in self._alternatives:
-            self._alternatives[key] = [_facts(parts) for parts in self._parts_of(goal)]
-        return self._alternatives[key]
+        if goal not in self._alternatives:
+            self._alternatives[goal] = [_facts(parts) for parts in self._parts_of(goal)]
+        return self._alternatives[goal]
 
     def _parts_of(self, goal: Goal) -> Iterator[list[Json]]:
         """Yields each alternative of a goal as a list of schemas that have only
-        keywords for single types. An alternative that allows nothing is left out if it
-        has the schema False, or a schema that refers to itself without a nested value
-        in between."""
-        # (schema number, numbers of the schemas that combine it or refer to it),
-        # processed from the end.
-        start = [(number, frozenset[int]()) for number in reversed(goal)]
-        todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [
-            (start, {})
-        ]
+        keywords for single types. An alternative is left out if it contains the schema
+        False, or a schema that refers to itself without a nested value in between."""
+        # (schema, schemas that combine it or refer to it), processed from the end.
+        start = [(schema, frozenset[Schema]()) for schema in reversed(goal)]
+        todo: list[tuple[list[tuple[Schema, frozenset[Schema]]], dict[Schema, None]]]
+        todo = [(start, {})]
         seen: set[Any] = set()
         while todo:
             pending, done = todo.pop()
             while pending:
-                number, trail = pending.pop()
-                if number in trail or self._kept[number] is False:
+                schema, trail = pending.pop()
+                if schema in trail:
                     break
-                if number in done:
+                if schema in done:
                     continue
                 self._count_steps(1 + len(trail) // 50)
-                together, options = self._take_apart(number)
-                done[number] = None
-                trail |= {number}
+                together, options = self._take_apart(schema)
+                done[schema] = None
+                trail |= {schema}
                 pending += [(other, trail) for other in reversed(together)]
                 if options is not None:
                     for option in reversed(options):
@@ -294,38 +313,19 @@ class Document:
                     break
             else:
                 self._count_steps(len(done))
-                yield [plain for number in done if (plain := self._plain(number))]
+                yield [schema.plain for schema in done if schema.plain]
 
-    def _plain(self, number: int) -> Json:
-        """Returns a schema's keywords for single types, without combining keywords such
-        as `anyOf`, and without an `enum` that lists objects or arrays."""
-        if number not in self._plain_parts:
-            kept = self._kept[number]
-            left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
-            items = kept.items() if isinstance(kept, dict) else ()
-            kind = Made if isinstance(kept, Made) else dict
-            self._plain_parts[number] = kind(
-                (key, value) for key, value in items if key not in left_out
-            )
-        return self._plain_parts[number]
-
-    def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
+    def _take_apart(self, schema: Schema) -> tuple[Goal, Goal | None]:
         """Returns the schemas that must hold in addition to the schema's own keywords
         for single types (from `$ref`, `allOf` and others), and the alternatives of
-        `anyOf` (None without `anyOf`). Each schema is given by its number."""
-        key = number, self._compares
-        if key not in self._taken_apart:
-            kept = self._kept[number]
-            together: list[int] = []
-            options: list[int] | None = None
-            if isinstance(kept, dict):
-                together = list(self.goal(*self._all_of(kept)))
-                if "anyOf" in kept:
-                    options = [self._number(option) for option in kept["anyOf"]]
-            self._taken_apart[key] = together, options
-        return self._taken_apart[key]
+        `anyOf` (None without `anyOf`)."""
+        if schema.together is None:
+            schema.together = self.goal(*self._combined(schema.kept))
+            if "anyOf" in schema.kept:
+                schema.options = tuple(map(self._followed, schema.kept["anyOf"]))
+        return schema.together, schema.options
 
-    def _all_of(self, kept: Json) -> Iterator[Any]:
+    def _combined(self, kept: Json) -> Iterator[Any]:
         """Yields schemas that must all hold, for the combining keywords except `anyOf`,
         for dependencies, and for an `enum` that lists objects or arrays."""
         yield from kept.get("allOf", ())
@@ -337,17 +337,14 @@ class Document:
             yield self._complement(kept["not"])
         if "if" in kept:
             then, otherwise = kept.get("then", True), kept.get("else", True)
-            unless = Made({"allOf": [self._complement(kept["if"]), otherwise]})
-            yield Made({"anyOf": [Made({"allOf": [kept["if"], then]}), unless]})
-        for name, names in kept.get("dependentRequired", {}).items():
-            yield Made(
-                {"anyOf": [Made({ABSENT: [name]}), Made({"required": [name, *names]})]}
-            )
-        for name, schema in kept.get("dependentSchemas", {}).items():
-            present = Made({"allOf": [Made({"required": [name]}), schema]})
-            yield Made({"anyOf": [Made({ABSENT: [name]}), present]})
+            unless = _all_of(self._complement(kept["if"]), otherwise)
+            yield _any_of(_all_of(kept["if"], then), unless)
+        for keyword in ("dependentRequired", "dependentSchemas"):
+            for name, schema in _dependents(kept, keyword):
+                present = _all_of(Made(required=[name]), schema)
+                yield _any_of(_lacking(name), present)
         if _has_composites(kept):
-            yield Made({"anyOf": [_equal_to(value) for value in kept["enum"]]})
+            yield _any_of(*map(_equal_to, kept["enum"]))
         if "unevaluatedItems" in kept:
             self.ignored.add("unevaluatedItems")
 
@@ -363,28 +360,24 @@ class Document:
             if math.prod(len(each["anyOf"]) for each in complements) > MAX_COMPLEMENTS:
                 self.ignored.add("oneOf")
                 complements = []
-            alternatives.append(Made({"allOf": [option, *complements]}))
-        return Made({"anyOf": alternatives})
+            alternatives.append(_all_of(option, *complements))
+        return _any_of(*alternatives)
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
         """Returns, for each alternative of a `oneOf`, the other alternatives that may
         allow some of its values. The lists are empty if there are more than
-        MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is
-        treated as `anyOf`, so that a schema may contain itself."""
+        MAX_ALTERNATIVES alternatives, or if this document compares alternatives."""
         found: list[list[Any]] = [[] for _ in options]
-        if self._compares:
+        if self._comparison is None:
             return found
         if len(options) > MAX_ALTERNATIVES:
             self.ignored.add("oneOf")
             return found
-        self._compares = True
-        try:
-            for (n, one), (m, other) in itertools.combinations(enumerate(options), 2):
-                if not self._is_empty(self.goal(one, other), _DEPTH):
-                    found[n].append(other)
-                    found[m].append(one)
-        finally:
-            self._compares = False
+        for (n, one), (m, other) in itertools.combinations(enumerate(options), 2):
+            both = self._comparison.goal(one, other)
+            if not self._comparison._is_empty(both, _DEPTH):
+                found[n].append(other)
+                found[m].append(one)
         return found
 
     def _is_empty(self, goal: Goal | None, depth: int) -> bool:
@@ -424,8 +417,6 @@ class Document:
         None for a property that no schema names."""
         self._count_steps(len(facts.parts))
         found, is_covered = list[Any](), False
-        if name in facts.absent:
-            return None
         for part in facts.parts:
             own, patterns = (
                 part.get("properties", {}),
@@ -458,7 +449,7 @@ class Document:
 
     def _goal_of_all(self, schemas: Iterable[Any]) -> Goal | None:
         goal = self.goal(*schemas)
-        return None if any(self._kept[number] is False for number in goal) else goal
+        return None if self._schema(False) in goal else goal
 
     # Complements
 
@@ -466,21 +457,19 @@ class Document:
         """Returns a schema that allows exactly the values that `schema` does not allow.
         If a keyword has no complement, the result allows every value, and `ignored` has
         an entry for the keyword."""
-        number = self._number(schema)
-        if number not in self._complements:
-            kept = self._kept[number]
-            options: list[Any] = [] if kept is True else [True]
+        found = self._followed(schema)
+        if found.complement is None:
             try:
-                if isinstance(kept, dict):
-                    options = list(
-                        itertools.chain.from_iterable(
-                            self._without(kept, key) for key in kept
-                        )
-                    )
+                options = [
+                    option
+                    for keyword in found.kept
+                    for option in self._without(found.kept, keyword)
+                ]
             except _NoComplementError as error:
                 self.ignored.add(f"{error} inside not, if or oneOf")
-            self._complements[number] = Made({"anyOf": options})
-        return self._complements[number]
+                options = [True]
+            found.complement = _any_of(*options)
+        return found.complement
 
     def _without(self, kept: Json, keyword: str) -> Iterator[Any]:
         """Yields schemas that together allow exactly the values that a keyword forbids.
@@ -492,80 +481,48 @@ class Document:
                 if "integer" in value and "number" in others:
                     others.remove("number")
                     yield Made({"type": ["number"], FRACTIONAL: True})
-                yield Made({"type": others})
+                yield Made(type=others)
             case "enum":
-                composites = [
-                    Made({"not": _equal_to(each)})
-                    for each in value
-                    if isinstance(each, dict | list)
-                ]
+                composites = [each for each in value if isinstance(each, dict | list)]
                 scalars = [each for each in value if not isinstance(each, dict | list)]
-                yield Made({"allOf": [Made({EXCLUDED: scalars}), *composites]})
+                unlike = [_not(_equal_to(each)) for each in composites]
+                yield _all_of(Made({EXCLUDED: scalars}), *unlike)
             case "$ref":
-                yield Made({"not": self._references.follow(value)})
+                yield _not(self._references.follow(value))
             case "allOf":
-                yield from (Made({"not": each}) for each in value)
+                yield from map(_not, value)
             case "anyOf":
-                yield Made({"allOf": [Made({"not": each}) for each in value]})
+                yield _all_of(*map(_not, value))
             case "oneOf":
-                yield Made({"allOf": [Made({"not": each}) for each in value]})
-                yield from (
-                    Made({"allOf": list(pair)})
-                    for pair in itertools.combinations(value, 2)
-                )
+                yield _all_of(*map(_not, value))
+                yield from itertools.starmap(_all_of, itertools.combinations(value, 2))
             case "not":
                 yield value
             case "if":
-                yield Made({"allOf": [value, Made({"not": kept.get("then", True)})]})
-                yield Made(
-                    {
-                        "allOf": [
-                            Made({"not": value}),
-                            Made({"not": kept.get("else", True)}),
-                        ]
-                    }
-                )
+                yield _all_of(value, _not(kept.get("then", True)))
+                yield _all_of(_not(value), _not(kept.get("else", True)))
             case "then" | "else" | "minContains" | "maxContains":
                 return
             case "properties":
                 for name, each in value.items():
                     yield Made(
-                        {
-                            "type": ["object"],
-                            "required": [name],
-                            "properties": {name: Made({"not": each})},
-                        }
+                        type=["object"], required=[name], properties={name: _not(each)}
                     )
             case "required":
-                yield from (
-                    Made({"type": ["object"], ABSENT: [name]}) for name in value
-                )
-            case "dependentRequired":
-                for name, names in value.items():
-                    yield from (
-                        Made({"type": ["object"], "required": [name], ABSENT: [each]})
-                        for each in names
-                    )
-            case "dependentSchemas":
-                for name, each in value.items():
-                    yield Made(
-                        {
-                            "allOf": [
-                                Made({"type": ["object"], "required": [name]}),
-                                Made({"not": each}),
-                            ]
-                        }
-                    )
+                for name in value:
+                    yield _all_of(Made(type=["object"]), _lacking(name))
+            case "dependentRequired" | "dependentSchemas":
+                for name, each in _dependents(kept, keyword):
+                    present = Made(type=["object"], required=[name])
+                    yield _all_of(present, _not(each))
             case "prefixItems":
                 for n, each in enumerate(value):
-                    prefix = [*[True] * n, Made({"not": each})]
-                    yield Made(
-                        {"type": ["array"], "minItems": n + 1, "prefixItems": prefix}
-                    )
+                    prefix = [*[True] * n, _not(each)]
+                    yield Made(type=["array"], minItems=n + 1, prefixItems=prefix)
             case "items" if "prefixItems" not in kept:
-                yield Made({"type": ["array"], "contains": Made({"not": value})})
+                yield Made(type=["array"], contains=_not(value))
             case "contains" if not kept.keys() & {"minContains", "maxContains"}:
-                yield Made({"type": ["array"], "items": Made({"not": value})})
+                yield Made(type=["array"], items=_not(value))
             case _ if keyword in _OPPOSITES:
                 kind, opposite, step = _OPPOSITES[keyword]
                 if step >= 0 or value > 0:
@@ -655,41 +612,39 @@ def _is_tuple(part: Json) -> bool:
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 
-def _has_no_schemas(kept: bool | Json) -> bool:
+def _has_no_schemas(kept: Json) -> bool:
     values = itertools.chain.from_iterable(
-        value if isinstance(value, list) else [value]
-        for value in (kept.values() if isinstance(kept, dict) else ())
+        value if isinstance(value, list) else [value] for value in kept.values()
     )
     return not any(isinstance(value, dict | list) for value in values)
 
 
-def _has_composites(kept: bool | Json) -> bool:
-    values = kept.get("enum", ()) if isinstance(kept, dict) else ()
-    return any(isinstance(value, dict | list) for value in values)
+def _has_composites(kept: Json) -> bool:
+    return any(isinstance(value, dict | list) for value in kept.get("enum", ()))
+
+
+def _dependents(kept: Json, keyword: str) -> Iterator[tuple[str, Any]]:
+    """Yields (name, schema) from a keyword for dependencies. An object that has the
+    property `name` must also satisfy the schema."""
+    for name, value in kept.get(keyword, {}).items():
+        is_list = keyword == "dependentRequired"
+        yield name, Made(required=value) if is_list else value
 
 
 def _equal_to(value: Any) -> Made:
     """Returns a schema that allows only `value`."""
     if isinstance(value, list):
-        items = [_equal_to(item) for item in value]
-        return Made(
-            {
-                "type": ["array"],
-                "prefixItems": items,
-                "minItems": len(items),
-                "maxItems": len(items),
-            }
-        )
+        items, n = list(map(_equal_to, value)), len(value)
+        return Made(type=["array"], prefixItems=items, minItems=n, maxItems=n)
     if isinstance(value, dict):
         properties = {name: _equal_to(item) for name, item in value.items()}
-        form = {
-            "type": ["object"],
-            "properties": properties,
-            "required": [*value],
-            "additionalProperties": False,
-        }
-        return Made(form)
-    return Made({"enum": [value]})
+        return Made(
+            type=["object"],
+            properties=properties,
+            required=[*value],
+            additionalProperties=False,
+        )
+    return Made(enum=[value])
 
 
 def _is_number(value: Any) -> bool:
@@ -731,12 +686,13 @@ _CHECKS = {
 }
 
 
-def _kept(schema: Any) -> bool | Json:
-    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns
-    a bool unchanged. A keyword that is null is treated as absent (some clients send
-    null), except `const`. Raises SchemaError for an invalid value of a keyword."""
+def _kept(schema: Any) -> Json:
+    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. For
+    False, returns an `anyOf` without alternatives. A keyword that is null is treated as
+    absent (some clients send null), except `const`. Raises SchemaError for an invalid
+    value of a keyword."""
     if isinstance(schema, bool):
-        return schema
+        return {} if schema else {"anyOf": []}
     if not isinstance(schema, Mapping):
         raise SchemaError(
             f"every part of a JSON schema must be an object, true or false, but one is {str(schema)[:50]!r}; change it."
@@ -789,11 +745,8 @@ def _of_today(schema: Json) -> Json:
         )
         schema[keyword] = {**schema.get(keyword, {}), name: dependency}
     if "contains" not in schema:
-        schema = {
-            key: value
-            for key, value in schema.items()
-            if key not in ("minContains", "maxContains")
-        }
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
     if "const" in schema:
         others = schema.get("enum", [schema["const"]])
         is_among = isinstance(others, list) and key_of(schema["const"]) in map(

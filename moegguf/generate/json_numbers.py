@@ -11,7 +11,7 @@ limited so that no number is too large for a double.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -26,18 +26,24 @@ MAX_EXACT = 2**53
 _EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
 
 
+Bound = tuple[Decimal, bool]
+"""A bound of numbers, and a flag. A lower bound has the flag True if the number itself
+is not allowed, and an upper bound if it is allowed. So the greater of two lower bounds
+and the smaller of two upper bounds is the stricter one."""
+NO_LEAST: Bound = (Decimal("-Infinity"), False)
+NO_MOST: Bound = (Decimal("Infinity"), True)
+
+
 @dataclass
 class Numbers:
-    """The numbers that a schema allows. `least`, `most` and `step` restrict nothing if
-    they are None. `step`: allowed numbers are multiples of `step`. `whole`: True if
-    only integers are allowed. `fractional`: True if integers are not allowed."""
+    """The numbers that a schema allows: multiples of `step`, between `least` and
+    `most`. `whole`: True if only integers are allowed. `fractional`: True if integers
+    are not allowed. `step`: None allows any number."""
 
     whole: bool = False
     fractional: bool = False
-    least: Decimal | None = None
-    above: bool = False  # True if `least` itself is not allowed
-    most: Decimal | None = None
-    below: bool = False  # True if `most` itself is not allowed
+    least: Bound = NO_LEAST
+    most: Bound = NO_MOST
     step: Fraction | None = None
     excluded: list[Decimal] = field(default_factory=list)
 
@@ -49,16 +55,9 @@ class Numbers:
             step = abs(Fraction(number))
             self.step = step if self.step is None else _common_multiple(self.step, step)
         elif keyword in ("minimum", "exclusiveMinimum"):
-            if self.least is None or (number, keyword != "minimum") > (
-                self.least,
-                self.above,
-            ):
-                self.least, self.above = number, keyword != "minimum"
-        elif self.most is None or (-number, keyword != "maximum") > (
-            -self.most,
-            self.below,
-        ):
-            self.most, self.below = number, keyword != "maximum"
+            self.least = max(self.least, (number, keyword == "exclusiveMinimum"))
+        else:
+            self.most = min(self.most, (number, keyword == "maximum"))
 
     def allows(self, value: float | Decimal) -> bool:
         """Returns True if the number satisfies all restrictions."""
@@ -68,14 +67,8 @@ class Numbers:
             (self.whole and not is_whole)
             or (self.fractional and is_whole)
             or number in self.excluded
-        ):
-            return False
-        if self.least is not None and (
-            number < self.least or (self.above and number == self.least)
-        ):
-            return False
-        if self.most is not None and (
-            number > self.most or (self.below and number == self.most)
+            or (number, False) < self.least
+            or (number, True) > self.most
         ):
             return False
         return self.step is None or Fraction(number) % self.step == 0
@@ -83,17 +76,16 @@ class Numbers:
     def is_empty(self) -> bool:
         """Returns True if the bounds exclude every number, or every integer (`whole`),
         or every multiple of `step`. `excluded` and `fractional` are ignored."""
-        if self.least is None or self.most is None:
+        (least, is_above), (most, is_up_to) = self.least, self.most
+        if self.least == NO_LEAST or self.most == NO_MOST:
             return False
         if self.whole or self.step is not None:
-            step = Fraction(1) if self.step is None else self._whole_step()
-            first = math.ceil(Fraction(self.least) / step) * step
-            if self.above and first == self.least:
+            step = self._whole_step()
+            first = math.ceil(Fraction(least) / step) * step
+            if is_above and first == least:
                 first += step
-            return first > self.most or (self.below and first == self.most)
-        return self.least > self.most or (
-            self.least == self.most and (self.above or self.below)
-        )
+            return first > most or (first == most and not is_up_to)
+        return least > most or (least == most and (is_above or not is_up_to))
 
     def _whole_step(self) -> Fraction:
         step = self.step or Fraction(1)
@@ -117,7 +109,7 @@ class Numbers:
             n_behind, zeros = min(n_behind, max(-exponent, 0)), max(exponent, 0)
         has_exponent = (
             not (self.whole or self.fractional or self.excluded or self.step)
-            and self._has_no_bounds()
+            and not self._bounds()
         )
         behind = rf"(?:\.[0-9]{{1,{n_behind}}})?" if n_behind and not self.whole else ""
         before = rf"-?(?:0|[1-9][0-9]{{0,{self._n_before() - 1}}})"
@@ -126,18 +118,16 @@ class Numbers:
             terms.append(rf"/-?(?:0|[0-9]*0{{{zeros}}})/")
         if self.fractional:
             terms.append(r"/-?[0-9]+\.[0-9]*[1-9][0-9]*/")
-        if self.least is not None:
-            terms.append(f"/{_at_least(self.least, self.above)}/")
-        if self.most is not None:
-            terms.append(f"/{_at_most(self.most, self.below)}/")
+        if self.least != NO_LEAST:
+            terms.append(f"/{_at_least(*self.least)}/")
+        if self.most != NO_MOST:
+            terms.append(f"/{_at_most(*self.most)}/")
         terms += [f"~/{_equal_to(number)}/" for number in self.excluded]
         return [" & ".join(terms)]
 
-    def _has_no_bounds(self) -> bool:
-        return self.least is None and self.most is None
-
-    def _bounds(self) -> Iterable[Decimal]:
-        return (bound for bound in (self.least, self.most) if bound is not None)
+    def _bounds(self) -> list[Decimal]:
+        """Returns the numbers of the lower bound and the upper bound, if they exist."""
+        return [number for number, _ in (self.least, self.most) if number.is_finite()]
 
     def _n_before(self) -> int:
         """Returns the maximum number of digits before the decimal point: MAX_DIGITS, or
@@ -155,15 +145,14 @@ class Numbers:
         """Yields the ranges between excluded numbers that have multiples of `step`.
         Each range has two bounds."""
         if any(abs(bound) > MAX_EXACT for bound in self._bounds()):
+            number = Decimal(step.numerator) / step.denominator
             raise SchemaError(
-                f"multiples of {Decimal(step.numerator) / step.denominator:.6g} can be followed only between bounds"
-                " from -2^53 to 2^53; leave out multipleOf or choose such bounds."
+                f"a JSON schema with multipleOf {number:.6g} may have bounds from -2^53 to 2^53 only; leave out"
+                " multipleOf, or choose such bounds."
             )
         limit = Decimal(10**MAX_DIGITS // 10)
-        least, most = (
-            -limit if self.least is None else self.least,
-            limit if self.most is None else self.most,
-        )
+        least = (-limit, False) if self.least == NO_LEAST else self.least
+        most = (limit, True) if self.most == NO_MOST else self.most
         rest = replace(self, least=least, most=most, excluded=[])
         for number in sorted(filter(rest.allows, self.excluded)):
             part = replace(rest)
@@ -175,13 +164,12 @@ class Numbers:
             yield rest
 
     def _multiples(self, step: Fraction) -> dict[str, Any]:
-        assert self.least is not None
-        assert self.most is not None
+        (least, is_above), (most, is_up_to) = self.least, self.most
         return {
             "type": "integer" if self.whole else "number",
             "multipleOf": _json_number(step),
-            "exclusiveMinimum" if self.above else "minimum": _json_number(self.least),
-            "exclusiveMaximum" if self.below else "maximum": _json_number(self.most),
+            "exclusiveMinimum" if is_above else "minimum": _json_number(least),
+            "maximum" if is_up_to else "exclusiveMaximum": _json_number(most),
         }
 
 
@@ -229,10 +217,12 @@ def _at_least(bound: Decimal, is_strict: bool) -> str:
     return f"(?:[0-9.]+|-{_smaller(*_digits(bound), is_strict)})"
 
 
-def _at_most(bound: Decimal, is_strict: bool) -> str:
-    if bound < 0 or (is_strict and not bound):
-        return f"-{_larger(*_digits(bound), is_strict)}"
-    return f"(?:-[0-9.]+|{_smaller(*_digits(bound), is_strict)})"
+def _at_most(bound: Decimal, is_allowed: bool) -> str:
+    """Returns a regular expression for decimal numbers that are less than `bound`. If
+    `is_allowed`, the expression also matches `bound` itself."""
+    if bound < 0 or not (bound or is_allowed):
+        return f"-{_larger(*_digits(bound), not is_allowed)}"
+    return f"(?:-[0-9.]+|{_smaller(*_digits(bound), not is_allowed)})"
 
 
 def _larger(before: str, behind: str, is_strict: bool) -> str:

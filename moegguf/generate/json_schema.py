@@ -74,16 +74,21 @@ class Rule(str):
 
 
 class Repeat(NamedTuple):
-    """A repetition of symbols, from `least` to `most` times. `most` is None if there is
-    no limit."""
+    """A repetition of a comma and a match of `rule`, from `least` to `most` times.
+    `most` is None if there is no limit."""
 
-    body: Sequence[Symbol]
+    rule: Rule
     least: int
     most: int | None
+
+    def __str__(self) -> str:
+        most = "" if self.most is None else self.most
+        return f"(J_COMMA {self.rule}){{{self.least},{most}}}"
 
 
 Symbol = str | Repeat
 """A `Rule`, a `Repeat`, or the name or expression of a terminal."""
+Symbols = Sequence[Symbol]
 
 
 class Schemas:
@@ -119,7 +124,7 @@ class Schemas:
             ) from error
         if strict and document.ignored:
             raise SchemaError(
-                "a strict JSON schema may have only keywords that the server can follow, but this one has"
+                "a strict JSON schema may have only keywords that a grammar can enforce, but this one has"
                 f" {', '.join(sorted(document.ignored))}; leave them out, or set strict to false."
             )
         return rule
@@ -152,7 +157,7 @@ class _Writer:
     def __post_init__(self) -> None:
         self._goals: dict[Goal, Rule] = {}
         self._todo: list[Goal] = []
-        self._rules: dict[str, list[Sequence[Symbol]]] = {}
+        self._rules: dict[str, list[Symbols]] = {}
         # Content -> name, of terminals and of %json rules.
         self._names: dict[str, str] = {}
         # Pattern of property names -> name of the terminal.
@@ -189,34 +194,31 @@ class _Writer:
             )
         return lines + self._lines
 
-    def _new_rule(self, *alternatives: Sequence[Symbol]) -> Rule:
+    def _new_rule(self, *alternatives: Symbols) -> Rule:
         name = Rule(f"json_{next(self.numbers)}")
         self._rules[name] = list(alternatives)
         return name
 
-    def _terminal(self, expression: str) -> str:
-        """Returns the name of the terminal for an expression. Equal expressions share
-        one terminal."""
+    def _terminal(self, expression: str, prefix: str = "J") -> str:
+        """Returns the name of the terminal for an expression, which begins with
+        `prefix`. Equal expressions share one terminal."""
         if expression not in self._names:
-            self._names[expression] = name = f"J_{next(self.numbers)}"
+            self._names[expression] = name = f"{prefix}_{next(self.numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
         """Returns the name of a rule for a number or string. llguidance itself converts
         the schema `form`."""
-        expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
-        if expression not in self._names:
-            self._names[expression] = name = f"json_{next(self.numbers)}"
-            self._lines.append(f"{name}: {expression}")
-        return self._names[expression]
+        options = {**form, "x-guidance": _leaf_options()}
+        return self._terminal(f"%json {json.dumps(options)}", "json")
 
-    def _literals(self, values: Sequence[Any]) -> list[Sequence[Symbol]]:
+    def _literals(self, values: Sequence[Any]) -> list[Symbols]:
         return [(self._terminal(_literal(values)),)] if values else []
 
     # Values
 
-    def _values(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+    def _values(self, facts: Facts) -> Iterator[Symbols]:
         """Yields the alternatives of a rule for the values that `facts` allow."""
         for kind in facts.types:
             if kind == "object" and facts.values is None:
@@ -242,7 +244,7 @@ class _Writer:
             else None
         )
 
-    def _number(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+    def _number(self, facts: Facts) -> Iterator[Symbols]:
         numbers = facts.numbers
         for n, expression in enumerate(
             [] if numbers.is_empty() else numbers.expressions()
@@ -256,7 +258,7 @@ class _Writer:
                 self.document.ignored.add("type integer inside not, beside multipleOf")
             yield (self._leaf(expression),)
 
-    def _string(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+    def _string(self, facts: Facts) -> Iterator[Symbols]:
         forms = [
             {key: part[key] for key in STRING_KEYWORDS if key in part}
             for part in facts.parts
@@ -277,7 +279,7 @@ class _Writer:
 
     # Arrays
 
-    def _array(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+    def _array(self, facts: Facts) -> Iterator[Symbols]:
         least, most = facts.fewest_items, facts.most("maxItems")
         if most is not None and least > most:
             return
@@ -298,7 +300,7 @@ class _Writer:
         items = [self._item(facts, n) for n in range(n_prefix + 1)]
         rest = self._rest(items[n_prefix], n_prefix, least, most, "J_END")
         for n in reversed(range(n_prefix)):
-            end: list[Sequence[Symbol]] = [("J_END",)] if n >= least else []
+            end: list[Symbols] = [("J_END",)] if n >= least else []
             item = items[n]
             rest = self._new_rule(*([(*_comma(n), item, rest)] if item else ()), *end)
         yield "J_BEGIN", rest
@@ -318,19 +320,15 @@ class _Writer:
         items or properties. The remainder consists of more items or properties, which
         match the rule `one`, and the closing terminal `end`. If `one` is None, no more
         are allowed. `least` and `most` limit the total number; None: no limit."""
-        alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
+        alternatives: list[Symbols] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):
             if n:
-                alternatives.append(
-                    (Repeat(("J_COMMA", one), max(least - n, 1), room), end)
-                )
+                more = Repeat(one, max(least - n, 1), room)
+                alternatives.append((more, end))
             else:
-                more = Repeat(
-                    ("J_COMMA", one),
-                    max(least - 1, 0),
-                    None if room is None else room - 1,
-                )
+                n_more = None if room is None else room - 1
+                more = Repeat(one, max(least - 1, 0), n_more)
                 alternatives.append((one, more, end))
         return self._new_rule(*alternatives)
 
@@ -371,7 +369,7 @@ class _Writer:
 
     def _unique_items(
         self, facts: Facts, least: int, most: int | None
-    ) -> list[Sequence[Symbol]] | None:
+    ) -> list[Symbols] | None:
         """Returns the alternatives for an array whose items all differ. The rule has a
         parameter with one bit for each value, which is set if the value already
         occurred. Returns None if the items are not scalars from a list of at most
@@ -416,7 +414,7 @@ class _Writer:
 
     # Objects
 
-    def _object(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+    def _object(self, facts: Facts) -> Iterator[Symbols]:
         least, most = facts.least("minProperties"), facts.most("maxProperties")
         if most is not None and least > most:
             return
@@ -429,9 +427,7 @@ class _Writer:
             self.document.ignored |= {"minProperties", "maxProperties"}
             least, most, n_counted = 0, None, 1
         filters = [self._name_filter(schema) for schema in facts.each("propertyNames")]
-        other = self._new_rule(
-            *self._pairs(facts, None, [*names, *facts.absent], filters)
-        )
+        other = self._new_rule(*self._pairs(facts, None, names, filters))
         after = [
             self._rest(other, n, least, most, "J_CLOSE")
             for n in range(min(len(names), n_counted) + 1)
@@ -440,9 +436,7 @@ class _Writer:
             pairs = self._pairs(facts, name, (), filters)
             states = list[Rule]()
             for n in range(min(position, n_counted) + 1):
-                skipped: list[Sequence[Symbol]] = (
-                    [] if name in facts.required else [(after[n],)]
-                )
+                skipped: list[Symbols] = [] if name in facts.required else [(after[n],)]
                 following = after[min(n + 1, n_counted)]
                 fits = most is None or n < most
                 present = [(*_comma(n), *pair, following) for pair in pairs if fits]
@@ -452,13 +446,13 @@ class _Writer:
 
     def _pairs(
         self, facts: Facts, name: str | None, taken: Sequence[str], filters: list[str]
-    ) -> list[Sequence[Symbol]]:
+    ) -> list[Symbols]:
         """Returns the alternatives for a property and its value, one for each set of
         patterns that the name may match. `name` is None for any name that is not in
         `taken`."""
         others = ["J_NAME", *([f"~{_literal(taken)}"] if taken else ())]
         key = others if name is None else [_literal([name])]
-        pairs = list[Sequence[Symbol]]()
+        pairs = list[Symbols]()
         groups = self._pattern_groups(facts)
         sizes = range((len(groups) if len(groups) <= MAX_MATCHES else 1) + 1)
         for matched in itertools.chain.from_iterable(
@@ -577,7 +571,7 @@ def _texts_of(value: Any) -> list[str]:
     )
 
 
-def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
+def _productive(rules: dict[str, list[Symbols]]) -> dict[str, None]:
     """Returns the names of the rules that match some text, in the order of `rules`. A
     match of any other rule could never end."""
     users: dict[str, list[str]] = {}
@@ -596,28 +590,26 @@ def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
     return {name: None for name in rules if name in possible}
 
 
-def _rules_in(symbols: Sequence[Symbol]) -> Iterator[Rule]:
+def _rules_in(symbols: Symbols) -> Iterator[Rule]:
     for symbol in symbols:
         if isinstance(symbol, Repeat):
-            yield from _rules_in(symbol.body)
+            yield symbol.rule
         elif isinstance(symbol, Rule):
             yield symbol
 
 
-def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
+def _text_of(symbols: Symbols, possible: Container[str]) -> str | None:
     """Returns the text of an alternative for the grammar. Leaves out an optional
-    repetition whose body needs a rule that is not in `possible`. Returns None if any
-    other part needs such a rule."""
+    repetition of a rule that is not in `possible`. Returns None if any other part needs
+    such a rule."""
     texts = []
     for symbol in symbols:
         if isinstance(symbol, Repeat):
-            inner = _text_of(symbol.body, possible)
-            if inner is None and symbol.least:
+            is_possible = symbol.rule in possible
+            if symbol.least and not is_possible:
                 return None
-            if inner is not None and symbol.most != 0:
-                texts.append(
-                    f"({inner}){{{symbol.least},{'' if symbol.most is None else symbol.most}}}"
-                )
+            if is_possible and symbol.most != 0:
+                texts.append(str(symbol))
         elif isinstance(symbol, Rule) and symbol not in possible:
             return None
         else:

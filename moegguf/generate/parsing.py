@@ -12,13 +12,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
 from moegguf.generate.continuation import Continuation
-from moegguf.generate.request import Delta, Request, TokenLogprob, ToolCall, join
+from moegguf.generate.request import Delta, Request, TokenLogprob, Tool, ToolCall, join
 from moegguf.generate.tool_calls import (
     Call,
     Types,
@@ -164,19 +164,10 @@ class ChannelParser(AnswerParser):
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        self._channel = (
-            channel[1]
-            if channel
-            else _CHANNELS.get(recipient[1], "")
-            if recipient
-            else ""
-        )
-        is_call = (
-            recipient is not None
-            and bool(self._formats)
-            and recipient[1] not in _CHANNELS
-        )
-        self._recipient = recipient[1] if recipient and is_call else ""
+        name = recipient[1] if recipient else ""
+        self._channel = channel[1] if channel else _CHANNELS.get(name, "")
+        is_call = bool(self._formats) and name not in _CHANNELS
+        self._recipient = name if is_call else ""
         self._arguments = []
 
     def _body(self) -> Generator[None, None, None]:
@@ -226,8 +217,6 @@ class ChannelParser(AnswerParser):
         found = next((value for value in values if isinstance(value, dict)), None)
         return None if found is None else [(self._recipient, found)]
 
-
-Tools = Sequence[Mapping[str, Any]]
 
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
 # Maximum number of closing delimiters that may be part of values within one call.
@@ -458,7 +447,7 @@ def needs_special_tokens(template: str | None) -> bool:
 
 def answer_parser(
     template: str | None,
-    tools: Tools = (),
+    tools: Sequence[Tool] = (),
     *,
     prompt_end: str = "",
     continuation: Continuation | None = None,

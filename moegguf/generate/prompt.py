@@ -15,15 +15,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import add
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
-from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.images import Marked, mark_images, text_of
-from moegguf.generate.request import Message, Request
+from moegguf.generate.request import Message, Request, Tool
 from moegguf.generate.template import LongPromptError, render
 from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
 from moegguf.gguf.experts import ExpertLayout
@@ -86,17 +84,15 @@ def read_prompt(llm: Llama, request: Request) -> Prompt:
     Raises OptionError for an invalid token or image, for an empty list of messages, and
     for an empty prompt unless the model has a BOS token.
     """
-    vocabulary = llm.vocabulary
-    context = _context_tokens(llm, request)
     if request.messages is not None:
-        prompt = _conversation(llm, request, context)
+        prompt = _Renderer(llm, request).conversation(request.messages)
     elif request.prompt is not None:
-        prompt = _completion(llm, request, request.prompt, context)
+        prompt = _Reader(llm, request).completion(request.prompt)
     else:
         raise OptionError(
             "a request must have messages or a prompt, but this one has neither; give one of them."
         )
-    prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
+    prompt = replace(prompt, tokens=prompt.tokens or llm.vocabulary.bos_tokens)
     if not prompt.tokens:
         rendered = (
             " once its template has rendered it" if request.messages is not None else ""
@@ -109,9 +105,10 @@ def render_prompt(llm: Llama, request: Request) -> str:
     """Returns the text of a conversation's prompt. Raises CapabilityError and
     TemplateError as `read_prompt` does, and ContextError for a conversation that is far
     too long."""
-    found = _Renderer(llm, request)(request.messages or ())
+    renderer = _Renderer(llm, request)
+    found = renderer.render(request.messages or ())
     if not found.end:
-        check_fits(found.n_tokens, request.sampling.context_within(llm.n_ctx()))
+        renderer.check_fits(found.n_tokens)
     return found.end
 
 
@@ -119,7 +116,7 @@ def count_prompt(llm: Llama, request: Request) -> int:
     """Returns the number of tokens of a conversation's prompt, which may be too long
     for the context. For a conversation that is far too long, returns an estimate.
     Raises CapabilityError and TemplateError as `read_prompt` does."""
-    return _Renderer(llm, request)(request.messages or ()).n_tokens
+    return _Renderer(llm, request).render(request.messages or ()).n_tokens
 
 
 def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
@@ -131,173 +128,143 @@ def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
     )
 
 
-def check_fits(n_tokens: int, n_ctx: int) -> None:
-    """Raises ContextError if a prompt of `n_tokens` tokens leaves no room in the
-    context for the answer."""
-    if n_tokens >= n_ctx:
-        raise ContextError(
-            f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}, and the answer needs at least one token;"
-            " give a larger context (num_ctx, --ctx) or a shorter prompt."
-        )
+class _Reader:
+    """Builds the prompt of one request."""
 
+    def __init__(self, llm: Llama, request: Request) -> None:
+        self._llm, self._request, self._vocabulary = llm, request, llm.vocabulary
+        self._n_ctx = request.sampling.context_within(llm.n_ctx())
+        # The tokens that come before the first token of the text or conversation.
+        self._first = [] if request.context else llm.vocabulary.bos_tokens
 
-def tokenize(
-    vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True
-) -> Prompt:
-    """Returns a prompt with the tokens of `text`. If the text is longer than
-    MAX_WHOLE_CHARACTERS and needs more than twice the context (by estimate), only its
-    beginning and its end are tokenized."""
-    if far := _far(vocabulary, text, n_ctx, special=special):
-        return far
-    tokens = vocabulary.tokens(text, special=special)
-    return Prompt(tokens, text, len(tokens))
+    def check_fits(self, n_tokens: int) -> None:
+        """Raises ContextError if a prompt of `n_tokens` tokens leaves no room in the
+        context for the answer."""
+        if n_tokens >= self._n_ctx:
+            raise ContextError(
+                f"Requested tokens ({n_tokens}) exceed context window of {self._n_ctx}, and the answer needs at least"
+                " one token; give a larger context (num_ctx, --ctx) or a shorter prompt."
+            )
 
-
-def _far(
-    vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True
-) -> Prompt | None:
-    """Returns a prompt with only the first and last tokens of a text that is longer
-    than MAX_WHOLE_CHARACTERS and needs more than twice the context (by estimate).
-    Returns None for any other text."""
-    if len(text) <= MAX_WHOLE_CHARACTERS:
-        return None
-    half = MAX_WHOLE_CHARACTERS // 2
-    ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
-    n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
-    return Prompt(ends, text, n_tokens) if n_tokens > 2 * n_ctx else None
-
-
-def _context_tokens(llm: Llama, request: Request) -> list[int]:
-    """Returns the tokens of `request.context`, which may contain strings. If the first
-    element is a string, BOS comes first. Raises OptionError for a number that is not a
-    valid token id, and ContextError for a string that is far too long."""
-    vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
-    vocabulary.check(each for each in request.context if isinstance(each, int))
-    first = (
-        []
-        if request.begins_with_token or not request.context
-        else vocabulary.bos_tokens
-    )
-    tokens = list[int]()
-    for each in request.context:
-        if isinstance(each, int):
-            tokens.append(each)
-            continue
-        found = tokenize(vocabulary, each, n_ctx)
-        if found.n_tokens > len(found.tokens):
-            check_fits(found.n_tokens, n_ctx)
-        tokens += found.tokens
-    return first + _without_second_bos(first, tokens)
-
-
-def _completion(
-    llm: Llama, request: Request, prompt: str, context: list[int]
-) -> Prompt:
-    vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
-    first = [] if context else vocabulary.bos_tokens
-    if request.suffix is None:
-        found = tokenize(vocabulary, prompt, n_ctx)
-        tokens = first + _without_second_bos(first, found.tokens)
-        return _fitted(
-            llm, request, context + tokens, found.n_tokens - len(found.tokens)
-        )
-    marks = vocabulary.fim_tokens
-    if marks is None:
-        raise CapabilityError(
-            "this model cannot fill in text before a suffix (insert); ask without one."
-        )
-    before, after, gap = marks
-    head, tail = (
-        tokenize(vocabulary, text, n_ctx, special=False)
-        for text in (prompt, request.suffix)
-    )
-    files = _file_tokens(vocabulary, request.files, n_ctx)
-    tokens = [*context, *first, *files, before, *head.tokens, after, *tail.tokens, gap]
-    n_left_out = head.n_tokens - len(head.tokens) + tail.n_tokens - len(tail.tokens)
-    check_fits(len(tokens) + n_left_out, n_ctx)
-    return Prompt(tokens)
-
-
-def _file_tokens(
-    vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int
-) -> list[int]:
-    """Returns the tokens of `files`, which are (name, text) pairs, in llama-server's
-    format, or [] if there are no files.
-
-    If the model has tokens for a repository (arXiv 2409.12186), each text follows its
-    name. At the end, the constant "filename" is the name of the file with the gap. For
-    other models the files are snippets without names. Raises ContextError for a file
-    that does not fit into the context.
-    """
-    tokens, marks = list[int](), vocabulary.repository_tokens
-    if not files:
-        return tokens
-    if marks:
-        tokens += [marks[0], *vocabulary.tokens("myproject\n", special=False)]
-    for name, text in (*files, ("filename", "")) if marks else files:
-        if marks:
-            tokens += [marks[1], *vocabulary.tokens(f"{name}\n", special=False)]
-        else:
-            tokens += vocabulary.tokens("\n\n--- snippet ---\n\n", special=False)
-        found = tokenize(vocabulary, text, n_ctx, special=False)
-        check_fits(found.n_tokens, n_ctx)
-        tokens += found.tokens
-    return tokens
-
-
-def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) -> Prompt:
-    """Returns the prompt with these tokens. If there are too many, some tokens in the
-    middle are cut. `n_more`: number of tokens that are already missing in the middle.
-    Raises ContextError if a cut is necessary, but `truncate` or `shift` of the request
-    is False."""
-    n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
-    if n_whole < n_ctx:
+    def completion(self, prompt: str) -> Prompt:
+        """Returns the prompt of a request that has a text, perhaps with a suffix."""
+        context = self._context_tokens()
+        if self._request.suffix is None:
+            tokens, n_tokens = self._tokens(prompt)
+            whole = context + _joined(self._first, tokens)
+            return self._fitted(whole, n_tokens - len(tokens))
+        marks = self._vocabulary.fim_tokens
+        if marks is None:
+            raise CapabilityError(
+                "this model cannot fill in text before a suffix (insert); ask without one."
+            )
+        before, after, gap = marks
+        head, n_head = self._tokens(prompt, special=False)
+        tail, n_tail = self._tokens(self._request.suffix, special=False)
+        files = self._file_tokens(self._request.files)
+        tokens = [*context, *self._first, *files, before, *head, after, *tail, gap]
+        self.check_fits(len(tokens) + n_head - len(head) + n_tail - len(tail))
         return Prompt(tokens)
-    if not (request.truncate and request.shift):
-        check_fits(n_whole, n_ctx)
-    n_keep = request.sampling.num_keep
-    n_keep = n_ctx if n_keep < 0 else n_keep + len(llm.vocabulary.bos_tokens)
-    kept = cut_middle(tokens, n_ctx, n_keep)
-    return Prompt(kept, cut_tokens=n_whole - len(kept))
+
+    def _tokens(self, text: str, *, special: bool = True) -> tuple[list[int], int]:
+        """Returns the tokens of `text`, and their number. For a text that is far too
+        long, returns the same as `_far`."""
+        if far := self._far(text, special=special):
+            return far
+        tokens = self._vocabulary.tokens(text, special=special)
+        return tokens, len(tokens)
+
+    def _far(self, text: str, *, special: bool = True) -> tuple[list[int], int] | None:
+        """Returns only the first and last tokens, and an estimate of the number of all
+        tokens, for a text that is far too long. Such a text is longer than
+        MAX_WHOLE_CHARACTERS and needs more than twice the context. Returns None for any
+        other text."""
+        if len(text) <= MAX_WHOLE_CHARACTERS:
+            return None
+        half = MAX_WHOLE_CHARACTERS // 2
+        ends = self._vocabulary.tokens(text[:half] + text[-half:], special=special)
+        n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
+        return (ends, n_tokens) if n_tokens > 2 * self._n_ctx else None
+
+    def _context_tokens(self) -> list[int]:
+        """Returns the tokens of `request.context`, which may contain strings. If the
+        first element is a string, BOS comes first. Raises OptionError for a number that
+        is not a valid token id, and ContextError for a string that is far too long."""
+        request, vocabulary = self._request, self._vocabulary
+        vocabulary.check(each for each in request.context if isinstance(each, int))
+        has_own_begin = request.begins_with_token or not request.context
+        tokens = list[int]()
+        for each in request.context:
+            if isinstance(each, int):
+                tokens.append(each)
+                continue
+            found, n_found = self._tokens(each)
+            if n_found > len(found):
+                self.check_fits(n_found)
+            tokens += found
+        return _joined([] if has_own_begin else vocabulary.bos_tokens, tokens)
+
+    def _file_tokens(self, files: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the tokens of `files`, which are (name, text) pairs, in
+        llama-server's format, or [] if there are no files.
+
+        If the model has tokens for a repository (arXiv 2409.12186), each text follows
+        its name. At the end, the constant "filename" is the name of the file with the
+        gap. For other models the files are snippets without names. Raises ContextError
+        for a file that does not fit into the context.
+        """
+        tokens, marks = list[int](), self._vocabulary.repository_tokens
+        if not files:
+            return tokens
+        if marks:
+            tokens += [marks[0], *self._vocabulary.tokens("myproject\n", special=False)]
+        for name, text in (*files, ("filename", "")) if marks else files:
+            head = f"{name}\n" if marks else "\n\n--- snippet ---\n\n"
+            tokens += [marks[1]] if marks else []
+            tokens += self._vocabulary.tokens(head, special=False)
+            found, n_found = self._tokens(text, special=False)
+            self.check_fits(n_found)
+            tokens += found
+        return tokens
+
+    def _fitted(self, tokens: list[int], n_more: int = 0) -> Prompt:
+        """Returns the prompt with these tokens. If there are too many, some tokens in
+        the middle are cut. `n_more`: number of tokens that are already missing in the
+        middle. Raises ContextError if a cut is necessary, but `truncate` or `shift` of
+        the request is False."""
+        request, n_whole = self._request, len(tokens) + n_more
+        if n_whole < self._n_ctx:
+            return Prompt(tokens)
+        if not (request.truncate and request.shift):
+            self.check_fits(n_whole)
+        n_keep = request.sampling.num_keep
+        n_bos = len(self._vocabulary.bos_tokens)
+        kept = cut_middle(
+            tokens, self._n_ctx, self._n_ctx if n_keep < 0 else n_keep + n_bos
+        )
+        return Prompt(kept, cut_tokens=n_whole - len(kept))
 
 
-def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
-    """Returns `tokens` without the first token if that token repeats the BOS token in
-    `first`."""
-    return tokens[1:] if first and tokens[:1] == first else tokens
+def _joined(first: list[int], tokens: list[int]) -> list[int]:
+    """Returns `first` and `tokens`, without the first of `tokens` if it repeats the BOS
+    token in `first`."""
+    return first + (tokens[1:] if first and tokens[:1] == first else tokens)
 
 
-def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
-    render = _Renderer(llm, request)
-    if not request.messages:
-        raise OptionError("there are no messages; give at least one.")
-    prompt = _truncated(llm, request, request.messages, render)
-    if not context:
-        return prompt
-    if prompt.images is not None:
-        images = prompt.images.after(context)
-        check_fits(len(images.tokens), request.sampling.context_within(llm.n_ctx()))
-        return replace(prompt, tokens=images.tokens, images=images)
-    fitted = _fitted(llm, request, context + prompt.tokens)
-    return replace(
-        prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens
-    )
-
-
-class _Renderer:
-    """Builds prompts from messages. If the answer continues the last message, the
-    prompt ends with this message's text. Raises CapabilityError if the request has
+class _Renderer(_Reader):
+    """Builds the prompt of a conversation. If the answer continues the last message,
+    the prompt ends with this message's text. Raises CapabilityError if the request has
     tools or thinking but the chat template does not support them."""
 
     def __init__(self, llm: Llama, request: Request) -> None:
-        self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
+        super().__init__(llm, request)
         self._tools = (
             () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
         )
-        self.template = request.template or template_of(
+        self._template = request.template or template_of(
             llm.layout, with_tools=bool(self._tools)
         )
-        able = capabilities_of(self.template)
+        able = capabilities_of(self._template)
         if self._tools and "tools" not in able:
             raise CapabilityError(
                 "this model does not support tools: its chat template has no place for them; ask without tools."
@@ -306,58 +273,79 @@ class _Renderer:
             raise CapabilityError(
                 "this model does not support thinking; ask without it."
             )
-        self._first = [] if request.context else self.vocabulary.bos_tokens
 
-    def __call__(self, messages: Sequence[Message]) -> Prompt:
+    def conversation(self, messages: Sequence[Message]) -> Prompt:
+        """Returns the prompt of a conversation, after the tokens of
+        `request.context`."""
+        context = self._context_tokens()
+        if not messages:
+            raise OptionError("there are no messages; give at least one.")
+        prompt = self._truncated(messages)
+        if not context:
+            return prompt
+        if prompt.images is not None:
+            images = prompt.images.after(context)
+            self.check_fits(len(images.tokens))
+            return replace(prompt, tokens=images.tokens, images=images)
+        fitted = self._fitted(context + prompt.tokens)
+        n_cut = prompt.cut_tokens + fitted.cut_tokens
+        return replace(prompt, tokens=fitted.tokens, cut_tokens=n_cut)
+
+    def render(self, messages: Sequence[Message]) -> Prompt:
         """Renders and tokenizes the messages. For messages that are far too long,
         returns only an estimate of `n_tokens`. Raises TemplateError, and for images
         CapabilityError and OptionError."""
-        n_ctx = self._request.sampling.context_within(self._llm.n_ctx())
         text = "".join(text_of(message.get("content")) for message in messages)
-        if far := _far(self.vocabulary, text, n_ctx):
-            return Prompt([], "", far.n_tokens)
+        if far := self._far(text):
+            return Prompt([], n_tokens=far[1])
         last = None
         if self._request.continue_final_message:
             messages, last = split_last(messages)
         marked = mark_images(messages)
-        most = max(TOKEN_CHARACTERS * n_ctx, COPIES * self._n_given(marked.messages))
+        most = max(
+            TOKEN_CHARACTERS * self._n_ctx, COPIES * self._n_given(marked.messages)
+        )
         try:
-            text = self._render(
-                marked.messages, self._request.begins_answer or last is not None, most
+            text = render(
+                self._template,
+                marked.messages,
+                tools=self._tools,
+                think=self._request.think,
+                options=self._request.template_options,
+                bos=self._vocabulary.token_text(self._llm.token_bos()),
+                eos=self._vocabulary.token_text(self._llm.token_eos()),
+                begins_answer=self._request.begins_answer or last is not None,
+                characters=most,
             )
         except LongPromptError:
-            return Prompt([], "", most // USUAL_CHARACTERS)
-        if far := _far(self.vocabulary, text, n_ctx):
-            return Prompt([], "", far.n_tokens)
+            return Prompt([], n_tokens=most // USUAL_CHARACTERS)
+        if far := self._far(text):
+            return Prompt([], n_tokens=far[1])
         continuation = None
         if last is not None:
-            continuation = continuation_of(last, text, self.template)
+            continuation = continuation_of(last, text, self._template)
             text += continuation.text
         images = self._read_images(marked, text) if marked.images else None
-        if images is not None:
-            tokens = images.tokens
-        else:
-            tokens = self._first + _without_second_bos(
-                self._first, self.vocabulary.tokens(text)
-            )
-        stops = (CHATML_END,) if self.template is CHATML else ()
+        tokens = (
+            images.tokens
+            if images
+            else _joined(self._first, self._vocabulary.tokens(text))
+        )
         return Prompt(
             tokens,
             text,
             len(tokens),
-            self.template,
+            self._template,
             continuation,
             images=images,
-            stops=stops,
+            stops=(CHATML_END,) if self._template is CHATML else (),
         )
 
-    def image_tokens(self, message: Message) -> int:
+    def _image_tokens(self, message: Message) -> int:
         """Returns the number of tokens of a message's images, or 0 if the model has no
         projector."""
-        images, projector = (
-            mark_images([message]).images,
-            self._llm.context.open_projector(),
-        )
+        images = mark_images([message]).images
+        projector = self._llm.context.open_projector()
         if not images or projector is None:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
@@ -367,22 +355,6 @@ class _Renderer:
         receives."""
         values = [value for message in messages for value in message.values()]
         return sum(len(str(value)) for value in (*values, *self._tools))
-
-    def _render(
-        self, messages: Sequence[Message], begins_answer: bool, characters: int
-    ) -> str:
-        request, vocabulary = self._request, self.vocabulary
-        return render(
-            self.template,
-            messages,
-            tools=self._tools,
-            think=request.think,
-            options=request.template_options,
-            bos=vocabulary.token_text(self._llm.token_bos()),
-            eos=vocabulary.token_text(self._llm.token_eos()),
-            begins_answer=begins_answer,
-            characters=characters,
-        )
 
     def _read_images(self, marked: Marked, text: str) -> ImagePrompt:
         projector = self._llm.context.open_projector()
@@ -399,13 +371,113 @@ class _Renderer:
         # The answer must come after text, not after an image.
         texts[-1] = texts[-1] or "\n"
         images = projector.tokenize(texts, marked.images)
-        n_bos = len(images.tokens) - len(
-            _without_second_bos(self._first, images.tokens)
+        first, n_tokens = self._first, len(images.tokens)
+        n_bos = len(first) + n_tokens - len(_joined(first, images.tokens))
+        return images.after(first, n_bos)
+
+    def _truncated(self, messages: Sequence[Message]) -> Prompt:
+        """Returns the prompt of a conversation.
+
+        If the prompt leaves too little room for an answer and the request has
+        `truncate`, only system messages and the newest other messages are kept. If
+        these still fill the context and the request has `shift`, the longest message is
+        cut. Raises ContextError if the prompt still does not fit into the context.
+        """
+        request, n_ctx, whole = self._request, self._n_ctx, self.render(messages)
+        n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
+        n_room = n_ctx - (min(n_answer, limit) if limit and limit > 0 else n_answer)
+        kept, best = list(messages), whole
+        if request.truncate and whole.n_tokens > n_room:
+            kept, best = self._newest(messages, n_room)
+            if best.n_tokens >= n_ctx and request.shift:
+                best = self._with_cut_text(kept) or best
+        if best.n_tokens >= n_ctx:
+            self.check_fits(whole.n_tokens)
+        n_cut = max(0, whole.n_tokens - best.n_tokens)
+        return replace(best, cut_messages=len(messages) - len(kept), cut_tokens=n_cut)
+
+    def _newest(
+        self, messages: Sequence[Message], n_room: int
+    ) -> tuple[list[Message], Prompt]:
+        """Returns the messages of a shortened conversation that fits into `n_room`
+        tokens, and its prompt. If no shortened conversation fits, returns the shortest
+        one."""
+        conversation = Conversation(messages)
+        n_characters = sum(len(_droppable_text(message)) for message in messages)
+        exact = n_characters <= MAX_WHOLE_CHARACTERS
+        sizes = [self._estimate(message, exact) for message in messages]
+        fixed = self.render(conversation.fixed)
+        begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
+        found = self.render(conversation.kept(begin))
+        later = [other for other in conversation.begins if other > begin]
+        # The estimate was too low: searches for the first beginning that fits.
+        if found.n_tokens > n_room and later:
+            n = bisect_left(
+                later,
+                True,
+                key=lambda other: (
+                    self.render(conversation.kept(other)).n_tokens <= n_room
+                ),
+            )
+            begin = later[min(n, len(later) - 1)]
+            found = self.render(conversation.kept(begin))
+        return conversation.kept(begin), found
+
+    def _estimate(self, message: Message, exact: bool) -> int:
+        """Returns the estimated number of tokens of a message, or 0 for a system
+        message. A message has the same estimate in every request. `exact`: True if the
+        text is tokenized for the estimate."""
+        text = _droppable_text(message)
+        n_tokens = (
+            len(self._vocabulary.tokens(text))
+            if exact
+            else len(text) // USUAL_CHARACTERS
         )
-        return images.after(self._first, n_bos)
+        if message.get("role") != "system":
+            n_tokens += self._image_tokens(message)
+        return n_tokens + MESSAGE_TOKENS if n_tokens else 0
+
+    def _with_cut_text(self, messages: Sequence[Message]) -> Prompt | None:
+        """Returns a prompt in which the beginning of the longest message is cut off, so
+        that the prompt has no more tokens than a full context after a shift. System
+        messages are not cut. Returns None if there is no message to cut, or if the
+        other messages leave no room."""
+        at = longest(messages)
+        if at is None:
+            return None
+        text, vocabulary = str(messages[at]["content"]), self._vocabulary
+
+        def with_text(text: str) -> Prompt:
+            changed = {**messages[at], "content": text}
+            return self.render([*messages[:at], changed, *messages[at + 1 :]])
+
+        n_rest = with_text(" ").n_tokens
+        n_text = n_most = n_after_shift(self._n_ctx, n_rest) - n_rest
+        tokens = (
+            vocabulary.tokens(text[-n_text * HEADROOM_CHARACTERS :])
+            if n_text > 0 and n_rest < self._n_ctx - 1
+            else []
+        )
+        while n_text > 0 and tokens:
+            end = b"".join(
+                vocabulary.piece(token, special=True) for token in tokens[-n_text:]
+            )
+            found = with_text(end.decode(errors="ignore"))
+            if found.n_tokens <= n_rest + n_most:
+                return found
+            n_text -= max(1, found.n_tokens - n_rest - n_most)
+        return None
 
 
-def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+def _droppable_text(message: Message) -> str:
+    """Returns the text and the calls of a message, or "" for a system message, which is
+    never dropped."""
+    if message.get("role") == "system":
+        return ""
+    return f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
+
+
+def _shown(tool: Tool) -> Tool:
     """Returns a tool for the template, without its field `strict`, which concerns only
     the constraint of the answer."""
     function = tool.get("function")
@@ -415,105 +487,6 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
         **tool,
         "function": {key: value for key, value in function.items() if key != "strict"},
     }
-
-
-def _truncated(
-    llm: Llama, request: Request, messages: Sequence[Message], render: _Renderer
-) -> Prompt:
-    """Returns the prompt of a conversation.
-
-    If the prompt leaves too little room for an answer and the request has `truncate`,
-    only system messages and the newest other messages are kept. If these still fill the
-    context and the request has `shift`, the longest message is cut. Raises ContextError
-    if the prompt still does not fit into the context.
-    """
-    whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
-    n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
-    n_room = n_ctx - (min(n_answer, limit) if limit and limit > 0 else n_answer)
-    kept, best = list(messages), whole
-    if request.truncate and whole.n_tokens > n_room:
-        kept, best = _newest(messages, render, n_room)
-        if best.n_tokens >= n_ctx and request.shift:
-            best = _with_cut_text(kept, render, n_ctx) or best
-    if best.n_tokens >= n_ctx:
-        check_fits(whole.n_tokens, n_ctx)
-    n_cut = max(0, whole.n_tokens - best.n_tokens)
-    return replace(best, cut_messages=len(messages) - len(kept), cut_tokens=n_cut)
-
-
-def _newest(
-    messages: Sequence[Message], render: _Renderer, n_room: int
-) -> tuple[list[Message], Prompt]:
-    """Returns the messages of a shortened conversation that fits into `n_room` tokens,
-    and its prompt. If no shortened conversation fits, returns the shortest one."""
-    conversation, vocabulary = Conversation(messages), render.vocabulary
-    others = [message.get("role") != "system" for message in messages]
-    texts = [
-        f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
-        if other
-        else ""
-        for message, other in zip(messages, others, strict=True)
-    ]
-    exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [
-        len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS
-        for text in texts
-    ]
-    images = [
-        render.image_tokens(message) if other else 0
-        for message, other in zip(messages, others, strict=True)
-    ]
-    # A message has the same estimate in every request.
-    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]
-    fixed = render(conversation.fixed)
-    begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
-    found = render(conversation.kept(begin))
-    later = [other for other in conversation.begins if other > begin]
-    # The estimate was too low: searches for the first beginning that fits.
-    if found.n_tokens > n_room and later:
-        n = bisect_left(
-            later,
-            True,
-            key=lambda other: render(conversation.kept(other)).n_tokens <= n_room,
-        )
-        begin = later[min(n, len(later) - 1)]
-        found = render(conversation.kept(begin))
-    return conversation.kept(begin), found
-
-
-def _with_cut_text(
-    messages: Sequence[Message], render: _Renderer, n_ctx: int
-) -> Prompt | None:
-    """Returns a prompt in which the beginning of the longest message is cut off, so
-    that the prompt has no more tokens than a full context after a shift. System
-    messages are not cut. Returns None if there is no message to cut, or if the other
-    messages leave no room."""
-    at = longest(messages)
-    if at is None or not isinstance(messages[at]["content"], str):
-        return None
-    vocabulary, text = render.vocabulary, str(messages[at]["content"])
-
-    def with_text(text: str) -> Prompt:
-        return render(
-            [*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]]
-        )
-
-    n_rest = with_text(" ").n_tokens
-    n_text = n_most = n_after_shift(n_ctx, n_rest) - n_rest
-    tokens = (
-        vocabulary.tokens(text[-n_text * HEADROOM_CHARACTERS :])
-        if n_text > 0 and n_rest < n_ctx - 1
-        else []
-    )
-    while n_text > 0 and tokens:
-        end = b"".join(
-            vocabulary.piece(token, special=True) for token in tokens[-n_text:]
-        )
-        found = with_text(end.decode(errors="ignore"))
-        if found.n_tokens <= n_rest + n_most:
-            return found
-        n_text -= max(1, found.n_tokens - n_rest - n_most)
-    return None
 
 
 def n_after_shift(n_ctx: int, n_keep: int) -> int:

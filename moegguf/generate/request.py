@@ -15,6 +15,10 @@ Message = dict[str, Any]
 `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": object}}),
 `tool_name` and `tool_call_id`."""
 
+Tool = Mapping[str, Any]
+"""A tool in OpenAI's format: {"type": "function", "function": {"name", "parameters"}},
+or only the object of its key `function`."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -113,8 +117,7 @@ class Request:
     suffix: str | None = None  # text after the gap that the model fills
     # (name, text) of other files, as context for filling the gap.
     files: tuple[tuple[str, str], ...] = ()
-    # OpenAI's format: {"type": "function", "function": {...}}.
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
     # "json", or a JSON schema that the answer satisfies.
     format: str | Mapping[str, Any] | None = None

@@ -29,7 +29,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -193,6 +193,15 @@ def _render(template: str, variables: dict[str, Any], characters: int) -> str:
         )
 
 
+_KINDS: Mapping[type[Exception], str] = {
+    RefusedError: "refused",
+    OutputError: "long",
+    SecurityError: "stopped",
+    RecursionError: "stopped",
+}
+"""{class of an exception: kind of error in the reply}"""
+
+
 def reply_to(
     template: str, variables: dict[str, Any], characters: int
 ) -> dict[str, Any]:
@@ -205,21 +214,15 @@ def reply_to(
         if "functions" in variables:
             variables["functions"] = _as_json(variables["functions"])
         return {"text": _render(template, variables, characters)}
-    except RefusedError as error:
-        return {"error": "refused", "message": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": "syntax", "message": str(error.message), "line": error.lineno}
-    except OutputError as error:
-        return {"error": "long", "message": str(error)}
-    except (SecurityError, RecursionError) as error:
-        return {"error": "stopped", "message": str(error)}
     except MemoryError:
         return {
             "error": "stopped",
             "message": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory",
         }
     except Exception as error:  # a template can raise any exception
-        return {"error": "failed", "message": str(error)}
+        return {"error": _KINDS.get(type(error), "failed"), "message": str(error)}
 
 
 def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:

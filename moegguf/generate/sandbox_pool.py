@@ -17,7 +17,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from threading import BoundedSemaphore, Condition
+from threading import Condition
 from typing import Any
 
 from moegguf.child import child_command, child_environment
@@ -94,27 +94,27 @@ def _process() -> Iterator[Child]:
     """Provides a child process for one request. An exception in the `with` block kills
     the process, because otherwise the next request could read the reply to this
     request. Raises LimitedError if no process can be started."""
-    with _running:
-        process = _take()
-        try:
-            if process is None or process.poll() is not None:
-                process = _started()
-            yield process
-        except BaseException:  # also an interrupt
-            if process is not None:
-                _kill(process)
-            _put(None)
-            raise
-        _put(process)
+    process = _take()
+    try:
+        if process is None or process.poll() is not None:
+            process = _started()
+        yield process
+    except BaseException:  # also an interrupt
+        if process is not None:
+            _kill(process)
+        _put(None)
+        raise
+    _put(process)
 
 
 def _take() -> Child | None:
     """Returns an idle process. Waits up to WAIT_S if there is none, but another request
-    uses a process. Returns None if the caller must start a process. The caller must
-    call `_put` afterwards."""
+    uses a process. Waits longer if MAX_PROCESSES requests use a process. Returns None
+    if the caller must start a process. The caller must call `_put` afterwards."""
     global _n_busy
     with _free:
         _free.wait_for(lambda: _idle or not _n_busy, WAIT_S)
+        _free.wait_for(lambda: _n_busy < MAX_PROCESSES)
         _n_busy += 1
         return _idle.pop() if _idle else None
 
@@ -167,15 +167,13 @@ _idle: list[Child] = []
 _n_busy = 0  # number of requests that use a process
 # Guards `_idle` and `_n_busy`; notified when a request has finished.
 _free = Condition()
-_running = BoundedSemaphore(MAX_PROCESSES)
 
 
 def _forget_parents() -> None:
-    global _running, _free, _n_busy
+    global _free, _n_busy
     _idle.clear()
     _n_busy = 0
     _free = Condition()
-    _running = BoundedSemaphore(MAX_PROCESSES)
 
 
 os.register_at_fork(after_in_child=_forget_parents)

@@ -50,14 +50,6 @@ AT_SCALE = " adapter at "
 _tickets = itertools.count(1)
 
 
-def owner_part(owner: str) -> tuple[str, str]:
-    """Splits a name that `Sequence.owner` returned. Returns the request's owner, and
-    the remaining text: AT_SCALE and the adapter's scale, or "" if the name has no
-    scale."""
-    alone, at, scale = owner.partition(AT_SCALE)
-    return alone, at + scale
-
-
 class AnswerEvents(Protocol):
     """Callbacks for one answer, which the batch loop's thread calls. An exception from
     a callback stops the whole loop. After the loop has been closed, another thread may
@@ -205,19 +197,20 @@ class Sequence:
         """The name of the owner of the computed tokens: the request's owner, and the
         scale of the model's adapter if it differs from the loaded one. Only requests
         with the same name may reuse the tokens."""
-        request, scale = self.request, self.request.lora_scale
-        is_loaded = scale is None or scale == self._llm.lora_scale
-        return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
+        owner, scale = self.request.owner, self._scale
+        is_loaded = scale == self._llm.lora_scale
+        return owner if is_loaded else f"{owner}{AT_SCALE}{scale}"
+
+    @property
+    def _scale(self) -> float:
+        """The scale of the model's adapter for this request."""
+        scale = self.request.lora_scale
+        return self._llm.lora_scale if scale is None else scale
 
     def computes_with(self, other: Sequence) -> bool:
         """Returns True if both sequences may be in one pass: neither has to be
         processed alone, and both use the same scale of the model's adapter."""
-        default = self._llm.lora_scale
-        scales = {
-            default if each.request.lora_scale is None else each.request.lora_scale
-            for each in (self, other)
-        }
-        return len(scales) == 1 and not self.alone and not other.alone
+        return self._scale == other._scale and not self.alone and not other.alone
 
     @property
     def reuses_prefix(self) -> bool:

@@ -19,7 +19,7 @@ import xxhash
 from moegguf.atomic_write import OWNER_ONLY, write_atomically
 from moegguf.errors import CapabilityError, OptionError, StorageError, UnknownIdError
 from moegguf.generate.kv_sequences import KvSequences
-from moegguf.generate.sequence import KvSequence, owner_part
+from moegguf.generate.sequence import AT_SCALE, KvSequence
 from moegguf.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run_action(
 
 
 def _is_own(kv: KvSequence, owner: str) -> bool:
-    return owner_part(kv.owner)[0] == owner
+    return kv.owner.partition(AT_SCALE)[0] == owner
 
 
 def _save(
@@ -75,7 +75,7 @@ def _save(
         )
     state = llm.context.read_state(kv.seq_id)
     about = json.dumps(
-        {"name": name, "adapter": owner_part(kv.owner)[1], "tokens": kv.tokens}
+        {"name": name, "adapter": kv.owner.removeprefix(owner), "tokens": kv.tokens}
     ).encode()
     n_bytes = _HEADER.size + len(about) + len(state)
     if n_bytes > most_bytes:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moegguf.errors import TemplateError
-from moegguf.generate.request import Message
+from moegguf.generate.request import Message, Tool
 from moegguf.generate.sandbox_pool import LimitedError
 from moegguf.generate.template_forms import (
     MAX_CHARACTERS,
@@ -32,7 +32,7 @@ def render(
     template: str,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Tool] = (),
     think: bool | str | None = None,
     options: Mapping[str, Any] | None = None,
     bos: str = "",

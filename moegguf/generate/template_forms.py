@@ -20,13 +20,11 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
-from moegguf.generate.request import Message
+from moegguf.generate.request import Message, Tool
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
 MAX_CHARACTERS = 16 << 20  # maximum number of characters of a prompt
 MAX_KNOWN = 64  # maximum number of templates whose forms are cached
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,6 @@ class Forms:
     def messages(self, messages: Iterable[Message]) -> list[Message]:
         """Returns the messages in these forms."""
         formed = [self._message(message) for message in messages]
-        if self.user_results:
-            formed = [
-                {**message, "role": "user"}
-                if message.get("role") == "tool"
-                else message
-                for message in formed
-            ]
         if self.merges_system:
             formed = list(_without_system(formed))
         for message in formed:
@@ -74,6 +65,8 @@ class Forms:
             if value is not None and key not in ("images", "index")
         }
         formed.setdefault("content", "")
+        if self.user_results and formed.get("role") == "tool":
+            formed["role"] = "user"
         if thinking := formed.get("thinking"):
             formed["reasoning_content"] = formed["reasoning"] = thinking
         if calls := [self._call(call) for call in formed.pop("tool_calls", None) or ()]:
@@ -131,7 +124,7 @@ def rendered(
     template: str,
     forms: Forms,
     messages: Iterable[Message],
-    tools: Tools,
+    tools: Sequence[Tool],
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
@@ -187,7 +180,7 @@ class _Probe:
 
     messages: Sequence[Message]
     choices: Sequence[Mapping[str, Any]]
-    tools: Tools = ()
+    tools: Sequence[Tool] = ()
 
     def n_lost(self, template: str, forms: Forms) -> int:
         """Returns the number of markers that are missing from the prompt. If the

@@ -20,7 +20,7 @@ from typing import Any
 
 from moegguf.errors import SchemaError
 from moegguf.generate.json_references import References
-from moegguf.generate.request import ToolCall
+from moegguf.generate.request import Tool, ToolCall
 
 Call = tuple[str, dict[str, Any]]
 """A tool call: (name, arguments)."""
@@ -65,9 +65,13 @@ def json_value(text: str) -> Any:
         return None
 
 
-def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Returns the JSON value that begins at position `at` and the position after it, or
-    None if there is no such value."""
+FoundValue = tuple[Any, int] | None
+"""The value at a position of a text and the position after it, or None if there is no
+complete value at this position."""
+
+
+def json_at(text: str, at: int) -> FoundValue:
+    """Returns the JSON value that begins at position `at`."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -153,12 +157,6 @@ class Parameter:
             )
         return found
 
-    def properties(self) -> Iterator[str]:
-        """Yields the names of the properties that the schema and its parts describe."""
-        for part in self.parts():
-            if isinstance(properties := part.get("properties"), Mapping):
-                yield from properties
-
     def property(self, name: str) -> Parameter:
         """Returns the parameter for a property of an object. If no schema describes the
         property, the returned parameter has no schema."""
@@ -177,20 +175,18 @@ class Parameter:
         )
 
 
-Types = Mapping[tuple[str, str], Parameter]
-"""{(name of the tool, name of the parameter): the parameter with its schema}"""
+Types = Mapping[str, Parameter]
+"""{name of a tool: all of its parameters, with their schema}"""
 NO_TYPES: Types = {}
 
 
-def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
+def types_of(tools: Sequence[Tool]) -> Types:
     """Returns the parameters of all tools, with their schemas."""
     types = {}
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") or {}
-        whole = Parameter(parameters, parameters)
-        for name in whole.properties():
-            types[str(function.get("name")), str(name)] = whole.property(name)
+        types[str(function.get("name"))] = Parameter(parameters, parameters)
     return types
 
 
@@ -271,6 +267,11 @@ def pattern_of(text: str) -> str:
     )
 
 
+Found = tuple[list[Call], int] | None
+"""The calls at a position of a text and the position after them, or None if there is no
+complete call at this position."""
+
+
 class Reader:
     """Base class: reads the calls in a block, which is given without its outer
     delimiters. Subclasses implement `_next`."""
@@ -291,11 +292,8 @@ class Reader:
             calls += more
         return calls or None
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
-        """Returns the calls that begin at position `at`, and the position after them,
-        or None if there is no complete call. `final`: see `__call__`."""
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
+        """Returns the calls that begin at position `at`. `final`: see `__call__`."""
         raise NotImplementedError
 
     def is_open(self, text: str) -> bool:
@@ -311,9 +309,7 @@ class JsonCalls(Reader):
 
     name_is_key: bool = False
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         found = json_at(text, at)
         calls = calls_in(found[0], name_is_key=self.name_is_key) if found else None
         return None if found is None or calls is None else (calls, found[1])
@@ -333,9 +329,7 @@ class MarkedCalls(Reader):
 class NamedCalls(MarkedCalls):
     """Reads calls that are a name followed by a JSON object with the arguments."""
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(
             rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)"
         ).match(text, at)
@@ -362,9 +356,7 @@ class TaggedCalls(MarkedCalls):
     # group.
     string_sign: str = ""
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(
             rf"(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}"
         ).match(text, at)
@@ -389,9 +381,8 @@ class TaggedCalls(MarkedCalls):
                 return None
             value = text[argument.end() : value_end.start() if value_end else len(text)]
             at = value_end.end() if value_end else len(text)
-            arguments[argument[1]] = self._value(
-                argument, value, types.get((begin[1], argument[1]), Parameter())
-            )
+            parameter = types.get(begin[1], Parameter()).property(argument[1])
+            arguments[argument[1]] = self._value(argument, value, parameter)
         at = _behind(rf"\s*(?:{self.after})?\s*", text, at)
         return None if at == begin.end() < len(text) else ([(begin[1], arguments)], at)
 
@@ -416,9 +407,7 @@ class ElementCalls(MarkedCalls):
 
     sign: str = ""  # text before each tag
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(
             rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}"
         ).match(text, at)
@@ -428,9 +417,8 @@ class ElementCalls(MarkedCalls):
         at = begin.end()
         while element := self._element(text, at, final):
             key, inner, at = element
-            arguments[key] = self._value(
-                inner, types.get((begin[1], key), Parameter()), 0
-            )
+            parameter = types.get(begin[1], Parameter()).property(key)
+            arguments[key] = self._value(inner, parameter, 0)
         close = re.compile(rf"\s*(?:{self.after})").match(text, at)
         at = close.end() if close else _behind(_SEPARATORS, text, at)
         return (
@@ -510,9 +498,7 @@ class PythonCalls(MarkedCalls):
 
     raw: bool = False
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = _PYTHON_NAME.match(text, at)
         if begin is None:
             return None
@@ -526,7 +512,7 @@ class PythonCalls(MarkedCalls):
         end = _PYTHON_END.match(text, at)
         return ([(begin[1], arguments)], end.end()) if end else None
 
-    def _value(self, text: str, at: int) -> tuple[Any, int] | None:
+    def _value(self, text: str, at: int) -> FoundValue:
         quote = text[at : at + 1]
         if quote and quote in "'\"":
             end = re.compile(
@@ -563,9 +549,7 @@ class RelaxedCalls(MarkedCalls):
 
     quote: str = ""
 
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
         begin = re.compile(rf"(?:{self.before})\s*({NAME_PATTERN})\s*(?=\{{)").match(
             text, at
         )
@@ -574,7 +558,7 @@ class RelaxedCalls(MarkedCalls):
             return None
         return [(begin[1], found[0])], found[1]
 
-    def _value(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
+    def _value(self, text: str, at: int, depth: int) -> FoundValue:
         if depth > MAX_NESTING:
             return None
         at = _behind(_SEPARATORS, text, at)
@@ -591,7 +575,7 @@ class RelaxedCalls(MarkedCalls):
             else None
         )
 
-    def _collection(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
+    def _collection(self, text: str, at: int, depth: int) -> FoundValue:
         is_object = text[at] == "{"
         pairs = list[tuple[str, Any]]()
         at += 1
@@ -620,58 +604,28 @@ class RelaxedCalls(MarkedCalls):
 FUNCTIONS = TaggedCalls(
     r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>"
 )
-_ARGUMENT_PAIRS = TaggedCalls(
+ARGUMENT_PAIRS = TaggedCalls(
     "", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>"
 )
+JSON_CALLS = JsonCalls()
 
 
-class ToolCallBlock(Reader):
-    """Reads the content of a <tool_call> block, in any format that models use inside
-    such a block."""
+class MistralCalls(NamedCalls):
+    """Reads the text after Mistral's [TOOL_CALLS]: names that are each followed by a
+    JSON object, or JSON objects and lists."""
 
-    def _reader(self, text: str) -> Reader:
-        if text.lstrip().startswith(("{", "[")):
-            return JsonCalls()
-        return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
-
-    def __call__(
-        self, text: str, types: Types = NO_TYPES, *, final: bool = False
-    ) -> list[Call] | None:
-        """Returns the calls in a block, or None if the text is not a call."""
-        return self._reader(text)(text.strip(), types, final=final)
-
-    def is_open(self, text: str) -> bool:
-        """Returns True if the text ends within a value."""
-        return self._reader(text).is_open(text)
+    def _next(self, text: str, at: int, types: Types, final: bool) -> Found:
+        named = super()._next(text, at, types, final)
+        begin = _behind(rf"{self.before}\s*", text, at)
+        return named or JSON_CALLS._next(text, begin, types, final)
 
 
-json_calls = JsonCalls()
-parse_tool_call = ToolCallBlock()
-
-_MISTRAL = re.compile(
-    rf"(?:\[TOOL_CALLS\])?\s*(?:({NAME_PATTERN})(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)|(?=[\[{{]))"
+MISTRAL_CALLS = MistralCalls(
+    r"(?:\[TOOL_CALLS\])?", r"(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?"
 )
 
-
-class MistralCalls(Reader):
-    """Reads the text after Mistral's [TOOL_CALLS]: JSON objects and lists, or names
-    that are each followed by a JSON object, with or without [CALL_ID] and [ARGS] in
-    between."""
-
-    def _next(
-        self, text: str, at: int, types: Types, final: bool
-    ) -> tuple[list[Call], int] | None:
-        begin = _MISTRAL.match(text, at)
-        found = json_at(text, begin.end()) if begin else None
-        if begin is None or found is None:
-            return None
-        calls = [(begin[1], found[0])] if begin[1] else calls_in(found[0])
-        return None if calls is None else (calls, found[1])
-
-
-parse_mistral = MistralCalls()
-
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[\[\]{}]', re.DOTALL)
+# A string, whose closing quote is the group; or a bracket.
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*("|$)|[\[\]{}]', re.DOTALL)
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?$")
 _CUT_MEMBER = re.compile(
     r'(?:(?<=[{\[])|,)\s*(?:"(?:[^"\\]|\\.)*"?\s*:?\s*)?[\w.+-]*$', re.DOTALL
@@ -690,9 +644,7 @@ def _closed(text: str) -> str:
     closers, within = list[str](), False
     for match in _BRACKETS.finditer(text):
         token = match[0]
-        within = token[0] == '"' and (
-            len(token) == 1 or not token.endswith('"') or match.end() == len(text) + 1
-        )
+        within = match[1] == ""
         if token in ("{", "["):
             closers.append("}" if token == "{" else "]")
         elif token in ("}", "]") and closers:

@@ -237,6 +237,13 @@ def test_parser_converts_text_arguments_to_the_types_of_the_schema() -> None:
     ]
 
 
+def test_a_call_that_is_cut_behind_an_escaped_quote_keeps_its_arguments() -> None:
+    parser = answer_parser(templates.QWEN, [{}])
+    parser.feed('<tool_call>{"name": "say", "arguments": {"text": "a \\"')
+    (call,) = parser.end(cut=True).tool_calls
+    assert (call.name, call.arguments) == ("say", {"text": 'a "'})
+
+
 def test_parser_reads_a_long_answer_full_of_marks_in_linear_time() -> None:
     answer = ["<tool_call>", "</tool_call>", "<think>", '{"', "<"] * 20_000
     begin = time.perf_counter()
