@@ -148,7 +148,7 @@ def test_load_options_of_serve_reach_the_workers(
     )
     assert [
         found.get(name) for name in ("n_threads", "type_k", "type_v", "flash_attn")
-    ] == [3, 8, None, None]
+    ] == [3, 8, 1, None]
     assert (found["predictor"], found["prefetch"]) == ("skip", True)
 
 
