@@ -500,20 +500,14 @@ def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
     answers from a file that an older version wrote.
 
     Raises BatchFileError if an answer belongs to other requests, or if a complete line
-    of the older version's file is not an answer. Also raises it if another process has
-    the database open or has locked that file. Raises StorageError for other errors of
+    of the older version's file is not an answer. Raises BusyError if another process
+    has the database open or has locked that file, and StorageError for other errors of
     the disk or database.
     """
     with ExitStack() as opened:
-        try:
-            database = opened.enter_context(closing(Database(path, MODE)))
-            opened.callback(_remove_when_empty, database)
-            take_old_journal(database, "", path.with_suffix(""))
-        except BlockingIOError:
-            raise BatchFileError(
-                f"{path} is in use: another process answers these requests; run the command again when that process has"
-                " ended."
-            ) from None
+        database = opened.enter_context(closing(Database(path, MODE)))
+        opened.callback(_remove_when_empty, database)
+        take_old_journal(database, "", path.with_suffix(""))
         journal = Journal(database)
         journal.read(requests)
         yield journal
@@ -528,9 +522,9 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
     """Moves the answers from the file at `path`, which an older version wrote, into a
     database. Does nothing if there is no such file. An incomplete last line is dropped.
 
-    Raises BatchFileError if a complete line is not an answer, BlockingIOError if
-    another process has locked the file, and StorageError for other errors of the disk
-    or database.
+    Raises BatchFileError if a complete line is not an answer, BusyError if another
+    process has locked the file, and StorageError for other errors of the disk or
+    database.
     """
     with storing(path), suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -26,7 +26,7 @@ from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.regular_file import open_regular
 from moegguf.serving.batch import answers
 from moegguf.serving.batch.answers import Counts, Journal, Requests
-from moegguf.serving.batch.database import FINAL, Database
+from moegguf.serving.batch.database import FINAL, Database, storing
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.batch.migration import migrate
 from moegguf.serving.clients import current_owner, is_visible
@@ -137,20 +137,14 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._database is not None:
             return
-        try:
-            with answers.storing(self.folder):
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                database = Database(self.folder / DATABASE, OWNER_ONLY)
-                try:
-                    self._load(database)
-                except BaseException:
-                    database.close()
-                    raise
-        except BlockingIOError:
-            raise BusyError(
-                f"another process is using the files and batches in {self.folder}; if it is a server, use that server,"
-                " otherwise try again when the process has ended."
-            ) from None
+        with storing(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            database = Database(self.folder / DATABASE, OWNER_ONLY)
+            try:
+                self._load(database)
+            except BaseException:
+                database.close()
+                raise
         self._database = database
         for batch in self._batches.values():
             self._start(batch)
