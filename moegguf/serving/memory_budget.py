@@ -29,7 +29,6 @@ from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS, load_keywords
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
@@ -43,6 +42,17 @@ Room = Mapping[str, int]
 ListGpus = Callable[[], Sequence[Device] | None]
 """A function that returns the GPUs, each with the bytes that are free for all models
 together, or None if all GPUs have failed."""
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """The model that a worker loads, with its plan and options."""
+
+    name: str
+    path: str
+    plan: Plan  # sizes and places of all memory of the model
+    # Keyword arguments of `Llama`.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
+from moegguf.serving.memory_budget import LoadConfig
 from moegguf.text import to_utf8
 
 # Seconds within which a running computation must stop after the socket has closed.
@@ -365,7 +366,7 @@ class Worker:
             return not self._closing
 
         try:
-            config = wire.build(wire.LoadConfig, message["config"])
+            config = wire.build(LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
         except BaseException as error:
@@ -430,7 +431,7 @@ class Worker:
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
 
-def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
+def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config` with its plan. Calls `progress` with the share that
     was read; if this returns False, the load stops. Raises the errors of `Llama`."""
     return Llama(

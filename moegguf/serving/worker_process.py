@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.child import child_command, child_environment, kill_child
 from moegguf.decisions import log_decision
@@ -26,6 +26,9 @@ from moegguf.errors import DeviceLostError, MoeggufError, OptionError, WorkerErr
 from moegguf.generate.request import AnswerSummary
 from moegguf.serving import wire
 from moegguf.settings import read_environment
+
+if TYPE_CHECKING:
+    from moegguf.serving.memory_budget import LoadConfig
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +218,7 @@ class WorkerProcess:
         return self._child.pid
 
     async def load(
-        self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore
+        self, config: LoadConfig, stall_s: float, on_progress: OnLoad = _ignore
     ) -> wire.Ready:
         """Loads a model. Calls `on_progress` with the share of the model that has been
         read so far. Raises the errors of loading, and WorkerError if the process exits.

@@ -33,8 +33,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.sources import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
-from moegguf.serving.memory_budget import measure
-from moegguf.serving.wire import LoadConfig
+from moegguf.serving.memory_budget import LoadConfig, measure
 from moegguf.settings import Settings, n_parallel
 from tools.models import write_projector
 

@@ -40,7 +40,8 @@ from moegguf.generate.request import (
     Sampling,
 )
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.memory_budget import LoadConfig
+from moegguf.serving.wire import build
 from moegguf.serving.worker import VALUES, Worker
 from moegguf.serving.worker_process import DEVICE_FAILURE_MARK, WorkerProcess
 
