@@ -167,44 +167,31 @@ async def _compute(
     request: HttpRequest,
     body: _EmbedRequest | _EmbeddingRequest,
     texts: list[str],
-    *,
-    truncate: bool,
-    normalize: bool,
+    **options: bool,
 ) -> tuple[Embeddings, int]:
     """Returns the vectors of texts, and the time that finding and loading the model
-    took, in nanoseconds. Raises HttpError 404 if there is no such model. Raises
-    ContextError for a text that is too long if `truncate` is False."""
+    took, in nanoseconds. `options` are keywords of `Calls.embed`. Raises HttpError 404
+    if there is no such model, and the errors of `Calls.embed`."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
-    found, load_s = await _embed_texts(
-        state, entry, body, texts, truncate=truncate, normalize=normalize
-    )
+    found, load_s = await _embed_texts(state, entry, body, texts, **options)
     return found, found_ns + to_ns(load_s)
 
 
 async def _embed_texts(
-    state: State,
-    model: Any,
-    body: Loading,
-    texts: list[Any],
-    *,
-    truncate: bool,
-    normalize: bool = True,
+    state: State, model: Any, body: Loading, texts: list[Any], **options: bool
 ) -> tuple[Embeddings, float]:
     """Returns the vectors of texts, and the time that loading the model took, in
-    seconds (0 if it was already loaded). `model` is a name or an entry. If there are no
-    texts, the model is only loaded."""
+    seconds (0 if it was already loaded). `model` is a name or an entry, and `options`
+    are keywords of `Calls.embed`. If there are no texts, the model is only loaded."""
     async with state.manager.lease(
         model, body.overrides(), body.keep_alive_s()
     ) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
             return Embeddings([], 0), lease.load_s
-        found = await lease.embed(
-            texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx
-        )
-        return found, lease.load_s
+        return await lease.embed(texts, num_ctx=num_ctx, **options), lease.load_s
 
 
 # llama-server's
