@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
-TIMES = (
+# Fields of `Batch` that are also fields of OpenAI's batch objects.
+BATCH_FIELDS = (
+    "id", "endpoint", "model", "input_file_id", "status", "output_file_id", "error_file_id", "metadata",
     "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
     "cancelling_at", "cancelled_at",
 )  # fmt: skip
@@ -217,17 +219,10 @@ class _BatchBody(Body):
 def _batch_object(batch: Batch) -> dict[str, Any]:
     counts = batch.counts
     return {
-        "id": batch.id,
+        **{name: each for name, each in asdict(batch).items() if name in BATCH_FIELDS},
         "object": "batch",
-        "endpoint": batch.endpoint,
-        "model": batch.model,
         "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
-        "input_file_id": batch.input_file_id,
         "completion_window": "24h",
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        **{name: value for name, value in asdict(batch).items() if name in TIMES},
         "request_counts": {
             "total": batch.total,
             "completed": counts.completed,
@@ -239,7 +234,6 @@ def _batch_object(batch: Batch) -> dict[str, Any]:
             counts.output_tokens,
             counts.reasoning_tokens,
         ),
-        "metadata": batch.metadata,
     }
 
 
