@@ -201,14 +201,11 @@ async def _change_slot(request: HttpRequest) -> Response:
         start_s = time.perf_counter()
         async with state.manager.lease(model) as lease:
             counts = await lease.slot(action, int(slot), **files)
-        named = {} if action == "erase" else {"filename": body.filename}
-        timings = {f"{action}_ms": (time.perf_counter() - start_s) * 1e3}
-        return {
-            "id_slot": int(slot),
-            **named,
-            **counts,
-            **({"timings": timings} if named else {}),
-        }
+        reply: Json = {"id_slot": int(slot), **counts}
+        if action != "erase":
+            work_ms = (time.perf_counter() - start_s) * 1e3
+            reply |= {"filename": body.filename, "timings": {f"{action}_ms": work_ms}}
+        return reply
 
     return WholeResponse(work())
 
