@@ -206,7 +206,7 @@ class Worker:
         self._work_lock = threading.RLock()
         self._closing = False
         self._loop: BatchLoop | None = None
-        self._llm: Llama | None = None
+        self._model: Llama  # set by `_load`
         self._uses: ExpertUses | None = None
         self._name = ""
         self._start_s = self._watched_until_s = time.monotonic()
@@ -241,11 +241,6 @@ class Worker:
             pass  # the server has closed the socket
         finally:
             self._model.close()
-
-    @property
-    def _model(self) -> Llama:
-        assert self._llm is not None
-        return self._llm
 
     @property
     def _answers(self) -> BatchLoop:
@@ -368,7 +363,7 @@ class Worker:
         try:
             config = wire.build(LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
-            self._llm = llm = open_model(config, on_progress)
+            self._model = llm = open_model(config, on_progress)
         except BaseException as error:
             # Every error that ends a load is sent, unless the socket is closed.
             if not self._closing:
