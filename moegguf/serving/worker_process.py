@@ -332,16 +332,13 @@ class WorkerProcess:
         self._writer.close()
         self._finish(code)
 
-    def _echo(self, text: str) -> None:
-        if self._echo_stderr:
-            sys.stderr.write(text)
-
     async def _read_stderr(self) -> None:
         """Reads the process's stderr and keeps its last bytes, for the error message
         after a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
-            self._echo(data.decode(errors="replace"))
+            if self._echo_stderr:
+                sys.stderr.write(data.decode(errors="replace"))
             self._stderr_tail += data
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
 
