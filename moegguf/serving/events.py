@@ -133,9 +133,7 @@ class Snapshot:
         if before is None or before.layers != self.layers:
             before = self
         now, then = (
-            np.array(
-                [np.frombuffer(counts, np.uint32) for counts in (each.uses, each.loads)]
-            )
+            np.frombuffer(each.uses + each.loads, np.uint32).reshape(2, -1)
             for each in (self, before)
         )
         is_later = (
