@@ -351,8 +351,7 @@ class Counts:
 
     def add(self, entry: Entry) -> None:
         """Counts the request of an output line, unless its error code is in
-        NOT_EXECUTED. Token counts may have the names of /v1/responses or of OpenAI's
-        older endpoints."""
+        NOT_EXECUTED."""
         if not is_answer(entry):
             self.failed += (entry["error"] or {}).get("code") not in NOT_EXECUTED
             return
@@ -361,22 +360,15 @@ class Counts:
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return
-        read = (
-            usage.get("input_tokens_details")
-            or usage.get("prompt_tokens_details")
-            or {}
-        )
-        written = (
-            usage.get("output_tokens_details")
-            or usage.get("completion_tokens_details")
-            or {}
-        )
-        self.input_tokens += int(
-            usage.get("input_tokens") or usage.get("prompt_tokens") or 0
-        )
-        self.output_tokens += int(
-            usage.get("output_tokens") or usage.get("completion_tokens") or 0
-        )
+        # OpenAI's older endpoints have other names than /v1/responses.
+        usage = {
+            name.replace("prompt", "input").replace("completion", "output"): count
+            for name, count in usage.items()
+        }
+        read = usage.get("input_tokens_details") or {}
+        written = usage.get("output_tokens_details") or {}
+        self.input_tokens += int(usage.get("input_tokens") or 0)
+        self.output_tokens += int(usage.get("output_tokens") or 0)
         self.cached_tokens += read.get("cached_tokens", 0)
         self.reasoning_tokens += written.get("reasoning_tokens", 0)
 
