@@ -52,11 +52,11 @@ RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
 def _shorten(
-    vectors: npt.NDArray[np.float32], n_dimensions: int | None
+    vectors: npt.NDArray[np.float32], n_dimensions: int
 ) -> npt.NDArray[np.float32]:
     """Cuts each vector to its first `n_dimensions` elements and scales it to length 1;
     a zero vector stays zero. The shape changes from (n, n_embd) to (n, n_dimensions).
-    Returns the vectors unchanged if `n_dimensions` is None, 0 or at least n_embd, or if
+    Returns the vectors unchanged if `n_dimensions` is 0 or at least n_embd, or if
     there are no vectors."""
     if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
         return vectors
@@ -81,20 +81,20 @@ class EmbeddingsBody(Loading):
 
     model: ModelName
     input: Annotated[Texts, AfterValidator(_not_empty)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] | None = None
-    truncate: bool | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] = 0  # 0: all dimensions
+    truncate: bool = False
 
     async def whole_reply(self, state: State) -> Json:
         """Returns the reply, with a normalized vector for each text. Raises HttpError
         400 if `dimensions` is larger than the number of dimensions of the model's
         vectors."""
         found, _ = await _embed_texts(
-            state, self.model, self, self.input, truncate=bool(self.truncate)
+            state, self.model, self, self.input, truncate=self.truncate
         )
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
-        if self.dimensions is not None and self.dimensions > n_embd:
+        if self.dimensions > n_embd:
             raise HttpError(
                 400,
                 f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}",
@@ -121,9 +121,9 @@ class EmbeddingsBody(Loading):
 
 
 class _EmbedRequest(ModelBody, Loading):
-    input: str | _Inputs | None = None
-    truncate: bool | None = None
-    dimensions: Annotated[Whole | None, Field(ge=0, le=1 << 20)] = None
+    input: str | _Inputs = ""
+    truncate: bool = True
+    dimensions: Annotated[Whole, Field(ge=0, le=1 << 20)] = 0
 
 
 async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
@@ -133,10 +133,10 @@ async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
     texts = (
         [text for text in (body.input,) if text]
         if isinstance(body.input, str)
-        else body.input or []
+        else body.input
     )
     found, load_ns = await _compute(
-        request, body, texts, truncate=body.truncate is not False, normalize=True
+        request, body, texts, truncate=body.truncate, normalize=True
     )
     return {
         "model": body.model,
@@ -150,7 +150,7 @@ async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
 
 
 class _EmbeddingRequest(ModelBody, Loading):
-    prompt: str | None = None
+    prompt: str = ""
 
 
 async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:

@@ -237,11 +237,11 @@ class _TokenizeBody(Body):
     each token."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
-    add_special: bool | None = Field(
-        None, validation_alias=AliasChoices("add_special", "add_special_tokens")
+    add_special: bool = Field(
+        False, validation_alias=AliasChoices("add_special", "add_special_tokens")
     )
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
+    parse_special: bool = True
+    with_pieces: bool = False
     model: ModelName | None = None
 
 
@@ -250,10 +250,9 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     false) adds the tokens that the model puts around a text, such as BOS.
     `parse_special` (default: true) converts the names of special tokens in the text to
     these tokens."""
-    special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(
-            body.content, special=special, add_special=body.add_special is True
+            body.content, special=body.parse_special, add_special=body.add_special
         )
         if not body.with_pieces:
             return {"tokens": tokens}
@@ -351,12 +350,12 @@ class _NativeBody(chat.GenerationBody):
     # `max_tokens` applies
     n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
     n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
-    n_probs: chat.TopLogprobs | None = None
-    logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
-    reasoning_budget_start_tag: Stop | None = None
-    reasoning_budget_end_tag: Stop | None = None
-    reasoning_budget_end_tags: Stops | None = None
-    return_tokens: bool | None = None
+    n_probs: chat.TopLogprobs = 0
+    logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] = {}
+    reasoning_budget_start_tag: Stop = ""
+    reasoning_budget_end_tag: Stop = ""
+    reasoning_budget_end_tags: Stops = []
+    return_tokens: bool = False
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         sampling = super().sampling(entry, most)
@@ -367,19 +366,16 @@ class _NativeBody(chat.GenerationBody):
     def native_request(self, entry: ModelEntry, **fields: Any) -> Request:
         """Returns a request with the fields that /completion and /infill share, and
         with the given `fields`."""
-        opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
-        closes = (
-            [self.reasoning_budget_end_tag]
-            if closes is None and self.reasoning_budget_end_tag
-            else closes
-        )
+        opens = self.reasoning_budget_start_tag
+        tags = self.reasoning_budget_end_tags or [self.reasoning_budget_end_tag]
+        closes = [tag for tag in tags if tag]
         return self.request(
             entry,
             self.max_tokens if self.n_predict is None else self.n_predict,
-            think_marks=(opens, *filter(None, closes)) if opens and closes else (),
+            think_marks=(opens, *closes) if opens and closes else (),
             n_logprobs=self.n_probs or None,
             prompt_only=self.n_predict == 0,
-            return_tokens=self.streams or bool(self.return_tokens),
+            return_tokens=self.stream or self.return_tokens,
             **fields,
         )
 
@@ -405,9 +401,7 @@ class _InfillBody(_NativeBody):
     input_prefix: str
     input_suffix: str
     prompt: str = ""
-    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(
-        default_factory=list
-    )
+    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = []
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         files = tuple((file.filename, file.text) for file in self.input_extra)
@@ -485,8 +479,8 @@ class _NativeReply(Reply):
             "logit_bias": [
                 {"token": token, "bias": bias} for token, bias in self._biases.items()
             ],
-            "n_probs": self.body.n_probs or 0,
-            "stream": self.body.streams,
+            "n_probs": self.body.n_probs,
+            "stream": self.body.stream,
         }
         found = self._part(
             content,

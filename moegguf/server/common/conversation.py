@@ -185,14 +185,9 @@ class RequestBody(Loading):
     reply_kind: ClassVar[type[Reply]]
 
     model: ModelName
-    stream: bool | None = None
+    stream: bool = False
     # Llama-server's field: LoRA scales, 0 if not listed; None: the server's scales.
     lora: Adapters | None = None
-
-    @property
-    def streams(self) -> bool:
-        """True if the reply is streamed."""
-        return bool(self.stream)
 
     @property
     def parallel_calls(self) -> bool:
@@ -212,7 +207,7 @@ class RequestBody(Loading):
         """Returns the response to an HTTP request that has this body. Raises
         MoeggufError."""
         events, reply = await _answer(request.app.state, self)
-        if not self.streams:
+        if not self.stream:
             return WholeResponse(_whole(events, reply))
         return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
@@ -337,7 +332,7 @@ async def _answers(
         for request, queue in left:
             try:
                 async with aclosing(
-                    lease.answer(request, stream=body.streams)
+                    lease.answer(request, stream=body.stream)
                 ) as events:
                     async for event in events:
                         queue.put_nowait(event)

@@ -221,12 +221,12 @@ class Loading(Body):
     """The fields `options` and `keep_alive`, which most request bodies that load a
     model have."""
 
-    options: Options | None = None
+    options: Options = Options()
     keep_alive: int | float | str | None = None
 
     def overrides(self) -> LoadOverrides:
         """Returns the load options in the body."""
-        options = self.options or Options()
+        options = self.options
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
         # More threads than processors would busy-wait, and slow the whole machine down.
         if options.num_thread:
@@ -266,13 +266,13 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 
 def sampling_of(
-    entry: ModelEntry, options: Options | None = None, **own: Any
+    entry: ModelEntry, options: Options = Options(), **own: Any
 ) -> Sampling:
     """Returns the sampling parameters. `own` values (keyed by Ollama's names) take
     precedence over `options`, and `options` over the model entry's parameters. A value
     of None is treated as absent. Raises HttpError 400 if a parameter of the entry is
     invalid."""
-    given = options.model_dump(exclude_none=True) if options else {}
+    given = options.model_dump(exclude_none=True)
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(
             exclude_none=True

@@ -193,8 +193,8 @@ def _loaded_object(
 
 
 class _ShowRequest(ModelBody):
-    verbose: bool | None = None
-    system: str | None = None
+    verbose: bool = False
+    system: str = ""
     options: Options | None = None
 
 
@@ -207,7 +207,7 @@ async def _show(request: HttpRequest) -> Response:
 
 def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     entry = find(catalog, body.model)
-    known, verbose = details(entry), bool(body.verbose)
+    known, verbose = details(entry), body.verbose
     metadata = {**known.metadata, **(_long_arrays(entry.path) if verbose else {})}
     shown = {key: value for key, value in metadata.items() if key not in HIDDEN}
     found: Json = {
@@ -294,7 +294,7 @@ async def _push(request: HttpRequest) -> Response:
 
 
 class _PullRequest(ModelBody):
-    stream: bool | None = None
+    stream: bool = True
 
 
 def _progress_response(
@@ -312,7 +312,7 @@ def _progress_response(
         async with aclosing(statuses):
             return [status async for status in statuses][-1]
 
-    return WholeResponse(last()) if body.stream is False else LineResponse(lines())
+    return LineResponse(lines()) if body.stream else WholeResponse(last())
 
 
 async def _pull(request: HttpRequest) -> Response:
@@ -370,20 +370,16 @@ class _CreateRequest(ModelBody):
     parameters, messages and adapter are stored with the new name. `quantize` is
     refused."""
 
-    from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = (
-        None
-    )
-    files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
-    adapters: dict[str, str] | None = None
+    from_: Annotated[str, Field(alias="from", max_length=limits.NAME_CHARS)] = ""
+    files: Annotated[dict[str, str], Field(max_length=1024)] = {}
+    adapters: dict[str, str] = {}
     template: str | None = None
     system: str | None = None
     license: str | list[str] | None = None
-    parameters: Annotated[Json, BeforeValidator(without_nulls)] | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = (
-        None
-    )
-    quantize: str | None = None
-    stream: bool | None = None
+    parameters: Annotated[Json, BeforeValidator(without_nulls)] = {}
+    messages: Annotated[list[ChatMessage], Field(max_length=limits.MESSAGES)] = []
+    quantize: str = ""
+    stream: bool = True
 
 
 async def _create(request: HttpRequest) -> Response:
@@ -395,15 +391,14 @@ async def _create(request: HttpRequest) -> Response:
             400, "quantize is not supported; use files that are already quantised"
         )
     recipe = Recipe(
-        from_=body.from_ or "",
-        files=body.files or {},
-        adapters=body.adapters or {},
+        from_=body.from_,
+        files=body.files,
+        adapters=body.adapters,
         system=body.system,
         template=body.template,
-        parameters=body.parameters or {},
+        parameters=body.parameters,
         messages=tuple(
-            {"role": each.role, "content": each.content or ""}
-            for each in body.messages or ()
+            {"role": each.role, "content": each.content} for each in body.messages
         ),
         license="\n".join(body.license)
         if isinstance(body.license, list)
@@ -429,7 +424,7 @@ async def _creating(
     yield {"status": "writing manifest"}
     yield {
         "status": SUCCESS,
-        **({"warnings": warnings} if warnings and body.stream is False else {}),
+        **({"warnings": warnings} if warnings and not body.stream else {}),
     }
 
 

@@ -219,7 +219,7 @@ def _functions_of(tools: Any) -> Any:
 
 class _TextOptions(Body):
     format: chat.Format | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Literal["low", "medium", "high"] = "medium"
 
 
 class ResponsesBody(chat.ToolsBody):
@@ -227,24 +227,19 @@ class ResponsesBody(chat.ToolsBody):
 
     messages: Annotated[Messages, Field(alias="input"), BeforeValidator(_messages_of)]
     instructions: str | None = None
-    tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] | None = None
+    tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] = []
     max_output_tokens: chat.Limit | None = None
-    text: _TextOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
-    metadata: (
-        Annotated[
-            dict[str, str],
-            Field(max_length=MAX_METADATA),
-            BeforeValidator(without_nulls),
-        ]
-        | None
-    ) = None
+    text: _TextOptions = _TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
+    include: Annotated[list[str], Field(max_length=limits.STOPS)] = []
+    metadata: Annotated[
+        dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)
+    ] = {}
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     previous_response_id: ResponseId | None = None
-    store: bool | None = None
+    store: bool = True
     conversation: Any = None
     prompt: Any = None
     background: Any = None
@@ -266,7 +261,7 @@ class ResponsesBody(chat.ToolsBody):
         response is not stored or the conversation has too many messages. Also raises
         OptionError, BusyError or StorageError."""
         responses: ResponseStore | None = state.responses
-        if responses is not None and responses.stores and self.store is not False:
+        if responses is not None and responses.stores and self.store:
             self._responses = responses
         if self.previous_response_id is None:
             return
@@ -315,7 +310,7 @@ class ResponsesBody(chat.ToolsBody):
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request, for the message that follows the stored
         conversation and the input."""
-        effort = self.reasoning.effort if self.reasoning else None
+        effort = self.reasoning.effort
         instructions = (
             [{"role": "system", "content": self.instructions}]
             if self.instructions
@@ -324,9 +319,9 @@ class ResponsesBody(chat.ToolsBody):
         request = self.next_message(
             entry,
             _joined([*instructions, *self._history, *self.new_messages()]),
-            self.text.format if self.text else None,
+            self.text.format,
             self.max_output_tokens,
-            self.top_logprobs is not None or LOGPROBS in (self.include or ()),
+            self.top_logprobs is not None or LOGPROBS in self.include,
             think=chat.EFFORTS[effort] if effort else None,
             truncate=self.truncation == "auto",
         )
@@ -480,9 +475,8 @@ class _ResponseReply(EventReply):
             "incomplete" if done and done.summary.finish == "length" else "completed"
         )
         item[form.key].append(part)
-        if form is not MESSAGE and ENCRYPTED_REASONING in (
-            self.body.include or ()
-        ):  # clients send this text back unchanged
+        if form is not MESSAGE and ENCRYPTED_REASONING in self.body.include:
+            # Clients send this text back unchanged.
             item["encrypted_content"] = (
                 REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
             )
@@ -543,35 +537,30 @@ class _ResponseReply(EventReply):
 
 
 def _settings(body: ResponsesBody, request: Request) -> Json:
-    text, reasoning, choice = body.text, body.reasoning, body.tool_choice or "auto"
+    reasoning, choice = body.reasoning, body.tool_choice
     if isinstance(choice, chat.ToolChoice):
         named = [{"type": "function", "name": name} for name in choice.names]
         allowed = {"type": choice.type, "mode": choice.mode, "tools": named}
     form = (
-        text.format.model_dump(by_alias=True, exclude_none=True)
-        if text and text.format
+        body.text.format.model_dump(by_alias=True, exclude_none=True)
+        if body.text.format
         else {"type": "text"}
     )
     shown = {"name", "description", "parameters", "strict"}
-    functions = (tool.function.model_dump(include=shown) for tool in body.tools or ())
+    functions = (tool.function.model_dump(include=shown) for tool in body.tools)
     return {
         **body.model_dump(include=set(ECHOED)),
-        "metadata": body.metadata or {},
+        "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_calls,
         "reasoning": {
-            "effort": reasoning.effort if reasoning else None,
-            "summary": (reasoning.summary or reasoning.generate_summary)
-            if reasoning
-            else None,
+            "effort": reasoning.effort,
+            "summary": reasoning.summary or reasoning.generate_summary,
         },
         "service_tier": "default",
         "previous_response_id": body.previous_response_id,
         "store": body.is_stored,
         **{name: getattr(request.sampling, name) for name in SETTINGS},
-        "text": {
-            "format": form,
-            "verbosity": text.verbosity if text and text.verbosity else "medium",
-        },
+        "text": {"format": form, "verbosity": body.text.verbosity},
         "tool_choice": choice
         if isinstance(choice, str)
         else named[0]
@@ -582,7 +571,7 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
             for function in functions
         ],
         "top_logprobs": body.top_logprobs or 0,
-        "truncation": body.truncation or "disabled",
+        "truncation": body.truncation,
     }
 
 
