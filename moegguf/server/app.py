@@ -217,7 +217,7 @@ async def _refuse(request: HttpRequest) -> Response:
     path = next(
         path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0])
     )
-    raise HttpError(501, INSTEAD[path])
+    raise HttpError(INSTEAD[path], 501)
 
 
 async def _greet(request: HttpRequest) -> Response:

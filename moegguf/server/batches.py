@@ -132,7 +132,7 @@ async def _create_file(request: Request) -> Response:
             request, file.write, request.app.state.settings.upload_bytes
         )
         if filename is None:
-            raise HttpError(400, "file: field required")
+            raise HttpError("file: field required")
         prefix = "expires_after["
         texts = {
             name[len(prefix) : -1]: text
@@ -154,7 +154,7 @@ async def _list_files(request: Request) -> Response:
     query = request.query_params
     if query.get("order", "desc") not in ("asc", "desc"):
         raise HttpError(
-            400, f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}"
+            f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}"
         )
     files = [
         file
@@ -268,7 +268,7 @@ async def _cancel_batch(request: Request) -> Response:
         batches.cancel(batch)
     elif batch.status != "cancelling":
         message = f"Cannot cancel a batch with status '{batch.status}'."
-        raise HttpError(HTTPStatus.CONFLICT, message, headers=NO_RETRY)
+        raise HttpError(message, HTTPStatus.CONFLICT, headers=NO_RETRY)
     return JSONResponse(_batch_object(batch))
 
 

@@ -96,8 +96,7 @@ class EmbeddingsBody(Loading):
         n_embd = vectors.shape[1]
         if self.dimensions > n_embd:
             raise HttpError(
-                400,
-                f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}",
+                f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}"
             )
         vectors = _shorten(vectors, self.dimensions)
         written: list[Any] = vectors.tolist()
@@ -253,8 +252,7 @@ async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(
-            400,
-            "documents: a list of texts is missing or empty; send one with at least one text",
+            "documents: a list of texts is missing or empty; send one with at least one text"
         )
     model = selected_model(request.app.state, body.model)
     async with request.app.state.manager.lease(

@@ -66,8 +66,7 @@ async def _live(request: HttpRequest) -> Response:
         per_s = 0.0
     if not 0 < per_s <= MAX_SNAPSHOTS_PER_S:
         raise HttpError(
-            400,
-            f"per_s must be a number above 0 and at most {MAX_SNAPSHOTS_PER_S:g}, but is {text!r:.40}",
+            f"per_s must be a number above 0 and at most {MAX_SNAPSHOTS_PER_S:g}, but is {text!r:.40}"
         )
     entry = await asyncio.to_thread(state.catalog.find, name) if name else None
     return LineResponse(snapshot_lines(state.manager, entry, per_s, state.ending))
@@ -210,8 +209,7 @@ async def _put_budget(request: HttpRequest) -> Response:
     given = {"RAM": body.expert_cache, "VRAM": body.vram_cache}
     if set(given.values()) == {None}:
         raise HttpError(
-            400,
-            "a budget needs expert_cache or vram_cache, but neither is given; give at least one of them",
+            "a budget needs expert_cache or vram_cache, but neither is given; give at least one of them"
         )
     try:
         budgets = [
@@ -222,7 +220,7 @@ async def _put_budget(request: HttpRequest) -> Response:
         loaded = await request.app.state.manager.set_budget(body.model, *budgets)
         return JSONResponse(_budget_object(loaded))
     except BudgetError as error:
-        raise HttpError(400, str(error)) from None
+        raise HttpError(str(error)) from None
 
 
 async def _get_budget(request: HttpRequest) -> Response:
@@ -233,7 +231,7 @@ async def _get_budget(request: HttpRequest) -> Response:
     if loaded := loaded_of(state, entry):
         return JSONResponse(_budget_object(loaded))
     raise HttpError(
-        404, f"{entry.name} is not loaded; send it a prompt, which loads it."
+        f"{entry.name} is not loaded; send it a prompt, which loads it.", 404
     )
 
 

@@ -150,7 +150,7 @@ async def _slots(request: HttpRequest) -> Response:
         request.query_params.get("fail_on_no_slot")
         and loaded.n_answering >= loaded.n_parallel
     ):
-        raise HttpError(503, "no slot available")
+        raise HttpError("no slot available", 503)
     each = {
         "n_ctx": loaded.n_ctx,
         "speculative": False,
@@ -176,12 +176,11 @@ async def _change_slot(request: HttpRequest) -> Response:
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
         raise HttpError(
-            400,
-            f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}",
+            f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}"
         )
     if not (slot.isascii() and slot.isdigit() and len(slot) < 10):
         raise HttpError(
-            400, f"a slot must be a number of at most 9 digits, but is {slot!r:.40}"
+            f"a slot must be a number of at most 9 digits, but is {slot!r:.40}"
         )
     raw = await read_bytes(request)
     body = parse_body(raw, _SlotBody) if raw.strip() else _SlotBody()
@@ -190,7 +189,7 @@ async def _change_slot(request: HttpRequest) -> Response:
     if action != "erase":
         if SLOT_FILE.fullmatch(body.filename) is None:
             rule = "must be 1 to 200 letters, digits and ._- with no dot first"
-            raise HttpError(400, f"filename: {rule}, but is {body.filename!r:.60}")
+            raise HttpError(f"filename: {rule}, but is {body.filename!r:.60}")
         folder = data_folder() / "slots"
         used_bytes = await asyncio.to_thread(_bytes_in, folder)
         files["path"] = str(folder / (current_owner.get() or "shared") / body.filename)
@@ -535,8 +534,8 @@ async def _set_adapters(request: HttpRequest) -> Response:
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
         raise HttpError(
-            501,
             "replicas do not share the scales of LoRA adapters; send `lora` with each request",
+            501,
         )
     body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
     entry, *_ = await _selected(request)

@@ -34,15 +34,15 @@ async def _pdf_text(request: Request) -> Response:
     data = await read_bytes(request, MAX_BYTES)
     if not _free.acquire(blocking=False):
         raise HttpError(
-            503,
             f"{MAX_PROCESSES} other PDF files are being read; try again in a moment",
+            503,
         )
     try:
         found = await _read(data)
     finally:
         _free.release()
     if "error" in found:
-        raise HttpError(400, found["error"])
+        raise HttpError(found["error"])
     return JSONResponse(found)
 
 

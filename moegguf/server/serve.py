@@ -96,8 +96,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """ASGI application for a connection beyond the limit. Replies to every request with
     HTTP status 503."""
     error = HttpError(
-        503,
         "too many connections; try again later",
+        503,
         headers={"retry-after": "1", "connection": "close"},
     )
     await error_response(error, scope["path"])(scope, receive, send)

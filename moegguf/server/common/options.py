@@ -57,14 +57,14 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
     except ModelNotFoundError as error:
         hint = f" ({error.hint.rstrip('.')})" if error.hint else ""
         message = f"model {name!r:.200} not found, try pulling it first{hint}"
-        raise HttpError(404, message, "model_not_found") from None
+        raise HttpError(message, 404, "model_not_found") from None
 
 
 def check_loaded(state: State) -> None:
     """Raises HttpError 503, with llama-server's message, while the models that were
     named at the server's start are being loaded."""
     if state.preloading is not None and not state.preloading.done():
-        raise HttpError(503, "Loading model", headers={"retry-after": "1"})
+        raise HttpError("Loading model", 503, headers={"retry-after": "1"})
 
 
 def selected_model(state: State, model: str | None) -> str:
@@ -77,7 +77,7 @@ def selected_model(state: State, model: str | None) -> str:
     loaded: list[LoadedModel] = state.manager.loaded()
     if len(loaded) != 1:
         raise HttpError(
-            400, f"model: is missing, and {len(loaded)} models are loaded; name one"
+            f"model: is missing, and {len(loaded)} models are loaded; name one"
         )
     return loaded[0].name
 
@@ -115,7 +115,7 @@ def check_capabilities(
         capability = "completion" if operation in ("chat", "generate") else operation
         if needed and capability not in known.capabilities:
             name = entry.name if operation == "tools" else f'"{entry.name}"'
-            raise HttpError(400, f"{name} does not support {operation}")
+            raise HttpError(f"{name} does not support {operation}")
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:
@@ -257,8 +257,7 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
         raise HttpError(
-            400,
-            f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}",
+            f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}"
         )
     if not n_adapters:
         return None
@@ -278,7 +277,7 @@ def sampling_of(
             exclude_none=True
         )
     except ValidationError as error:
-        raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
+        raise HttpError(f"parameters of {entry.name}: {explain(error)}") from None
     return sampling_with(
         Sampling(),
         known | {name: value for name, value in own.items() if value is not None},

@@ -285,22 +285,20 @@ def page(
     limit = int(text) if is_number else 0
     if not 1 <= limit <= most:
         raise HttpError(
-            400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}"
+            f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}"
         )
     after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
     if after and before:
         raise HttpError(
-            400,
-            f"after{suffix} and before{suffix} cannot be given together; leave one out",
+            f"after{suffix} and before{suffix} cannot be given together; leave one out"
         )
     rest = objects
     if here := after or before:
         ids = [each["id"] for each in objects]
         if here not in ids:
             raise HttpError(
-                400,
                 f"{'after' if after else 'before'}{suffix}: there is no {here:.80} in this list; give an id of the"
-                " list",
+                " list"
             )
         at = ids.index(here)
         rest = objects[at + 1 :] if after else objects[:at]

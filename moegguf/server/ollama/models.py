@@ -287,7 +287,7 @@ async def _delete(request: HttpRequest) -> Response:
 
 async def _push(request: HttpRequest) -> Response:
     # Ollama would upload the model to ollama.com.
-    raise HttpError(501, "push is not supported")
+    raise HttpError("push is not supported", 501)
 
 
 # New models
@@ -385,10 +385,10 @@ class _CreateRequest(ModelBody):
 async def _create(request: HttpRequest) -> Response:
     body = await read_body(request, _CreateRequest)
     if not body.from_ and not body.files:
-        raise HttpError(400, "neither 'from' or 'files' was specified")
+        raise HttpError("neither 'from' or 'files' was specified")
     if body.quantize:
         raise HttpError(
-            400, "quantize is not supported; use files that are already quantised"
+            "quantize is not supported; use files that are already quantised"
         )
     recipe = Recipe(
         from_=body.from_,
@@ -415,7 +415,7 @@ async def _creating(
     try:
         await asyncio.to_thread(catalog.create, body.model, recipe)
     except ModelFormatError as error:
-        raise HttpError(400, str(error)) from None
+        raise HttpError(str(error)) from None
     for digest in (*recipe.files.values(), *recipe.adapters.values()):
         yield {"status": f"using existing layer {digest}"}
     warnings = left_out(recipe)
@@ -431,7 +431,7 @@ async def _creating(
 async def _has_blob(request: HttpRequest) -> Response:
     digest = request.path_params["digest"]
     if not await asyncio.to_thread(request.app.state.catalog.blobs.has, digest):
-        raise HttpError(404, f"blob {digest!r:.80} not found")
+        raise HttpError(f"blob {digest!r:.80} not found", 404)
     return Response()
 
 
@@ -451,7 +451,7 @@ async def _add_blob(request: HttpRequest) -> Response:
         try:
             await asyncio.to_thread(writer.commit)
         except ModelFormatError as error:
-            raise HttpError(400, str(error)) from None
+            raise HttpError(str(error)) from None
     return Response(status_code=201)
 
 

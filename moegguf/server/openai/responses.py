@@ -266,21 +266,18 @@ class ResponsesBody(chat.ToolsBody):
         if self.previous_response_id is None:
             return
         if responses is None:
-            raise HttpError(
-                400, f"previous_response_id: is not supported: {NOT_STORED}"
-            )
+            raise HttpError(f"previous_response_id: is not supported: {NOT_STORED}")
         try:
             self._history = await asyncio.to_thread(
                 responses.history, self.previous_response_id
             )
         except UnknownIdError as error:
             raise HttpError(
-                400, f"previous_response_id: {error}", "previous_response_not_found"
+                f"previous_response_id: {error}", code="previous_response_not_found"
             ) from None
         if len(self._history) + len(self.messages) > limits.MESSAGES:
             raise HttpError(
-                400,
-                f"the conversation has more than {limits.MESSAGES} messages; begin a new one",
+                f"the conversation has more than {limits.MESSAGES} messages; begin a new one"
             )
 
     @property
