@@ -208,22 +208,17 @@ def _choice_of(choice: Any) -> Any:
             f"choices of type {str(kind)[:40]!r} are not supported; name a function"
         )
     found = choice.get(kind) or choice
-    tools = (
-        [found]
-        if kind == "function"
-        else found.get("tools")
-        if isinstance(found, dict)
-        else None
-    )
-    names = []
-    for tool in tools if isinstance(tools, list) else ():
-        function = (tool.get("function") or tool) if isinstance(tool, dict) else None
-        names.append(function.get("name") if isinstance(function, dict) else None)
+    try:
+        tools = [found] if kind == "function" else found["tools"]
+        names = [(tool.get("function") or tool)["name"] for tool in tools]
+        mode = found.get("mode") or "auto"
+    except (AttributeError, KeyError, TypeError):  # a part has another form
+        names = []
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(
             f"{kind} must contain at least one function, and each function must have a name"
         )
-    return {"type": kind, "mode": found.get("mode") or "auto", "names": names}
+    return {"type": kind, "mode": mode, "names": names}
 
 
 class ToolChoice(Body):
