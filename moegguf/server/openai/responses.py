@@ -535,9 +535,11 @@ class _ResponseReply(EventReply):
 
 def _settings(body: ResponsesBody, request: Request) -> Json:
     reasoning, choice = body.reasoning, body.tool_choice
+    shown_choice: Any = choice
     if isinstance(choice, chat.ToolChoice):
         named = [{"type": "function", "name": name} for name in choice.names]
         allowed = {"type": choice.type, "mode": choice.mode, "tools": named}
+        shown_choice = named[0] if choice.type == "function" else allowed
     form = (
         body.text.format.model_dump(by_alias=True, exclude_none=True)
         if body.text.format
@@ -558,11 +560,7 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
         "store": body.is_stored,
         **{name: getattr(request.sampling, name) for name in SETTINGS},
         "text": {"format": form, "verbosity": body.text.verbosity},
-        "tool_choice": choice
-        if isinstance(choice, str)
-        else named[0]
-        if choice.type == "function"
-        else allowed,
+        "tool_choice": shown_choice,
         "tools": [
             {"type": "function", **function, "strict": bool(function["strict"])}
             for function in functions
