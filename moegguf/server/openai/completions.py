@@ -50,7 +50,9 @@ class CompletionBody(GenerationBody):
     suffix: str = ""
     echo: bool = False
     best_of: Choices | None = None
-    max_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] = (
+        DEFAULT_MAX_TOKENS
+    )
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
@@ -95,7 +97,7 @@ class CompletionBody(GenerationBody):
         ranked = 0 if self.n_answers > self.n else None
         base = self.request(
             entry,
-            DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            self.max_tokens,
             suffix=self.suffix or None,
             truncate=self.truncate and not self.scores_prompt,
             n_logprobs=ranked if self.logprobs is None else self.logprobs,
