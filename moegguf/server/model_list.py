@@ -48,15 +48,12 @@ def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
         "owned_by": owners[-1] if owners else DEFAULT_OWNER,
     }
     if known:
-        names = {
-            "n_params": known.n_parameters,
-            "n_expert": known.n_expert,
-            "n_expert_used": known.n_expert_used,
-        }
         meta = {
             "n_ctx_train": known.n_ctx_train,
             "n_embd": known.n_embd,
-            **names,
+            "n_params": known.n_parameters,
+            "n_expert": known.n_expert,
+            "n_expert_used": known.n_expert_used,
             "size": entry.size_bytes,
         }
         found |= {"context_length": known.n_ctx_train, "meta": meta}
