@@ -71,14 +71,17 @@ def new_state(
     settings: Settings,
 ) -> State:
     """Returns the state of an application, which the endpoints read as `app.state`."""
-    own = {
-        "totals": Totals(),
-        "settings": settings,
-        "preloading": None,
-        "responses": None,
-        "lora_scales": {},
-    }
-    return State({"manager": manager, "catalog": catalog, **own})
+    return State(
+        {
+            "manager": manager,
+            "catalog": catalog,
+            "settings": settings,
+            "totals": Totals(),
+            "preloading": None,
+            "responses": None,
+            "lora_scales": {},
+        }
+    )
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
@@ -178,11 +181,12 @@ async def _retrieve_file(request: Request) -> Response:
 
 
 async def _file_content(request: Request) -> Response:
-    store, file_id = _batches(request).files, request.path_params["file"]
+    store = _batches(request).files
+    file = store.get(request.path_params["file"])
     return FileResponse(
-        store.path(file_id),
+        store.contents(file.id),
         media_type="application/octet-stream",
-        filename=store.get(file_id).filename,
+        filename=file.filename,
     )
 
 

@@ -98,7 +98,7 @@ async def test_older_folder_is_imported_with_all_files_and_its_batches_continue(
         answers = [
             each
             for name in (running.output_file_id, running.error_file_id)
-            for each in entries(found.files.path(name))
+            for each in entries(found.files.contents(name))
         ]
         assert all(answer in answers for answer in old_answers) and len(answers) == 5
         assert endpoint.texts == ["hold"] * 3 + ["first", "fail"] + ["hold"] * 3
@@ -341,7 +341,7 @@ def test_kill_of_the_server_neither_loses_nor_repeats_an_answer(tmp_path: Path) 
                 path.stem for path in (folder / "files").iterdir()
             }
             outputs = {
-                batch.id: entries(found.files.path(batch.output_file_id or ""))
+                batch.id: entries(found.files.contents(batch.output_file_id or ""))
                 for batch in found.all()
             }
             return {
