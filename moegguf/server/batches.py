@@ -284,12 +284,12 @@ def _listed(
 
 routes = [
     Route("/v1/files", _create_file, methods=["POST"]),
-    Route("/v1/files", _list_files, methods=["GET"]),
-    Route("/v1/files/{file}", _retrieve_file, methods=["GET"]),
+    Route("/v1/files", _list_files),
+    Route("/v1/files/{file}", _retrieve_file),
     Route("/v1/files/{file}", _delete_file, methods=["DELETE"]),
-    Route("/v1/files/{file}/content", _file_content, methods=["GET"]),
+    Route("/v1/files/{file}/content", _file_content),
     Route("/v1/batches", _create_batch, methods=["POST"]),
-    Route("/v1/batches", _list_batches, methods=["GET"]),
-    Route("/v1/batches/{batch}", _retrieve_batch, methods=["GET"]),
+    Route("/v1/batches", _list_batches),
+    Route("/v1/batches/{batch}", _retrieve_batch),
     Route("/v1/batches/{batch}/cancel", _cancel_batch, methods=["POST"]),
 ]

@@ -264,6 +264,6 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
 
 routes = [
     Route("/live", _live),
-    Route("/budget", _get_budget, methods=["GET"]),
+    Route("/budget", _get_budget),
     Route("/budget", _put_budget, methods=["PUT"]),
 ]

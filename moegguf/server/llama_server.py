@@ -552,15 +552,15 @@ class _TemplateBody(chat.ChatBody):
 _NativeBody.reply_kind = _NativeReply
 
 routes = [
-    Route("/health", _health, methods=["GET"]),
-    Route("/props", _props, methods=["GET"]),
-    Route("/slots", _slots, methods=["GET"]),
+    Route("/health", _health),
+    Route("/props", _props),
+    Route("/slots", _slots),
     Route("/slots/{slot}", _change_slot, methods=["POST"]),
-    Route("/lora-adapters", _adapters, methods=["GET"]),
+    Route("/lora-adapters", _adapters),
     Route("/lora-adapters", _set_adapters, methods=["POST"]),
     computed("/tokenize", _TokenizeBody, _tokenize),
     computed("/detokenize", _DetokenizeBody, _detokenize),
-    Route("/tokenizer_info", _tokenizer_info, methods=["GET"]),
+    Route("/tokenizer_info", _tokenizer_info),
     conversation("/completion", _NativeCompletionBody),
     conversation("/completions", _NativeCompletionBody),
     conversation("/infill", _InfillBody),

@@ -325,4 +325,4 @@ async def _metrics(request: HttpRequest) -> Response:
     )
 
 
-routes = [Route("/metrics", _metrics, methods=["GET"])]
+routes = [Route("/metrics", _metrics)]

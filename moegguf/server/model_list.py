@@ -89,6 +89,6 @@ async def _retrieve_model(request: HttpRequest) -> Response:
 
 
 routes = [
-    Route(MODELS_PATH, _list_models, methods=["GET"]),
-    Route(f"{MODELS_PATH}/{{model:path}}", _retrieve_model, methods=["GET"]),
+    Route(MODELS_PATH, _list_models),
+    Route(f"{MODELS_PATH}/{{model:path}}", _retrieve_model),
 ]

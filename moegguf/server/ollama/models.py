@@ -456,9 +456,9 @@ async def _add_blob(request: HttpRequest) -> Response:
 
 
 routes = [
-    Route("/api/version", _version, methods=["GET"]),
-    Route("/api/tags", _tags, methods=["GET"]),
-    Route("/api/ps", _ps, methods=["GET"]),
+    Route("/api/version", _version),
+    Route("/api/tags", _tags),
+    Route("/api/ps", _ps),
     Route("/api/show", _show, methods=["POST"]),
     Route("/api/copy", _copy, methods=["POST"]),
     Route("/api/delete", _delete, methods=["DELETE"]),

@@ -594,6 +594,6 @@ routes = [
         "/v1/responses/input_tokens", ResponsesBody, "count",
         lambda n: {"object": "response.input_tokens", "input_tokens": n},
     ),
-    Route("/v1/responses/{response}", _retrieve, methods=["GET"]),
+    Route("/v1/responses/{response}", _retrieve),
     Route("/v1/responses/{response}", _delete, methods=["DELETE"]),
 ]  # fmt: skip
