@@ -564,7 +564,5 @@ routes = [
     conversation("/completion", _NativeCompletionBody),
     conversation("/completions", _NativeCompletionBody),
     conversation("/infill", _InfillBody),
-    about_prompt(
-        "/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}
-    ),
+    about_prompt("/apply-template", _TemplateBody, "render", "prompt"),
 ]

@@ -381,7 +381,5 @@ _MessagesBody.reply_kind = _MessageReply
 
 routes = [
     conversation("/v1/messages", _MessagesBody),
-    about_prompt(
-        "/v1/messages/count_tokens", _CountBody, "count", lambda n: {"input_tokens": n}
-    ),
+    about_prompt("/v1/messages/count_tokens", _CountBody, "count", "input_tokens"),
 ]

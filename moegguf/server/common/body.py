@@ -97,7 +97,7 @@ class Body(BaseModel):
     """Base class of request bodies and their parts. Types are strict, null is treated
     as absent, and unknown fields are ignored unless a subclass allows them."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -232,13 +232,13 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
 
 
 def about_prompt(
-    path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]
+    path: str, kind: type[Kind], what: str, key: str, **more: str
 ) -> Route:
     """Returns a route for POST requests at `path`. The reply is a fact about a
     conversation's prompt; no answer is generated.
 
     `what` is "count" for the number of tokens, or "render" for the text that the chat
-    template produces. `reply` converts this value to the JSON of the response. The
+    template produces. The reply has this value under `key`, and the fields `more`. The
     endpoint loads the model if needed, but does not wait for running answers.
     """
 
@@ -247,7 +247,7 @@ def about_prompt(
         async with request.app.state.manager.lease(
             entry, body.overrides(), will_answer=False
         ) as lease:
-            return reply(await lease.value(what, request=requests[0]))
+            return {**more, key: await lease.value(what, request=requests[0])}
 
     return computed(path, kind, compute, kind.limit)
 

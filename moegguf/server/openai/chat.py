@@ -647,9 +647,6 @@ ChatBody.reply_kind = _ChatReply
 routes = [
     conversation("/v1/chat/completions", ChatBody),
     about_prompt(
-        "/v1/chat/completions/input_tokens",
-        ChatBody,
-        "count",
-        lambda n: {"input_tokens": n},
+        "/v1/chat/completions/input_tokens", ChatBody, "count", "input_tokens"
     ),
 ]

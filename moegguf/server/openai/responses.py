@@ -591,8 +591,8 @@ ResponsesBody.reply_kind = _ResponseReply
 routes = [
     conversation("/v1/responses", ResponsesBody),
     about_prompt(
-        "/v1/responses/input_tokens", ResponsesBody, "count",
-        lambda n: {"object": "response.input_tokens", "input_tokens": n},
+        "/v1/responses/input_tokens", ResponsesBody, "count", "input_tokens",
+        object="response.input_tokens",
     ),
     Route("/v1/responses/{response}", _retrieve),
     Route("/v1/responses/{response}", _delete, methods=["DELETE"]),
