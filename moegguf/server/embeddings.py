@@ -96,7 +96,7 @@ class EmbeddingsBody(Loading):
         n_embd = vectors.shape[1]
         if self.dimensions > n_embd:
             raise HttpError(
-                f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}"
+                f"dimensions: must be at most {n_embd}, as in the model's vectors, but is {self.dimensions}"
             )
         vectors = _shorten(vectors, self.dimensions)
         written: list[Any] = vectors.tolist()

@@ -55,12 +55,14 @@ async def _read(data: bytes) -> dict[str, Any]:
     try:
         text, _ = await asyncio.wait_for(child.communicate(data), MAX_S)
     except TimeoutError:
-        return {"error": f"reading it takes more than {MAX_S:g} s"}
+        return {"error": f"reading it takes more than {MAX_S:g} s; attach a part of it"}
     finally:
         kill_child(child)
         await child.wait()
     if child.returncode:
-        return {"error": "reading it takes too much time or memory"}
+        return {
+            "error": "reading it takes too much time or memory; attach a part of it"
+        }
     found: dict[str, Any] = json.loads(text)
     return found
 

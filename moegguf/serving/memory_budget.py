@@ -301,8 +301,8 @@ def admit(
         if n_bytes > limits[place]:
             raise BudgetError(
                 f"the model needs at least {format_bytes(n_bytes)} {'of' if place == RAM else 'on'} {place}, but all"
-                f" models together may take {format_bytes(limits[place])} there; lower num_ctx, close other programs"
-                " that use memory there, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
+                f" models together may use {format_bytes(limits[place])} there; lower num_ctx, close other programs"
+                " that use this memory, or change the limit (MOEGGUF_MEMORY for RAM, --vram-cache for a GPU)."
             )
     free = Counter({place: limits[place] for place in size.wanted})
     for model in models:

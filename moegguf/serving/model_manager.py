@@ -421,8 +421,8 @@ class ModelManager:
         has_slots = [tier for tier, n_bytes in reserved.items() if n_bytes]
         for tier in given.keys() - has_slots if has_slots else ():
             raise BudgetError(
-                f"{BUDGETS[tier]} changes the slots in {tier}, but {model.name!r} has no slots in {tier}; give"
-                f" {BUDGETS[has_slots[0]]}."
+                f"{BUDGETS[tier]} changes the slots in {tier}, but {model.name!r} has no slots in {tier}; set"
+                f" {BUDGETS[has_slots[0]]} instead."
             )
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         sizes = {"RAM": slot_bytes, "VRAM": plan.get("device_slot_bytes", slot_bytes)}

@@ -352,7 +352,7 @@ class WorkerProcess:
             filter(None, (how, self._kill_reason or failure_line(said)))
         ).rstrip(".")
         error = WorkerError(
-            f"the model's worker process has ended ({why}); the next request loads it again."
+            f"the model's worker process has ended ({why}); the next request loads the model again."
         )
         if lost := device_failure(said):
             error = DeviceLostError(_LOST.format(lost))

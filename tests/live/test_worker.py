@@ -139,7 +139,7 @@ async def test_an_invalid_message_is_named_in_brackets_without_its_full_stop() -
     await process.close()
     assert str(error) == (
         "the model's worker process has ended (killed by SIGKILL: it sent an invalid message: a message without a kind"
-        " on a worker's socket); the next request loads it again."
+        " on a worker's socket); the next request loads the model again."
     )
 
 

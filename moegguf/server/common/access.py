@@ -154,7 +154,7 @@ class AccessControl:
         own = (f"http://{host.lower()}", f"https://{host.lower()}") if host else ()
         if origin and origin.lower() not in own and not self._origins.fullmatch(origin):
             return HttpError(
-                f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins",
+                f"the Origin {origin[:100]!r} is not allowed; add it to MOEGGUF_ORIGINS to allow it",
                 403,
             )
         is_open = (

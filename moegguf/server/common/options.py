@@ -257,7 +257,7 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
         raise HttpError(
-            f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}"
+            f"lora: {entry.name} has no adapter with id {wrong[0]}; GET /lora-adapters lists the ids of its adapters"
         )
     if not n_adapters:
         return None

@@ -403,7 +403,7 @@ class Batches:
             file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
             raise BatchFileError(
-                "the requests of this batch are gone; create another one."
+                "the file with the requests of this batch is gone; upload it again, and create another batch."
             ) from None
         with file:
             # The file is checked on a thread, because checking a large file can take
