@@ -121,9 +121,9 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 def build(kind: type[Kind], data: Any) -> Kind:
     """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises
     WorkerError if the conversion fails. Values of JSON's own types are not checked."""
-    reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
+    read = _reader(typing.cast(Any, kind))
     try:
-        return typing.cast(Kind, reader(data))
+        return read(data)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).rstrip(".")
         raise WorkerError(
@@ -139,9 +139,9 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     one of JSON's own types."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        kind = typing.cast(Callable[..., Any], hint)
-        readers = {f.name: _reader(hints[f.name]) for f in fields(hint)}
+        kind: Any = hint
+        hints = typing.get_type_hints(kind)
+        readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
         return lambda data: kind(
             **{name: readers[name](item) for name, item in data.items()}
         )
@@ -153,12 +153,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if origin in (typing.Union, types.UnionType):
         read_other = _reader(inner[0])
         return lambda item: None if item is None else read_other(item)
-    if (
-        inner
-        and inner[0] is int
-        and isinstance(origin, type)
-        and issubclass(origin, Mapping)
-    ):
+    if origin is Mapping and inner[0] is int:
         # JSON keys are strings.
         return lambda items: {int(name): item for name, item in items.items()}
     return lambda item: item
