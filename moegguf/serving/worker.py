@@ -319,32 +319,27 @@ class Worker:
         are all in slots, which makes these layers slower.
         """
         llm, loop, now_s = self._model, self._answers, time.monotonic()
-        layers, n_expert, maps = (
-            [layer.il for layer in llm.layout.layers],
-            llm.layout.n_expert,
-            (b"", b"", b""),
-        )
-        if llm.session is None or self._uses is None:
-            layers, n_expert = [], 0
-        else:
+        layers, n_expert = list[int](), 0
+        state = uses = loads = b""
+        if llm.session is not None and self._uses is not None:
             if watch_s:
                 self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
-            state, uses, loads = self._uses.maps(client_key)
-            maps = (
-                state[layers].tobytes(),
-                uses[layers].tobytes(),
-                loads[layers].tobytes(),
+            layers = [layer.il for layer in llm.layout.layers]
+            n_expert = llm.layout.n_expert
+            state, uses, loads = (
+                each[layers].tobytes() for each in self._uses.maps(client_key)
             )
-        seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(
             self._name,
             tuple(layers),
             n_expert,
-            *maps,
+            state,
+            uses,
+            loads,
             llm.stats(),
-            is_busy,
-            seconds,
+            loop.n_running > 0,
+            now_s - self._start_s,
             loop.n_answer_tokens,
         )
 
@@ -418,12 +413,11 @@ class Worker:
         )
         with self._work_lock:
             self._work.pop(request_id, None)
-        self._send("end", id=request_id, **outcome, **self._statistics())
-
-    def _statistics(self) -> wire.Message:
-        if self._model.session is not None and time.monotonic() > self._watched_until_s:
-            self._model.session.store.watch(False)
-        return {"stats": self._model.stats(), "decisions": self._model.decisions()}
+        llm = self._model
+        if llm.session is not None and time.monotonic() > self._watched_until_s:
+            llm.session.store.watch(False)
+        statistics = {"stats": llm.stats(), "decisions": llm.decisions()}
+        self._send("end", id=request_id, **outcome, **statistics)
 
 
 def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
