@@ -232,8 +232,8 @@ class _RerankBody(Loading):
 
     model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]
-    documents: _Inputs | None = None
-    texts: _Inputs | None = None
+    documents: _Inputs = []
+    texts: _Inputs = []
     top_n: Annotated[Whole, Field(ge=1)] | None = None
     return_documents: bool = False
     return_text: bool = False
@@ -249,7 +249,7 @@ class _RerankBody(Loading):
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     """Replies with the scores of the documents for the query, best first. If the body
     has `top_n`, the reply has only the best `top_n` documents."""
-    texts = body.texts if body.documents is None else body.documents
+    texts = body.documents or body.texts
     if not texts:
         raise HttpError(
             "documents: a list of texts is missing or empty; send one with at least one text"
@@ -264,7 +264,7 @@ async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
         )
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
     best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
-    if body.documents is None:
+    if not body.documents:
         return [
             {
                 "index": i,
