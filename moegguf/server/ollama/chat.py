@@ -229,13 +229,15 @@ class _GenerateRequest(_GenerationBody):
         if not self.context:
             messages += [dict(message) for message in entry.messages]
         question = {"role": "user", "content": with_images(self.prompt, self.images)}
-        context, template = tuple(self.context), self.template or entry.template
-        fields: Json = {
-            "messages": (*messages, question),
-            "context": context,
-            "template": template,
-        }
-        return [self.request(entry, return_context=True, **fields)]
+        return [
+            self.request(
+                entry,
+                messages=(*messages, question),
+                context=tuple(self.context),
+                template=self.template or entry.template,
+                return_context=True,
+            )
+        ]
 
 
 def time_text(moment: datetime | None) -> str:
