@@ -76,7 +76,7 @@ class AccessControl:
 
     def __post_init__(self) -> None:
         self._origins = origin_pattern((*ORIGINS, *self.origins))
-        self._own_origins = origin_pattern(self.origins) if self.origins else None
+        self._own_origins = origin_pattern(self.origins)
         self._cors = CORSMiddleware(
             self.app,
             allow_origin_regex=self._origins.pattern,
@@ -168,12 +168,8 @@ class AccessControl:
             map(FORWARDED.search, headers)
         ):
             name = _strip_port(host.strip().lower())
-            is_known = (
-                self._own_origins is not None
-                and self._own_origins.fullmatch(f"http://{host}") is not None
-            )
             if (
-                is_known
+                self._own_origins.fullmatch(f"http://{host}")
                 or is_own_host(host)
                 or (name is not None and "." not in name and ":" not in name)
             ):
