@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
-    ExitStack,
     closing,
     contextmanager,
     nullcontext,
@@ -496,18 +495,15 @@ def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
     has the database open or has locked that file, and StorageError for other errors of
     the disk or database.
     """
-    with ExitStack() as opened:
-        database = opened.enter_context(closing(Database(path, MODE)))
-        opened.callback(_remove_when_empty, database)
-        take_old_journal(database, "", path.with_suffix(""))
-        journal = Journal(database)
-        journal.read(requests)
-        yield journal
-
-
-def _remove_when_empty(database: Database) -> None:
-    if not database.execute("SELECT 1 FROM answer LIMIT 1"):
-        database.remove()
+    with closing(Database(path, MODE)) as database:
+        try:
+            take_old_journal(database, "", path.with_suffix(""))
+            journal = Journal(database)
+            journal.read(requests)
+            yield journal
+        finally:
+            if not database.execute("SELECT 1 FROM answer LIMIT 1"):
+                database.remove()
 
 
 def take_old_journal(database: Database, batch: str, path: Path) -> None:
