@@ -8,7 +8,6 @@ reply about one model repeats the id in the request.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -60,13 +59,12 @@ def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
     return found
 
 
-async def _list_models(request: HttpRequest) -> Response:
+def _list_models(request: HttpRequest) -> Response:
     """Replies with all models of the catalog, newest first. Clients of Anthropic's API
-    get one page: at most `limit` models after `after_id` or before `before_id`."""
+    get one page: at most `limit` models after `after_id` or before `before_id`.
+    Starlette calls this function on a thread."""
     catalog, is_anthropic = request.app.state.catalog, lists_for_anthropic(request)
-    models = await asyncio.to_thread(
-        lambda: [_described(entry, is_anthropic) for entry in catalog.entries()]
-    )
+    models = [_described(entry, is_anthropic) for entry in catalog.entries()]
     if not is_anthropic:
         return JSONResponse({"object": "list", "data": models})
     found = page(request, models, MAX_LISTED, DEFAULT_LISTED, "_id")
@@ -75,17 +73,10 @@ async def _list_models(request: HttpRequest) -> Response:
     )
 
 
-async def _retrieve_model(request: HttpRequest) -> Response:
-    catalog, name, is_anthropic = (
-        request.app.state.catalog,
-        request.path_params["model"],
-        lists_for_anthropic(request),
-    )
-
-    def work() -> dict[str, Any]:
-        return _described(replace(find(catalog, name), name=name), is_anthropic)
-
-    return JSONResponse(await asyncio.to_thread(work))
+def _retrieve_model(request: HttpRequest) -> Response:  # called on a thread
+    name = request.path_params["model"]
+    entry = replace(find(request.app.state.catalog, name), name=name)
+    return JSONResponse(_described(entry, lists_for_anthropic(request)))
 
 
 routes = [

@@ -62,16 +62,11 @@ async def _version(request: HttpRequest) -> Response:
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
-async def _tags(request: HttpRequest) -> Response:
-    """Replies with all models of the catalog, newest first."""
+def _tags(request: HttpRequest) -> Response:
+    """Replies with all models of the catalog, newest first. Starlette calls this
+    function on a thread."""
     catalog: Catalog = request.app.state.catalog
-    return JSONResponse(
-        {
-            "models": await asyncio.to_thread(
-                lambda: [_tag_object(each) for each in catalog.entries()]
-            )
-        }
-    )
+    return JSONResponse({"models": [_tag_object(each) for each in catalog.entries()]})
 
 
 def _details_object(known: Details | None, parent: str = "") -> Json:
@@ -428,9 +423,9 @@ async def _creating(
     }
 
 
-async def _has_blob(request: HttpRequest) -> Response:
+def _has_blob(request: HttpRequest) -> Response:  # called on a thread
     digest = request.path_params["digest"]
-    if not await asyncio.to_thread(request.app.state.catalog.blobs.has, digest):
+    if not request.app.state.catalog.blobs.has(digest):
         raise HttpError(f"blob {digest!r:.80} not found", 404)
     return Response()
 

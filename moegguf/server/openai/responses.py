@@ -575,14 +575,14 @@ def _stored(request: HttpRequest) -> tuple[ResponseStore, str]:
     return request.app.state.responses, request.path_params["response"]
 
 
-async def _retrieve(request: HttpRequest) -> Response:
+def _retrieve(request: HttpRequest) -> Response:  # called on a thread
     responses, response_id = _stored(request)
-    return JSONResponse(await asyncio.to_thread(responses.get, response_id))
+    return JSONResponse(responses.get(response_id))
 
 
-async def _delete(request: HttpRequest) -> Response:
+def _delete(request: HttpRequest) -> Response:  # called on a thread
     responses, response_id = _stored(request)
-    await asyncio.to_thread(responses.delete, response_id)
+    responses.delete(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
