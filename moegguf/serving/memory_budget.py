@@ -307,17 +307,19 @@ def admit(
     free = Counter({place: limits[place] for place in size.wanted})
     for model in models:
         free.subtract(model.used)
-    shortage = {
-        place: n_bytes - free[place]
-        for place, n_bytes in size.wanted.items()
-        if n_bytes > free[place]
-    }
+
+    def missing() -> Room:
+        return {
+            place: n_bytes - free[place]
+            for place, n_bytes in size.wanted.items()
+            if n_bytes > free[place]
+        }
+
+    shortage = missing()
     n_free = (max_models or _UNLIMITED) - len(models)
     unload: list[str] = []
     for model in models:
-        short = [
-            place for place, n_bytes in size.wanted.items() if free[place] < n_bytes
-        ]
+        short = missing()
         if n_free > 0 and not short:
             break
         if model.idle and (
