@@ -25,7 +25,7 @@ from moegguf.atomic_write import OWNER_ONLY, make_private
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.regular_file import open_regular
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Counts, Journal, Requests
+from moegguf.serving.batch.answers import Counts, Journal, LineError, Requests
 from moegguf.serving.batch.database import FINAL, Database, storing
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.batch.migration import migrate
@@ -263,20 +263,14 @@ class Batches:
                     # batch.
                     task.uncancel()
             except BatchFileError as error:
-                self._fail(batch, [_error_of("invalid_file", str(error))])
+                self._fail(batch, [_error_of(LineError("invalid_file", str(error)))])
             except OSError as error:
                 next_s = DISK_RETRY_S
                 log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
-                self._fail(
-                    batch,
-                    [
-                        _error_of(
-                            "server_error", "internal error; see the server's log."
-                        )
-                    ],
-                )
+                said = "internal error; see the server's log."
+                self._fail(batch, [_error_of(LineError("server_error", said))])
         # Files and answers that remain are removed when the folder is next opened.
         with suppress(OSError):
             self._files.remove_unused(batch.input_file_id)
@@ -315,14 +309,10 @@ class Batches:
 
     async def _validate(self, batch: Batch) -> None:
         async with self._requests(batch) as requests:
-            wrong = (
-                (line.number, line.error)
+            errors = [
+                _error_of(line.error, line.number)
                 for line in requests.lines
                 if line.error is not None
-            )
-            errors = [
-                _error_of(error.code, str(error), error.param, number)
-                for number, error in wrong
             ]
             if errors:
                 self._fail(batch, errors[:MAX_ERRORS])
@@ -349,7 +339,7 @@ class Batches:
         """
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
-                error = answers.LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
+                error = LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
                 missing = [
                     line
                     for line in requests.lines
@@ -461,7 +451,6 @@ def _row_of(batch: Batch) -> tuple[str, int, str | None, str]:
     return batch.id, batch.created_ns, needs, json.dumps(asdict(batch))
 
 
-def _error_of(
-    code: str, message: str, param: str | None = None, line: int | None = None
-) -> dict[str, Any]:
-    return {"code": code, "message": message, "param": param, "line": line}
+def _error_of(error: LineError, line: int | None = None) -> dict[str, Any]:
+    fields = {"code": error.code, "message": str(error), "param": error.param}
+    return {**fields, "line": line}
