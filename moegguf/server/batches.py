@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.server.common import limits
 from moegguf.server.common.body import (
     Body,
     Whole,
@@ -32,6 +31,7 @@ from moegguf.server.common.body import (
 )
 from moegguf.server.common.conversation import RequestBody
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
+from moegguf.server.common.options import Name
 from moegguf.server.common.replies import page, usage
 from moegguf.server.embeddings import EmbeddingsBody
 from moegguf.server.metrics import Totals
@@ -206,7 +206,7 @@ def _endpoint(value: str) -> str:
 
 
 class _BatchBody(Body):
-    input_file_id: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+    input_file_id: Name
     endpoint: Annotated[str, AfterValidator(_endpoint)]
     completion_window: Literal["24h"]
     metadata: Annotated[

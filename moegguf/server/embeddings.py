@@ -35,7 +35,7 @@ from moegguf.server.common.conversation import Json
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     Loading,
-    ModelName,
+    Name,
     SelectedName,
     Text,
     Texts,
@@ -79,7 +79,7 @@ class EmbeddingsBody(Loading):
 
     limit: ClassVar[int] = limits.BODY_BYTES
 
-    model: ModelName
+    model: Name
     input: Annotated[Texts, AfterValidator(_not_empty)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] = 0  # 0: all dimensions

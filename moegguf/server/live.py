@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -36,10 +36,9 @@ from moegguf.errors import BudgetError
 from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS
 from moegguf.quantities import parse_expert_cache
-from moegguf.server.common import limits
-from moegguf.server.common.body import read_body
+from moegguf.server.common.body import Body, Whole, read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import loaded_of
+from moegguf.server.common.options import Name, loaded_of
 from moegguf.server.common.replies import LineResponse, json_line
 from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
@@ -192,12 +191,12 @@ def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any
     )
 
 
-class _BudgetRequest(BaseModel):
+class _BudgetRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(min_length=1, max_length=limits.NAME_CHARS)
-    expert_cache: str | int | None = Field(default=None, union_mode="left_to_right")
-    vram_cache: str | int | None = Field(default=None, union_mode="left_to_right")
+    model: Name
+    expert_cache: str | Whole | None = None
+    vram_cache: str | Whole | None = None
 
 
 async def _put_budget(request: HttpRequest) -> Response:

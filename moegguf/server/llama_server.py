@@ -46,7 +46,7 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     MAX_TOKEN,
     Adapters,
-    ModelName,
+    Name,
     SelectedName,
     Stop,
     Stops,
@@ -166,7 +166,7 @@ async def _slots(request: HttpRequest) -> Response:
 
 class _SlotBody(Body):
     filename: Annotated[str, Field(max_length=limits.NAME_CHARS)] = ""
-    model: ModelName | None = None
+    model: Name | None = None
 
 
 async def _change_slot(request: HttpRequest) -> Response:
@@ -241,7 +241,7 @@ class _TokenizeBody(Body):
     )
     parse_special: bool = True
     with_pieces: bool = False
-    model: ModelName | None = None
+    model: Name | None = None
 
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
@@ -275,7 +275,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 class _DetokenizeBody(Body):
     tokens: list[Annotated[Whole, Field(ge=0, le=MAX_TOKEN)]]
-    model: ModelName | None = None
+    model: Name | None = None
 
 
 async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:

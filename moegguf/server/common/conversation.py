@@ -37,7 +37,7 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     Adapters,
     Loading,
-    ModelName,
+    Name,
     check_capabilities,
     loaded_of,
     look_up,
@@ -184,7 +184,7 @@ class RequestBody(Loading):
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
 
-    model: ModelName
+    model: Name
     stream: bool = False
     # Llama-server's field: LoRA scales, 0 if not listed; None: the server's scales.
     lora: Adapters | None = None

@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 LORA_SCALE = OPTIONS["lora_scale"]
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 
-ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+# The name of a model, or the id of a stored object.
+Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 # "" selects the only loaded model.
 SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]
 

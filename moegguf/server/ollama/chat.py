@@ -38,12 +38,7 @@ from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
-from moegguf.server.common.options import (
-    ModelName,
-    check_capabilities,
-    find,
-    sampling_of,
-)
+from moegguf.server.common.options import Name, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
 # expiry in replies for a model that never expires; Ollama sends a similar year
@@ -73,7 +68,7 @@ class ModelBody(Body):
     """The body of a request about one model. `name` is the deprecated name of
     `model`."""
 
-    model: ModelName
+    model: Name
     _begun_ns: int = PrivateAttr(default_factory=time.perf_counter_ns)
 
     @model_validator(mode="before")

@@ -33,7 +33,7 @@ from moegguf.package import __version__
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, chunks, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import ModelName, Options, details_or_none, find
+from moegguf.server.common.options import Name, Options, details_or_none, find
 from moegguf.server.common.replies import (
     LineResponse,
     Lines,
@@ -259,8 +259,8 @@ def _long_arrays(path: Path) -> dict[str, list[Any]]:
 
 
 class _CopyRequest(Body):
-    source: ModelName
-    destination: ModelName
+    source: Name
+    destination: Name
 
 
 async def _copy(request: HttpRequest) -> Response:

@@ -58,6 +58,7 @@ from moegguf.server.common.messages import (
     own_tools,
     read_parts,
 )
+from moegguf.server.common.options import Name
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
@@ -83,7 +84,6 @@ ECHOED = (
     "user",
 )
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
-ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 # {role: separator between merged messages}.
 BETWEEN = {"assistant": "\n", "system": "\n\n"}
 
@@ -238,7 +238,7 @@ class ResponsesBody(chat.ToolsBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    previous_response_id: ResponseId | None = None
+    previous_response_id: Name | None = None
     store: bool = True
     conversation: Any = None
     prompt: Any = None
