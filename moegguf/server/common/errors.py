@@ -105,14 +105,13 @@ def lists_for_anthropic(request: HttpRequest) -> bool:
     )
 
 
+Kinds = type[BaseException] | tuple[type[BaseException], ...]
 # Rows of exception classes, status, OpenAI's error code, headers. The first matching
 # row is used, so subclasses come first.
-STATUSES: tuple[
-    tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...
-] = (
-    ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
-    ((errors.ContextError,), 400, "context_length_exceeded", {}),
-    ((errors.UnknownIdError,), 404, None, {}),
+STATUSES: tuple[tuple[Kinds, int, str | None, Mapping[str, str]], ...] = (
+    (errors.ModelNotFoundError, 404, "model_not_found", {}),
+    (errors.ContextError, 400, "context_length_exceeded", {}),
+    (errors.UnknownIdError, 404, None, {}),
     (
         (
             errors.ModelNameError,
@@ -126,9 +125,9 @@ STATUSES: tuple[
         None,
         {},
     ),
-    ((errors.StorageError,), 507, None, NO_RETRY),
-    ((errors.BusyError,), 503, None, {"retry-after": "1"}),
-    ((errors.GenerationCancelled,), 499, None, {}),
+    (errors.StorageError, 507, None, NO_RETRY),
+    (errors.BusyError, 503, None, {"retry-after": "1"}),
+    (errors.GenerationCancelled, 499, None, {}),
     (
         (
             errors.BudgetError,
@@ -140,7 +139,7 @@ STATUSES: tuple[
         None,
         NO_RETRY,
     ),
-    ((errors.MoeggufError,), 500, None, {}),
+    (errors.MoeggufError, 500, None, {}),
 )
 
 
