@@ -148,4 +148,4 @@ class Snapshot:
         speed = (self.answer_tokens - before.answer_tokens) / max(
             self.seconds - before.seconds, 1e-3
         )
-        return replace(self, uses=uses, loads=loads, tokens_per_s=max(0.0, speed))
+        return replace(self, uses=uses, loads=loads, tokens_per_s=speed)
