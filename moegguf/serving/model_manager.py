@@ -72,7 +72,7 @@ from moegguf.serving.lease import (
 )
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers
+from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers, ignore
 from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,6 @@ SHUTDOWN_GRACE_S = 5.0
 # least 1 s, at most MAX_RETRY_S)
 FREED = 0.1
 MAX_RETRY_S = 60.0
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 def _log_warning(name: str, text: str) -> None:
@@ -115,7 +111,7 @@ class ModelManager:
     devices: Callable[[], list[Device]] = query_gpus
     # Called while a model is read: with its entry, the share that was read, and the
     # seconds since loading began.
-    on_load: Callable[[ModelEntry, float, float], object] = _ignore
+    on_load: Callable[[ModelEntry, float, float], object] = ignore
     # Called with the name of a model and the text of a warning from its process.
     on_warning: Callable[[str, str], object] = _log_warning
 

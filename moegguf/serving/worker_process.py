@@ -50,8 +50,8 @@ OnLoad = Callable[[float], object]
 _DRAIN_S = 1.0  # seconds for reading the last output of a process after its exit
 
 
-def _ignore(*_: object) -> None:
-    pass
+def ignore(*_: object) -> None:
+    """Does nothing."""
 
 
 class SentRequest:
@@ -122,17 +122,11 @@ class SentRequest:
 def failure_line(text: str) -> str:
     """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS,
     or an empty string. Lines about a cancelled pass are ignored."""
-    lines = [
-        line.strip()
-        for line in text.splitlines()
-        if line.strip() and not line.strip().endswith(CANCELLED_PASS)
-    ]
-    failures = (
-        line[:MAX_FAILURE_CHARS]
-        for line in reversed(lines)
-        if any(mark in line for mark in FAILURE_MARKS)
-    )
-    return next(failures, "")
+    for line in map(str.strip, reversed(text.splitlines())):
+        is_failure = any(mark in line for mark in FAILURE_MARKS)
+        if is_failure and not line.endswith(CANCELLED_PASS):
+            return line[:MAX_FAILURE_CHARS]
+    return ""
 
 
 def device_failure(text: str) -> str:
@@ -164,7 +158,7 @@ class WorkerProcess:
             asyncio.get_running_loop().create_future()
         )
         # Called after the exit, before the requests get the error.
-        self.on_exit: Callable[[], None] = _ignore
+        self.on_exit: Callable[[], None] = ignore
         self.requests: dict[int, SentRequest] = {}  # {id: unfinished request}
         self._last_id = 0
         self._kill_reason = ""
@@ -218,7 +212,7 @@ class WorkerProcess:
         return self._child.pid
 
     async def load(
-        self, config: LoadConfig, stall_s: float, on_progress: OnLoad = _ignore
+        self, config: LoadConfig, stall_s: float, on_progress: OnLoad = ignore
     ) -> wire.Ready:
         """Loads a model. Calls `on_progress` with the share of the model that has been
         read so far. Raises the errors of loading, and WorkerError if the process exits.
@@ -241,7 +235,7 @@ class WorkerProcess:
             ) from None
 
     def request(
-        self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any
+        self, kind: str, on_end: Callable[[], None] = ignore, **fields: Any
     ) -> SentRequest:
         """Sends a request. Raises OptionError if the request cannot be encoded, and
         WorkerError if the process has ended."""
