@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 from asyncio.subprocess import DEVNULL, PIPE
-from threading import BoundedSemaphore
 from typing import Any
 
 from starlette.requests import Request
@@ -24,7 +23,7 @@ MAX_S = 60.0
 MAX_PROCESSES = 2
 COMMAND = child_command(f"{__package__}.pdf_child")
 
-_free = BoundedSemaphore(MAX_PROCESSES)
+_free = asyncio.Semaphore(MAX_PROCESSES)
 
 
 async def _pdf_text(request: Request) -> Response:
@@ -32,15 +31,13 @@ async def _pdf_text(request: Request) -> Response:
     400 if the file cannot be read, and 503 while MAX_PROCESSES other files are being
     read."""
     data = await read_bytes(request, MAX_BYTES)
-    if not _free.acquire(blocking=False):
+    if _free.locked():
         raise HttpError(
             f"{MAX_PROCESSES} other PDF files are being read; try again in a moment",
             503,
         )
-    try:
+    async with _free:
         found = await _read(data)
-    finally:
-        _free.release()
     if "error" in found:
         raise HttpError(found["error"])
     return JSONResponse(found)
