@@ -83,7 +83,7 @@ class CompletionBody(GenerationBody):
     def n_answers(self) -> int:
         """Returns the number of answers that are generated for each prompt. Only `n` of
         them are sent."""
-        return self.best_of or super().n_answers
+        return self.best_of or self.n
 
     @property
     def scores_prompt(self) -> bool:
