@@ -64,6 +64,7 @@ from moegguf.server.common.replies import (
     dumps,
     event_line,
     logprob_objects,
+    present,
 )
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
@@ -127,11 +128,7 @@ async def _props(request: HttpRequest) -> Response:
             "model_alias": entry.name,
             "model_path": entry.path.name,
             "chat_template": known.template or "",
-            **(
-                {"chat_template_tool_use": known.tool_template}
-                if known.tool_template
-                else {}
-            ),
+            **present(chat_template_tool_use=known.tool_template),
             "modalities": {"vision": "vision" in known.capabilities, "audio": False},
             "build_info": f"moegguf-{__version__}",
             "is_sleeping": loaded is None,

@@ -238,15 +238,20 @@ def moe_object(stats: Stats) -> dict[str, Any]:
     }
 
 
+def present(**fields: Any) -> dict[str, Any]:
+    """Returns only the fields that are neither empty nor zero. Ollama's Go code omits
+    empty fields and zeros."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def cut_object(summary: AnswerSummary) -> dict[str, int]:
     """Returns the counts of messages and tokens that were cut from a prompt to fit the
     context, and the number of context shifts. Zeros are left out."""
-    counts = {
-        "cut_messages": summary.cut_messages,
-        "cut_tokens": summary.cut_tokens,
-        "context_shifts": summary.n_shifts,
-    }
-    return {name: count for name, count in counts.items() if count}
+    return present(
+        cut_messages=summary.cut_messages,
+        cut_tokens=summary.cut_tokens,
+        context_shifts=summary.n_shifts,
+    )
 
 
 def usage(

@@ -246,12 +246,6 @@ def time_text(moment: datetime | None) -> str:
     )
 
 
-def _present(**fields: Any) -> Json:
-    """Returns only the fields that are neither empty nor zero, because Ollama's Go code
-    omits empty fields and zeros."""
-    return {name: value for name, value in fields.items() if value}
-
-
 class _Reply(Reply):
     """The reply of /api/chat, which has a `message`, or of /api/generate, which has a
     `response`."""
@@ -300,9 +294,13 @@ class _Reply(Reply):
     def _content(self, text: str = "", **more: Any) -> Json:
         if isinstance(self.body, ChatRequest):
             return {
-                "message": {"role": "assistant", "content": text, **_present(**more)}
+                "message": {
+                    "role": "assistant",
+                    "content": text,
+                    **replies.present(**more),
+                }
             }
-        return {"response": text, **_present(**more)}
+        return {"response": text, **replies.present(**more)}
 
     def _delta(self, delta: Delta) -> Json:
         calls = [
@@ -319,7 +317,7 @@ class _Reply(Reply):
         logprobs = replies.logprob_objects(delta.logprobs)
         return self._content(
             delta.text, thinking=delta.thinking, tool_calls=calls
-        ) | _present(logprobs=logprobs)
+        ) | replies.present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
         """Returns the fields of the last object, such as token counts, and durations in
@@ -329,12 +327,12 @@ class _Reply(Reply):
         return {
             "done": True,
             "done_reason": summary.finish,
-            **_present(
+            **replies.present(
                 context=list(summary.context) if self.requests[0].return_context else []
             ),
             "total_duration": self.body.age_ns,
             "load_duration": self._found_ns + replies.to_ns(done.load_s),
-            **_present(
+            **replies.present(
                 prompt_eval_count=summary.whole_prompt_tokens,
                 prompt_cached_count=summary.cached_tokens,
                 prompt_eval_duration=replies.to_ns(summary.prompt_s),

@@ -40,6 +40,7 @@ from moegguf.server.common.replies import (
     WholeResponse,
     json_line,
     moe_object,
+    present,
     to_ns,
 )
 from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
@@ -99,11 +100,7 @@ def _tag_object(entry: ModelEntry) -> Json:
         "digest": entry.digest,
         "details": _details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
-        **(
-            {"missing": [without_surrogates(str(path)) for path in entry.missing]}
-            if entry.missing
-            else {}
-        ),
+        **present(missing=[without_surrogates(str(path)) for path in entry.missing]),
     }
 
 
@@ -214,13 +211,12 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
         | {"general.parameter_count": known.n_parameters},
         "capabilities": list(known.capabilities),
         "modified_at": time_text(entry.modified),
+        **present(
+            license=entry.license,
+            messages=[dict(message) for message in entry.messages],
+            system=body.system or entry.system,
+        ),
     }
-    if entry.license:
-        found["license"] = entry.license
-    if entry.messages:
-        found["messages"] = [dict(message) for message in entry.messages]
-    if system := body.system or entry.system:
-        found["system"] = system
     if entry.mmproj:
         found["projector_info"] = _json_value(
             read_gguf(entry.mmproj).metadata, verbose=False
@@ -417,10 +413,7 @@ async def _creating(
     for sentence in warnings:
         yield {"status": f"warning: {sentence}"}
     yield {"status": "writing manifest"}
-    yield {
-        "status": SUCCESS,
-        **({"warnings": warnings} if warnings and not body.stream else {}),
-    }
+    yield {"status": SUCCESS, **present(warnings=[] if body.stream else warnings)}
 
 
 def _has_blob(request: HttpRequest) -> Response:  # called on a thread
