@@ -27,7 +27,7 @@ from moegguf.generate.images import image_part, text_of
 from moegguf.generate.request import Message
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, parse_json
+from moegguf.server.common.body import Body, parse_json, without_nulls
 
 log = logging.getLogger(__name__)
 
@@ -212,10 +212,7 @@ class ChatMessage(Body):
         if self.role in ("tool", "function"):
             name = self.name or tool_names.get(self.tool_call_id or "")
             known = {"tool_call_id": self.tool_call_id, "tool_name": name}
-            message |= {
-                "role": "tool",
-                **{key: value for key, value in known.items() if value is not None},
-            }
+            message |= {"role": "tool", **without_nulls(known)}
         if thinking := self.reasoning_content or self.reasoning:
             message["thinking"] = thinking
         if self.tool_calls:

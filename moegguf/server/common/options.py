@@ -32,7 +32,7 @@ from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.options import OPTIONS
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole, explain, integral
+from moegguf.server.common.body import Body, Whole, explain, integral, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadedModel, LoadOverrides, load_overrides
 
@@ -279,10 +279,7 @@ def sampling_of(
         )
     except ValidationError as error:
         raise HttpError(f"parameters of {entry.name}: {explain(error)}") from None
-    return sampling_with(
-        Sampling(),
-        known | {name: value for name, value in own.items() if value is not None},
-    )
+    return sampling_with(Sampling(), known | without_nulls(own))
 
 
 # Texts
