@@ -36,7 +36,7 @@ from moegguf.errors import BudgetError
 from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS
 from moegguf.quantities import parse_expert_cache
-from moegguf.server.common.body import Body, Whole, read_body
+from moegguf.server.common.body import Body, Whole, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Name, loaded_of
 from moegguf.server.common.replies import LineResponse, json_line
@@ -205,16 +205,14 @@ async def _put_budget(request: HttpRequest) -> Response:
     small, or larger than the free memory allows. Raises ModelNotFoundError for a model
     that is not loaded, and BusyError while it is being loaded or unloaded."""
     body = await read_body(request, _BudgetRequest)
-    given = {"RAM": body.expert_cache, "VRAM": body.vram_cache}
-    if set(given.values()) == {None}:
+    given = without_nulls({"RAM": body.expert_cache, "VRAM": body.vram_cache})
+    if not given:
         raise HttpError(
             "a budget needs expert_cache or vram_cache, but neither is given; give at least one of them"
         )
     try:
         budgets = [
-            parse_expert_cache(str(value), tier)
-            for tier, value in given.items()
-            if value is not None
+            parse_expert_cache(str(value), tier) for tier, value in given.items()
         ]
         loaded = await request.app.state.manager.set_budget(body.model, *budgets)
         return JSONResponse(_budget_object(loaded))
