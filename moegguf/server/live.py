@@ -132,16 +132,17 @@ async def snapshot_lines(
                 if (model := loaded.get(name)) is None:
                     continue
                 snapshot = now.since(before.get(name))
-                # Clients also display these figures, so a change in one of them
-                # triggers a snapshot.
-                figures = model.queue, model.stopping, *model.cache_bytes.values()
-                tokens = snapshot.stats.tokens, model.last_answer_s
+                # A change in one of these figures, which clients display, triggers a
+                # snapshot.
                 visible = (
                     snapshot.state,
                     snapshot.busy,
                     snapshot.layers,
-                    *tokens,
-                    *figures,
+                    snapshot.stats.tokens,
+                    model.last_answer_s,
+                    model.queue,
+                    model.stopping,
+                    *model.cache_bytes.values(),
                 )
                 if (
                     visible != sent.get(name)
@@ -172,23 +173,14 @@ def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any
     """Returns a loaded model and its budgets as a JSON object. `whole` adds the model's
     statistics and plan."""
     found = {
-        **{
-            name: value for name, value in vars(loaded).items() if name != "cache_bytes"
-        },
+        **vars(loaded),
         **_budget_object(loaded),
         "expires": loaded.expires and loaded.expires.isoformat(),
         "names": [each.name for each in loaded.names],
         "stats": loaded.stats.as_dict(),
     }
-    return (
-        found
-        if whole
-        else {
-            name: value
-            for name, value in found.items()
-            if name not in ("stats", "plan")
-        }
-    )
+    hidden = {"cache_bytes"} if whole else {"cache_bytes", "stats", "plan"}
+    return {name: value for name, value in found.items() if name not in hidden}
 
 
 class _BudgetRequest(Body):
