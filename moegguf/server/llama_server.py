@@ -510,14 +510,17 @@ async def _adapters(request: HttpRequest) -> Response:
     scale = (state.lora_scales or {}).get(
         entry.name, state.settings.loading.get("lora_scale", 1.0)
     )
-    found = {
-        "id": 0,
-        "path": entry.adapter.name,
-        "scale": scale,
-        "task_name": "",
-        "prompt_prefix": "",
-    }
-    return JSONResponse([found])
+    return JSONResponse(
+        [
+            {
+                "id": 0,
+                "path": entry.adapter.name,
+                "scale": scale,
+                "task_name": "",
+                "prompt_prefix": "",
+            }
+        ]
+    )
 
 
 class _AdaptersBody(Body):

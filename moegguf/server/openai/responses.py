@@ -516,18 +516,18 @@ class _ResponseReply(EventReply):
             # Clients expect a text item, even if it is empty.
             yield from self._begin_block("text")
             yield from self._end_block("text", done)
-        counts = (
-            summary.whole_prompt_tokens,
-            summary.cached_tokens,
-            summary.answer_tokens,
-            summary.thinking_tokens,
-        )
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
-            "usage": usage(*counts, cache_write_tokens=0),
+            "usage": usage(
+                summary.whole_prompt_tokens,
+                summary.cached_tokens,
+                summary.answer_tokens,
+                summary.thinking_tokens,
+                cache_write_tokens=0,
+            ),
             **chat.statistics(summary),
         }
         yield self._event(f"response.{status}", response=self._object)
