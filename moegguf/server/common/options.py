@@ -135,10 +135,9 @@ def details_or_none(entry: ModelEntry) -> Details | None:
 # Options
 
 
-def _budget(value: str | int | None) -> str | None:
-    if value is not None:
-        parse_expert_cache(str(value))
-    return None if value is None else str(value)
+def _budget(value: str | int) -> str:
+    parse_expert_cache(str(value))
+    return str(value)
 
 
 def in_range(name: str) -> Any:
@@ -149,7 +148,7 @@ def in_range(name: str) -> Any:
 
 
 Number = float | None
-Budget = Annotated[str | Whole | None, AfterValidator(_budget)]
+Budget = Annotated[str | Whole, AfterValidator(_budget)] | None
 Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
@@ -289,16 +288,12 @@ NO_TEXT = "must be a text, the tokens of one, or a list of texts or tokens"
 
 
 def _is_number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+    return type(given) in (int, float)  # a bool is no number
 
 
 def _token_of(given: Any) -> int:
     token = integral(given)
-    if (
-        not isinstance(token, int)
-        or isinstance(token, bool)
-        or not 0 <= token <= MAX_TOKEN
-    ):
+    if type(token) is not int or not 0 <= token <= MAX_TOKEN:
         raise ValueError(NO_TEXT)
     return token
 
