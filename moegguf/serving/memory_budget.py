@@ -76,7 +76,8 @@ def load_options(
     `settings.loading`, other files of the entry."""
     files = files_of(entry)
     given = {**files, **settings.loading}
-    given |= {name: path for name, path in files.items() if name == "draft"}
+    if "draft" in files:
+        given["draft"] = files["draft"]
     given |= overrides
     if "lora_path" not in given:
         given.pop("lora_scale", None)
